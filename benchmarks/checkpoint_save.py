@@ -28,7 +28,7 @@ import numpy as np
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.leaves import saved_arrays
-from jaxspeed.objective.rng import is_key
+from jaxspeed.user_models.rng import is_key
 
 WIDTH, ROWS = 1024, 64
 

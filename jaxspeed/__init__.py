@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from jaxspeed.initialization import initialize
     from jaxspeed.jaxpr.module_scopes import unit
     from jaxspeed.launch.environment import start_processes
-    from jaxspeed.objective import LayerSpec, PipelineModule, TiedLayerSpec
-    from jaxspeed.objective.rng import micro_batch_key
-    from jaxspeed.objective.train_state import TrainState
     from jaxspeed.placement import Placement, PlacementTable
     from jaxspeed.planner.api import plan
     from jaxspeed.train import propose_tensor_sharding
+    from jaxspeed.train_state.state import TrainState
+    from jaxspeed.user_models import LayerSpec, PipelineModule, TiedLayerSpec
+    from jaxspeed.user_models.rng import micro_batch_key
 
 _NAMES = {
     "config": ("Config", "explain_config"),
@@ -43,9 +43,9 @@ _NAMES = {
     "initialization": ("initialize",),
     "jaxpr.module_scopes": ("unit",),
     "launch.environment": ("start_processes",),
-    "objective": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
-    "objective.rng": ("micro_batch_key",),
-    "objective.train_state": ("TrainState",),
+    "user_models": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "user_models.rng": ("micro_batch_key",),
+    "train_state.state": ("TrainState",),
     "placement": ("Placement", "PlacementTable"),
     "planner.api": ("plan",),
     "train": ("propose_tensor_sharding",),

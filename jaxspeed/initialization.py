@@ -75,8 +75,8 @@ def initialize(
     refuse_old_jax(installed())
     from jaxspeed.launch.environment import start_processes
     from jaxspeed.metrics import require_monitors
-    from jaxspeed.objective.batches import WithExtra
-    from jaxspeed.objective.config_model import hidden_size_of
+    from jaxspeed.user_models.batches import WithExtra
+    from jaxspeed.user_models.config_model import hidden_size_of
 
     start_processes()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
@@ -122,10 +122,10 @@ def engine_of(
     from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
     from jaxspeed.engine.startup_log import log_startup
     from jaxspeed.jaxpr.paused_collector import paused_collector
-    from jaxspeed.objective.config_model import resolve_model
     from jaxspeed.parameter_server import build
     from jaxspeed.parameter_server.engine import open_engine
     from jaxspeed.train.aot_step import read_identity
+    from jaxspeed.user_models.config_model import resolve_model
 
     model, loss_fn = resolve_model(config, model, loss_fn)
     enable_compilation_cache(config)

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.hf_folder import LanguageModelFolder, PretrainedFolder
 from jaxspeed.interop.pretrained import check_vocabulary, pretrained
-from jaxspeed.objective.pretrained_model import Pretrained
+from jaxspeed.user_models.pretrained_model import Pretrained
 
 FAMILIES: dict[str, str] = {
     "gpt2": "jaxspeed.models.gpt2",

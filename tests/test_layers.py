@@ -31,6 +31,8 @@ LAYERS = (
     "zero3",
     "remat",
     "tensor_parallel",
+    "user_models",
+    "train_state",
     "objective",
     "offload",
     "pipeline",

@@ -137,9 +137,9 @@ INNER = {
     "checkpoint/process_agreement.py": "checkpoint/test_several_processes.py",
     "engine/jax_setup.py": "engine/test_starting.py",
     "jaxpr/evaluate.py": "jaxpr/test_evaluate.py",
-    "jaxpr/inline_calls.py": "jaxpr/test_traverse.py",
     "jaxpr/sample_independence.py": "jaxpr/test_sample_independence.py",
     "jaxpr/sample_rules.py": "jaxpr/test_sample_independence.py",
+    "jaxpr/traverse.py": "jaxpr/test_traverse.py",
     "known_jax_bugs/table.py": "test_known_jax_bugs.py",
     "launch/environment.py": "launch/test_environment.py",
     "objective/autocast.py": "objective/test_autocast.py",
@@ -149,8 +149,8 @@ INNER = {
     "planner/memory/liveness.py": "planner/test_memory_layout.py",
     "run/ending.py": "checkpoint/test_several_processes.py",
     "run/watchdog.py": "run/test_watchdog.py",
-    "train/staged_init.py": "train/test_staged_init.py",
-    "train/xla_options.py": "train/test_staged_init.py",
+    "train_state/staged_init.py": "train/test_staged_init.py",
+    "placement/xla_options.py": "train/test_staged_init.py",
 }
 
 

@@ -45,8 +45,8 @@ from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_a
 from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, JaxspeedError
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
 
 log = logging.getLogger("jaxspeed")
 

@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.objective.rng import is_key
-from jaxspeed.objective.train_state import TrainState, updated_values
 from jaxspeed.optim import LossScale
 from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState, updated_values
+from jaxspeed.user_models.rng import is_key
 
 Arrays = dict[str, Any]
 RING_ERRORS = "ring_errors"

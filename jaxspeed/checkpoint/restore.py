@@ -23,11 +23,11 @@ from jaxspeed.checkpoint.leaves import (
 )
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.optim import loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored
 from jaxspeed.placement.specs import by_dim, num_shards
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
 
 _COPY_BYTES = 256 << 20  # copied at once: the peak is one state and this
 _SCALE = tuple(f"loss_scale/{name}" for name in loss_scale.LossScale._fields)

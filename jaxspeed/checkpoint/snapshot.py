@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.checkpoint.leaves import Arrays, key_data, saved_arrays, saved_leaves
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement.codec import parts_of
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
 
 _SMALL_BYTES = 1 << 20
 

@@ -11,8 +11,8 @@ from jaxspeed.checkpoint.leaves import SavedLeaf, saved_leaves
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.checkpoint.restore import as_on_disk, donatable_arrays
 from jaxspeed.errors import CheckpointError
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
 
 _KINDS = ("params/", "variables/")
 

@@ -166,7 +166,7 @@ def _hf_form(given: argparse.Namespace) -> "HFForm":
     from jaxspeed.config import load_config
     from jaxspeed.data.tokenizer import FILES
     from jaxspeed.interop.exporting import hf_form
-    from jaxspeed.objective.config_model import resolve_model
+    from jaxspeed.user_models.config_model import resolve_model
 
     loaded = load_config(config)
     model, _ = resolve_model(loaded)

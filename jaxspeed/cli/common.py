@@ -81,7 +81,7 @@ def overrides_of(given: argparse.Namespace) -> list[str]:
 
 def hidden_size(tree: Mapping[str, Any]) -> int | None:
     """The hidden size of the family that a config names; imports JAX only where it is asked for."""
-    from jaxspeed.objective.config_model import hidden_size_of
+    from jaxspeed.user_models.config_model import hidden_size_of
 
     return hidden_size_of()(tree)
 

@@ -40,7 +40,7 @@ def _tokenize(given: argparse.Namespace) -> int:
     config = loaded(given)
     from jaxspeed.data import limits_of, tokenize
     from jaxspeed.interop.pretrained import data_section
-    from jaxspeed.objective.config_model import family_sizes
+    from jaxspeed.user_models.config_model import family_sizes
 
     sizes = family_sizes(config)
     summary = tokenize(data_section(config), given.out, vocab_size=limits_of(sizes).vocab_size)

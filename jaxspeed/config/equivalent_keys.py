@@ -18,7 +18,8 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
     and data, `mics_shard_size` the data axis with copies on replica. An axis of -1 takes the
     remaining devices; where no key has -1, that is data.
     """
-    sizes: dict[str, int] = {axis: getattr(settings.mesh, axis) for axis in _set_in(settings.mesh)}
+    given = [axis for axis in axis_names() if axis in settings.mesh.model_fields_set]
+    sizes: dict[str, int] = {axis: getattr(settings.mesh, axis) for axis in given}
     problems: list[Problem] = []
 
     def add(axis: str, size: int, key: str) -> None:
@@ -64,21 +65,13 @@ def _split_ranks(sizes: dict[str, int], ranks: int) -> list[Problem]:
         return []
     used = [axis for axis, size in own.items() if size != 1 or axis == DATA]
     here = " x ".join(f"mesh.{axis}" for axis in used)
-    found = " x ".join(_size(own[axis]) for axis in used)
+    found = " x ".join("?" if own[axis] == -1 else str(own[axis]) for axis in used)
     return [_twice(here, found, "data_parallel_size", ranks)]
-
-
-def _size(size: int) -> str:
-    return "?" if size == -1 else str(size)
 
 
 def _twice(here: str, size: Any, key: str, other: int) -> Problem:
     found = f"{other}, while {here} is {size}"
     return Problem(key, found, "Both set the same size: make them equal, or remove one.", (here,))
-
-
-def _set_in(mesh: Mesh) -> list[str]:
-    return [axis for axis in axis_names() if axis in mesh.model_fields_set]
 
 
 # -- offload ---------------------------------------------------------------------------------------

@@ -91,7 +91,10 @@ def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]
     def read_key(key: str) -> Any:
         return read(examined.settings, key)
 
-    verdict, sentence = judge(found[1], _effective(known, found[0], value, examined), read_key)
+    row, declaration = found
+    # The value of the free-form section around the key, or of the key.
+    effective = read_key(row if known.startswith(f"{row}.") else known)
+    verdict, sentence = judge(declaration, value if effective is None else effective, read_key)
     if known == "optimizer.params.lr" and rate_is_the_schedules(examined.settings):
         verdict, sentence = "harmless", "The schedule sets the rate itself."
     if filled := examined.filled.get(known):
@@ -109,12 +112,6 @@ def _is_comment(path: str) -> bool:
 
 def _is_or_is_in(path: str, around: str) -> bool:
     return path == around or path.startswith(f"{around}.")
-
-
-def _effective(path: str, row: str, value: Any, examined: Examined) -> Any:
-    """Value to judge: that of the free-form section around the key, or of the key."""
-    effective = read(examined.settings, row if path.startswith(f"{row}.") else path)
-    return value if effective is None else effective
 
 
 def _sentence(problem: Problem, path: str) -> str:

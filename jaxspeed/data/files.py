@@ -54,13 +54,11 @@ def _nothing(name: str, path: Path, suffixes: Sequence[str]) -> str:
     if glob.has_magic(name):
         return f"no file matches {name!r} (relative to {Path.cwd()})"
     parent = path.parent
-    near = f"; {str(parent)!r} holds {_few(parent)}" if parent.is_dir() else ""
+    near = ""
+    if parent.is_dir():
+        there = sorted(f.name for f in parent.iterdir() if not f.name.startswith("."))
+        near = f"; {str(parent)!r} holds {listed(there, 5) or 'nothing'}"
     return f"{name!r} does not exist (relative to {Path.cwd()}){near}"
-
-
-def _few(folder: Path, most: int = 5) -> str:
-    names = sorted(f.name for f in folder.iterdir() if not f.name.startswith("."))
-    return listed(names, most) or "nothing"
 
 
 def read_bytes(file: Path) -> bytes:

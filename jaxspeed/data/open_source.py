@@ -119,7 +119,10 @@ def documents_part(
     """
     train, held, counts = [], [], np.zeros(0, np.int64)
     for each in documents:
-        spans, out = hold_out_documents(each.offsets, held_out) if held_out else (_all(each), None)
+        if held_out:
+            spans, out = hold_out_documents(each.offsets, held_out)
+        else:
+            spans, out = Spans(np.asarray(each.offsets[:-1]), each.lengths), None
         known = vocab_size or each.largest + 1, each.name
         stream = Stream(each.tokens, spans, *known)
         train.append(_windows(stream, packing, pad_last=False))
@@ -137,10 +140,6 @@ def documents_part(
         counts,
         f"{name}: {number:,} document{plural}, {tokens:,} tokens",
     )
-
-
-def _all(documents: token_store.Documents) -> Spans:
-    return Spans(np.asarray(documents.offsets[:-1]), documents.lengths)
 
 
 def _windows(stream: Stream, packing: Packing, *, pad_last: bool) -> Windows:

@@ -36,7 +36,8 @@ class Stream:
     ) -> None:
         self.tokens = tokens
         self._vocab_size, self._name = vocab_size, name
-        self.edges = _edges(spans.lengths)  # int64 [spans + 1], positions
+        self.edges = np.zeros(len(spans.lengths) + 1, np.int64)  # positions
+        np.cumsum(spans.lengths, out=self.edges[1:])
         # Spans that are adjacent in the array are read at once.
         ends = spans.starts + spans.lengths
         apart = np.flatnonzero(spans.starts[1:] != ends[:-1]) + 1
@@ -105,9 +106,3 @@ def add_counts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Add counts of ids from 0 on; the arrays may differ in length."""
     size = max(len(a), len(b))
     return np.pad(a, (0, size - len(a))) + np.pad(b, (0, size - len(b)))
-
-
-def _edges(lengths: np.ndarray) -> np.ndarray:
-    edges = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    return edges

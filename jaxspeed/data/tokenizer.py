@@ -55,7 +55,7 @@ class ByteTokenizer:
         return np.frombuffer(_utf8(text), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return _join(bytes([i]) for i in ids if END < i < 256)
+        return bytes(int(i) for i in ids if END < i < 256).decode("utf-8", errors="replace")
 
     def to_bytes(self) -> bytes:
         return _tokenizer_json(_byte_ids(), [])
@@ -314,7 +314,3 @@ def _byte_ids() -> dict[str, int]:
 def _utf8(text: str) -> bytes:
     # JSON can contain half of a surrogate pair; that must not be an error.
     return text.encode("utf-8", errors="surrogatepass")
-
-
-def _join(pieces: Iterable[bytes]) -> str:
-    return b"".join(pieces).decode("utf-8", errors="replace")

@@ -25,23 +25,18 @@ from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients, plain_in
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
-from jaxspeed.objective.batches import EXTRA, WithExtra, read_batch, with_extra, zeros_of
-from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.objective.pretrained_model import Pretrained
-from jaxspeed.objective.rng import is_key
-from jaxspeed.objective.train_state import (
-    Arrays,
-    TrainState,
-    logical_value,
-    wide_dtype,
-)
-from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.xla_options import without_ynnpack
 from jaxspeed.train.program import Program
-from jaxspeed.train.xla_options import without_ynnpack
+from jaxspeed.train_state.state import Arrays, TrainState, logical_value, wide_dtype
+from jaxspeed.user_models.batches import EXTRA, WithExtra, read_batch, with_extra, zeros_of
+from jaxspeed.user_models.config_model import resolve_model
+from jaxspeed.user_models.pretrained_model import Pretrained
+from jaxspeed.user_models.rng import is_key
+from jaxspeed.user_models.trainable import read_trainable
 
 # (state, batch) -> (reduced gradients, variables after the batch).
 Reduced = Callable[[TrainState, Any], tuple[Sums, Any]]

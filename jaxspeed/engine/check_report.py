@@ -12,11 +12,11 @@ from rich.text import Text
 
 from jaxspeed.config import match
 from jaxspeed.engine.plain_flax import PlainGradients
-from jaxspeed.objective.train_state import Arrays
-from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.show import as_text
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import Arrays
+from jaxspeed.user_models.trainable import read_trainable
 
 # Tolerance for the order of summation, relative to the leaf's norm. fp32: sums of up to a million
 # terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and gradient, whose

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.evaluate import bindings, run_equation
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
-from jaxspeed.objective.batches import with_extra
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
+from jaxspeed.user_models.batches import with_extra
 
 Flags = list[tuple[str, Any]]  # (label, not finite: bool [] or, in a scan, [length])
 

@@ -30,14 +30,14 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
-from jaxspeed.objective.batches import WithExtra
-from jaxspeed.objective.train_state import TrainState, updated_values
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train_state.state import TrainState, updated_values
+from jaxspeed.user_models.batches import WithExtra
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any

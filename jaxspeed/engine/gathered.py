@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.engine.oom_help import device_limit
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.train.gather_once import GatherOnce, ModelState, part_of_machine
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
 
 
 class Gathered:

@@ -10,10 +10,10 @@ from jaxspeed.config import Config
 from jaxspeed.data import known_shapes, limits_of
 from jaxspeed.engine.oom_help import device_limit, remedies
 from jaxspeed.hardware import chip_of_kind
-from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory import Memory, memory_of
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.config_model import family_sizes
 
 log = logging.getLogger("jaxspeed")
 NAMED = 3  # number of components in the warning

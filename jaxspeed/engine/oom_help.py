@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 
 from jaxspeed.errors import OutOfMemoryError
-from jaxspeed.objective.precision import precision_of
+from jaxspeed.placement.precision import precision_of
 from jaxspeed.placement.rows import Offload
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.table import PlacementTable, build_table

@@ -24,15 +24,15 @@ from flax import nnx
 from flax.core import meta
 from flax.core.scope import DenyList, in_filter, union_filters
 
-from jaxspeed.objective import Model
 from jaxspeed.objective.autocast import Autocast, autocast_function
-from jaxspeed.objective.batches import call_loss, with_extra
-from jaxspeed.objective.linen_calls import frozen_statistics
 from jaxspeed.objective.loss import parse_loss
-from jaxspeed.objective.own_axes import with_own_axes
-from jaxspeed.objective.protocol import SEED, mode_arguments, nested
-from jaxspeed.objective.rng import FALLBACK
 from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.user_models import Model
+from jaxspeed.user_models.batches import call_loss, with_extra
+from jaxspeed.user_models.linen_calls import frozen_statistics
+from jaxspeed.user_models.own_axes import with_own_axes
+from jaxspeed.user_models.protocol import SEED, mode_arguments, nested
+from jaxspeed.user_models.rng import FALLBACK
 
 Arrays = dict[str, Any]
 Role = Literal["parameter", "state", "other"]

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.checkpoint import Checkpointer, Restored
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
 
 
 class Saver:

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.aot_step import identity_of, load, read_identity
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train_state.state import TrainState
 
 log = logging.getLogger("jaxspeed")
 Shapes = tuple[Any, ...]

@@ -9,7 +9,7 @@ from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.train.program import Program, StepPhase
-from jaxspeed.train.staged_init import compile_beside
+from jaxspeed.train_state.staged_init import compile_beside
 
 
 def compiled_report(

@@ -17,15 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.axes import batch_entries
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.sampling_rules import draw
-from jaxspeed.objective.caching import cache_names, call_parameters
 from jaxspeed.objective.loss import Outputs
-from jaxspeed.objective.protocol import CachedModel
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.placement.rules import model_sharding
+from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
-from jaxspeed.train.staged_init import compile_ahead
-from jaxspeed.train.xla_options import compiler_options
+from jaxspeed.train_state.staged_init import compile_ahead
+from jaxspeed.train_state.state import Arrays
+from jaxspeed.user_models.caching import cache_names, call_parameters
+from jaxspeed.user_models.protocol import CachedModel
 
 # What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;
 # for a repetition penalty the "text" [rows, length], filled up with NO_TOKEN.

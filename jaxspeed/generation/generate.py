@@ -24,10 +24,10 @@ from jaxspeed.generation.next_tokens import (
 )
 from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text import TextStream, TextTokenizer, end_of
-from jaxspeed.objective.config_model import sizes_of
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
+from jaxspeed.user_models.config_model import sizes_of
 
 log = logging.getLogger("jaxspeed")
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, Rules, rows_for_jit
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.gather_once import GatherOnce, ModelState
-from jaxspeed.train.staged_init import compile_ahead
+from jaxspeed.train_state.staged_init import compile_ahead
+from jaxspeed.train_state.state import TrainState
 
 SMALLEST = 16  # of the lengths for which programs are compiled, which are powers of two
 

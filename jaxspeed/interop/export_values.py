@@ -16,9 +16,9 @@ from jaxspeed.checkpoint.header import Header, codec_of
 from jaxspeed.checkpoint.manifest import is_local
 from jaxspeed.checkpoint.orbax_arrays import FOLDER
 from jaxspeed.interop.mapping import Index
-from jaxspeed.objective.train_state import TrainState, updated_values
 from jaxspeed.placement.codec import PLAIN, unpad
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState, updated_values
 
 _BLOCK_BYTES = 64 << 20
 

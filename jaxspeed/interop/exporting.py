@@ -25,10 +25,10 @@ from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
-from jaxspeed.objective.config_model import family_sizes
-from jaxspeed.objective.pretrained_model import Pretrained
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import TrainState
+from jaxspeed.user_models.config_model import family_sizes
+from jaxspeed.user_models.pretrained_model import Pretrained
 
 _KINDS = ("params/", "variables/")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -13,7 +13,7 @@ from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_
 from jaxspeed.errors import DataError, PretrainedError
 from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
-from jaxspeed.objective.pretrained_model import Pretrained
+from jaxspeed.user_models.pretrained_model import Pretrained
 
 
 class FolderWeights:

@@ -11,12 +11,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxspeed.jaxpr.inline_calls import inline_call, renamed
+from jaxspeed.jaxpr.inline_calls import inline_call
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
-from jaxspeed.jaxpr.traverse import called, is_var, nested_constants, open_jaxpr, with_jaxpr
+from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
+from jaxspeed.jaxpr.traverse import (
+    JaxprEqn,
+    Var,
+    called,
+    is_var,
+    nested_constants,
+    open_jaxpr,
+    with_jaxpr,
+)
 
 Atoms = tuple[Any, ...]  # a variable or a literal of each jaxpr, at one position
 
@@ -91,7 +99,7 @@ class _Merge:
         if not is_var(atoms[0]) and len(set(key)) == 1:
             return atoms[0]
         if key not in self.inputs:
-            self.inputs[key] = (atoms, _variable(atoms[0].aval))
+            self.inputs[key] = (atoms, Var(atoms[0].aval))
         return self.inputs[key][1]
 
 
@@ -110,24 +118,28 @@ def _inline_different_calls(programs: Sequence[Any]) -> Sequence[Any]:
         eqns = [p.eqns[index] for p in programs]
         calls = all(e.primitive.name in INLINED for e in eqns)
         if calls and len(set(_texts(eqns))) > 1:
-            opened = (inline_call(p, index, e) for p, e in zip(programs, eqns, strict=True))
+            opened = (inline_call(p, e) for p, e in zip(programs, eqns, strict=True))
             programs = [_without_no_op_casts(p) for p in opened]
         else:
             index += 1
     return programs
 
 
-def _without_no_op_casts(program: Any) -> Any:
-    """Remove casts to the same dtype: JAX casts a weakly typed number, not a typed one."""
-    names: dict[Any, Any] = {}
-    eqns = []
-    for eqn in program.eqns:
-        invars = renamed(eqn.invars, names)
+class _NoOpCasts(Rewriter[None]):
+    """Removes casts to the same dtype: JAX casts a weakly typed number, not a typed one."""
+
+    enters = ()
+
+    def other(self, program: Rewriting[None], eqn: JaxprEqn) -> list[None]:
         if _is_no_op_cast(eqn):
-            names[eqn.outvars[0]] = invars[0]
+            program.replace(eqn.outvars, [program.atom(eqn.invars[0])])
         else:
-            eqns.append(eqn.replace(invars=invars))
-    return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
+            program.emit(eqn)
+        return [None] * len(eqn.outvars)
+
+
+def _without_no_op_casts(program: Any) -> Any:
+    return _NoOpCasts().run(program)
 
 
 def _is_no_op_cast(eqn: Any) -> bool:
@@ -153,8 +165,3 @@ def _text(eqn: Any, but: str = "") -> str:
     # The text of a program names its constants without their values.
     values = [np.asarray(const).tobytes() for const in nested_constants(eqn)]
     return re.sub(r" at 0x[0-9a-f]+", "", text) + str(values)
-
-
-def _variable(aval: Any) -> Any:
-    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    return jax.make_jaxpr(lambda x: x)(shape).jaxpr.invars[0]

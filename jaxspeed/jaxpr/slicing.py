@@ -1,9 +1,14 @@
 """Slices of traced programs: sub-jaxprs, free variables, dependents, backward slices."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxspeed.jaxpr.traverse import is_var
+
+
+def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> list[Any]:
+    """The atoms, with variables substituted by `names`."""
+    return [names.get(v, v) if is_var(v) else v for v in atoms]
 
 
 def sub_jaxpr(

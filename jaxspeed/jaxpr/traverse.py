@@ -7,7 +7,12 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspeed.jaxpr.primitives import CALLS, CHECKPOINTS, CONTROL, INLINED, KERNELS
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jaxspeed.jaxpr.primitives import CALLS, CHECKPOINTS, CONTROL, INLINED, KERNELS, PRODUCTS
+
+__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]  # the types of programs
 
 # Parameters that contain an equation's inner program.
 _HOLDERS = {"while": ("body_jaxpr",), "cond": ("branches",)}
@@ -116,13 +121,54 @@ def _manual_axes(params: Any) -> tuple[tuple[str, int], ...]:
 
 def transparent_bodies(eqn: Any) -> list[Body]:
     """The bodies whose dims are those of the operands: not those of manual regions."""
-    return bodies(eqn) if eqn.primitive.name in (*CALLS, *CONTROL) else []
+    return bodies(eqn) if eqn.primitive.name in (*CALLS, *CONTROL) and not is_marked(eqn) else []
 
 
 def sliceable_bodies(eqn: Any) -> list[Body]:
     """The bodies that can be split into segments: not those of custom derivatives and `while`."""
     names = (*INLINED, *CHECKPOINTS, "scan", "cond")
-    return bodies(eqn) if eqn.primitive.name in names else []
+    return bodies(eqn) if eqn.primitive.name in names and not is_marked(eqn) else []
+
+
+# -- products that a pass has wrapped --------------------------------------------------------------
+
+_PRODUCT = "jaxspeed_product"
+
+
+def as_product(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Mark a function of a product's operands: to passes it stays that product.
+
+    It contains a matmul or convolution of arrays of these dims, between casts, scales, or in a
+    custom derivative. Passes do not enter it.
+    """
+
+    def marked(lhs: Any, rhs: Any) -> Any:
+        return function(lhs, rhs)
+
+    marked.__name__ = _PRODUCT
+    return jax.jit(marked)
+
+
+def is_marked(eqn: Any) -> bool:
+    """Whether an equation calls a function that `as_product` marked."""
+    return eqn.primitive.name in INLINED and eqn.params.get("name") == _PRODUCT
+
+
+def product_of(eqn: Any) -> Any | None:
+    """The matmul or convolution that an equation is, or for which a marked function stands."""
+    if eqn.primitive.name in PRODUCTS:
+        return eqn
+    if not is_marked(eqn):
+        return None
+
+    def within(jaxpr: Any) -> Iterator[Any]:
+        for inner in jaxpr.eqns:
+            if inner.primitive.name in PRODUCTS:
+                yield inner
+            for body in bodies(inner):
+                yield from within(body.jaxpr)
+
+    return next(within(bodies(eqn)[0].jaxpr))
 
 
 def runs(eqn: Any, names: Container[str]) -> bool:

@@ -13,10 +13,10 @@ import jax
 
 from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import count_products, program_flops
-from jaxspeed.objective.batches import call_loss
-from jaxspeed.objective.config_model import family_sizes
-from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.batches import call_loss
+from jaxspeed.user_models.config_model import family_sizes
+from jaxspeed.user_models.own_axes import with_own_axes
 
 
 class Parameter(Protocol):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.train_state import Arrays
+from jaxspeed.train_state.state import Arrays
 
 
 class Sums(NamedTuple):

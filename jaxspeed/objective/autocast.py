@@ -21,15 +21,15 @@ low dtype: it is all-gathered, and its gradient reduce-scattered, in that dtype.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
-from jax.extend import source_info_util
 
-from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
+from jaxspeed.config import Config
+from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.primitives import (
     CASTS,
@@ -48,9 +48,11 @@ from jaxspeed.jaxpr.primitives import (
     RESHAPES,
     SLICES,
 )
-from jaxspeed.jaxpr.slicing import sub_jaxpr
-from jaxspeed.jaxpr.traverse import bodies, is_var, open_jaxpr, with_functions
+from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
+from jaxspeed.jaxpr.traverse import Body, bodies, is_var
 from jaxspeed.objective.safe_modules import SafeModules
+from jaxspeed.placement.precision import DTYPES
+from jaxspeed.placement.table import PlacementTable
 
 LOWER = PRODUCTS | RAGGED_PRODUCTS
 # Element-wise, but too steep for 8 bits of mantissa, or the terms of a sum of squares.
@@ -64,23 +66,24 @@ PROMOTE = (
     | (VIEWS | SLICES | JOINS | IDENTITIES | PAIRWISE)
     | {CONSTRAINT, "gather", "rev", "scatter", "reduce_window_max", "reduce_window_min"}
 )
-_NESTED = (*INLINED, *CHECKPOINTS, *CONTROL)
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A value of the rewritten program.
+class _Value(NamedTuple):
+    """A value of the program.
 
     Attributes:
-      array: in the dtype of the trace, or in the low one.
       parameter: the parameter that it is a view of, if any.
       neutral: it does not widen the result of an operation: a scalar, or the view of a bias.
     """
 
-    array: Any
     parameter: str | None = None
     neutral: bool = False
-    casts: dict[Any, Any] = field(default_factory=dict)  # those made so far, by scope
+
+    @classmethod
+    def of(cls, atom: Any, parameter: str | None = None, neutral: bool = False) -> "_Value":
+        """The value of an atom: neutral also if it is a scalar or the vector of a parameter."""
+        rank = len(getattr(atom.aval, "shape", ()))
+        return cls(parameter, neutral or rank == 0 or (parameter is not None and rank == 1))
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,13 @@ def with_autocast(closed: Any, autocast: Autocast, parameters: Mapping[Any, str]
     jaxpr = closed.jaxpr
 
     def rewritten(narrow: Collection[str]) -> tuple[Any, set[str]]:
-        rewriter, types = _Rewriter(autocast), _types(jaxpr)
-        for i, v in enumerate(jaxpr.invars):
-            if parameters.get(v) in narrow and _is_single(v.aval):
-                types[i] = _struct(v.aval, autocast.dtype)
-        marks = [(parameters.get(v), False) for v in jaxpr.invars]
-        made = rewriter.traced(jaxpr, closed.consts, types, marks, lambda i: True)
-        return made, rewriter.wide
+        rewriter = _Rewriter(autocast)
+        values = [_Value.of(v, parameters.get(v)) for v in jaxpr.invars]
+        dtypes = [
+            autocast.dtype if parameters.get(v) in narrow and _is_single(v) else v.aval.dtype
+            for v in jaxpr.invars
+        ]
+        return closed.replace(jaxpr=rewriter.run(jaxpr, values, dtypes)), rewriter.wide
 
     made, wide = rewritten(())
     narrow = autocast.sharded - wide
@@ -142,277 +145,156 @@ def asks_for_full_precision(jaxpr: Any) -> bool:
     return bool(found) and all(map(_asks_for_highest, found))
 
 
-def _types(jaxpr: Any) -> list[jax.ShapeDtypeStruct]:
-    return [_struct(v.aval, v.aval.dtype) for v in jaxpr.invars]
-
-
-def _struct(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    weak = bool(aval.weak_type) and dtype == aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=weak)
-
-
-class _Rewriter:
-    """Rewriter of a program; an inner program is traced once per dtypes of its inputs."""
+class _Rewriter(Rewriter[_Value]):
+    enters = (*INLINED, *CHECKPOINTS, *CONTROL)
+    custom_derivatives = True
 
     def __init__(self, settings: Autocast) -> None:
+        super().__init__()
         self.low, self.settings = jnp.dtype(settings.dtype), settings
-        self.inner: dict[Any, Any] = {}
+        self.rules = (
+            dict.fromkeys(PROMOTE, self._promoted)
+            | dict.fromkeys(CASTS, self._cast)
+            | dict.fromkeys(LOWER, self._product)
+        )
+        self.casts: dict[Any, Atom] = {}  # those made so far, by atom and scope
         self.wide: set[str] = set()  # the parameters that are read in fp32, or by unsafe modules
 
-    def traced(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        types: Sequence[Any],
-        marks: Sequence[tuple[str | None, bool]],
-        as_traced: Callable[[int], bool],
-    ) -> Any:
-        """A program rewritten for inputs of these types.
+    def constant(self, atom: Atom) -> _Value:
+        return _Value.of(atom, neutral=not is_var(atom))
 
-        `marks` are (parameter, neutral) of its inputs. Results keep their dtype where `as_traced`
-        of their index is true.
-        """
+    def unknown(self, atom: Atom) -> _Value:
+        return _Value.of(atom)
 
-        def run(*args: Any) -> list[Any]:
-            values = [_value(x, *mark) for x, mark in zip(args, marks, strict=True)]
-            outs = self._evaluate(jaxpr, consts, values)
-            self.wide.update(x.parameter for x in outs if x.parameter)
-            return [
-                _as_traced(value, v) if as_traced(i) else value.array
-                for i, (value, v) in enumerate(zip(outs, jaxpr.outvars, strict=True))
-            ]
+    def derived(self, states: Sequence[_Value], out: jex.Var) -> _Value:
+        return _Value.of(out)
 
-        return jax.make_jaxpr(run)(*types)
-
-    def _evaluate(
-        self, jaxpr: Any, consts: Sequence[Any], values: Sequence[_Value]
+    def body_states(
+        self, program: Rewriting[_Value], eqn: jex.JaxprEqn, body: Body
     ) -> list[_Value]:
-        env = bindings(jaxpr, [_value(c) for c in consts], values)
+        """A loop has slices of its operands; what it carries is another value after each trip."""
+        slices = (
+            body.num_consts + body.num_carry if eqn.primitive.name in LOOPS else len(eqn.invars)
+        )
+        states = super().body_states(program, eqn, body)
+        return [
+            _Value.of(v, x.parameter, x.neutral and i < slices)
+            for i, (x, v) in enumerate(zip(states, body.jaxpr.invars, strict=True))
+        ]
 
-        def read(atom: Any) -> _Value:
-            return env[atom] if is_var(atom) else _value(atom.val, None, True)
+    def write(self, jaxpr: jex.Jaxpr, *given: Any) -> Rewriting[_Value]:
+        program = super().write(jaxpr, *given)
+        results = map(program.state, jaxpr.outvars)
+        self.wide.update(x.parameter for x in results if x.parameter)
+        return program
 
-        for eqn in jaxpr.eqns:
-            outs = self._equation(jaxpr, eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    # -- rules -------------------------------------------------------------------------------------
 
-    def _equation(self, jaxpr: Any, eqn: Any, values: Sequence[_Value]) -> list[_Value]:
-        name = eqn.primitive.name
-        if name in _NESTED and bodies(eqn):
-            return self._nested(jaxpr, eqn, values)
-        if name in CUSTOM_DERIVATIVE and self._holds_products(eqn):
-            self._note_readers(eqn, values, None)
-            with _source_of(eqn):
-                given = [_as_traced(x, v) for x, v in zip(values, eqn.invars, strict=True)]
-                return [_value(x) for x in self._custom(jaxpr, eqn)(*given)]
-        if self._is_lowered(eqn, values):
-            return self._run(jaxpr, self._with_result(eqn), values, self.low)
-        if name in CASTS:  # widening is exact: a cast can start from the low dtype
-            outs = self._run(jaxpr, eqn, values, None)
-        elif name in PROMOTE and not _is_square(eqn):
-            outs = self._run(jaxpr, eqn, values, self._widest(eqn, values))
-        else:
-            return self._run(jaxpr, eqn, values, jnp.float32)
-        if name in VIEWS:
-            source, *_ = values
-            return [_value(out.array, source.parameter, source.neutral) for out in outs]
-        return outs
+    def _product(self, program: Rewriting[_Value], eqn: jex.JaxprEqn) -> list[_Value]:
+        if not self._is_lowered(eqn, [program.state(v) for v in eqn.invars]):
+            return self.other(program, eqn)
+        if eqn.params.get("preferred_element_type") is not None:
+            eqn = eqn.replace(params={**eqn.params, "preferred_element_type": self.low})
+        return self._write(program, eqn, self.low)
 
-    def _run(self, jaxpr: Any, eqn: Any, values: Sequence[_Value], dtype: Any) -> list[_Value]:
-        """Run an equation with operands that were traced in fp32 in this dtype; None: as is."""
-        if eqn.primitive.name not in VIEWS:
-            self._note_readers(eqn, values, dtype)
-        return self._bind(jaxpr, eqn, values, dtype)
+    def _cast(self, program: Rewriting[_Value], eqn: jex.JaxprEqn) -> list[_Value]:
+        """Widening is exact: a cast can start from the low dtype."""
+        return self._write(program, eqn, None)
 
-    def _note_readers(self, eqn: Any, values: Sequence[_Value], dtype: Any) -> None:
+    def _promoted(self, program: Rewriting[_Value], eqn: jex.JaxprEqn) -> list[_Value]:
+        if eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2:
+            return self.other(program, eqn)
+        operands = [v for v in eqn.invars if _is_single(v)]
+        deciding = [v for v in operands if not program.state(v).neutral] or operands
+        is_low = [program.atom(v).aval.dtype == self.low for v in deciding]
+        return self._write(program, eqn, self.low if is_low and all(is_low) else jnp.float32)
+
+    def other(self, program: Rewriting[_Value], eqn: jex.JaxprEqn) -> list[_Value]:
+        opaque = eqn.primitive.name in self.enters and bodies(eqn)
+        return self._write(program, eqn, None if opaque else jnp.float32)
+
+    def enter(self, program: Rewriting[_Value], eqn: jex.JaxprEqn) -> bool:
+        if not super().enter(program, eqn):
+            return False
+        operands = [] if eqn.primitive.name in CUSTOM_DERIVATIVE else eqn.invars
+        is_low = any(getattr(program.atom(v).aval, "dtype", None) == self.low for v in operands)
+        return is_low or self._holds_products(eqn)
+
+    def nested(self, program: Rewriting[_Value], eqn: jex.JaxprEqn) -> list[_Value]:
+        body = bodies(eqn)[0]
+        start = body.first + body.num_consts
+        as_traced = [*eqn.invars[: body.first], *eqn.invars[start : start + body.num_carry]]
+        self._note_readers(program, eqn, as_traced, None)
+        return super().nested(program, eqn)
+
+    def custom_derivative(self, program: Rewriting[_Value], eqn: jex.JaxprEqn) -> list[_Value]:
+        self._note_readers(program, eqn, eqn.invars, None)
+        return super().custom_derivative(program, eqn)
+
+    # -- equations ---------------------------------------------------------------------------------
+
+    def _write(self, program: Rewriting[_Value], eqn: jex.JaxprEqn, dtype: Any) -> list[_Value]:
+        """Write an equation with operands that were traced in fp32 in this dtype; None: as is."""
+        is_view = eqn.primitive.name in VIEWS
+        if not is_view:
+            self._note_readers(program, eqn, eqn.invars, dtype)
+        operands = [
+            self._operand(program, program.atom(v), dtype, eqn)
+            if dtype is not None and _is_single(v)
+            else program.atom(v)
+            for v in eqn.invars
+        ]
+        program.emit(eqn, operands)
+        source = program.state(eqn.invars[0]) if is_view else _Value()
+        return [_Value.of(out, *source) for out in eqn.outvars]
+
+    def _operand(self, program: Rewriting[_Value], x: Atom, dtype: Any, eqn: jex.JaxprEqn) -> Atom:
+        """An atom as an operand of an equation, cast in its scope.
+
+        Submodules of one module share a cast, such as the three projections of attention: each cast
+        is a residual. Modules that may be units do not, for what crosses their boundaries is saved
+        too.
+        """
+        dtype = jnp.dtype(dtype)
+        if x.aval.dtype == dtype:
+            return x
+        if not is_var(x):
+            return jex.Literal(np.asarray(x.val).astype(dtype)[()], x.aval.update(dtype=dtype))
+        scopes = [call.serial for call in calls_in(str(eqn.source_info.name_stack))]
+        key = (x, dtype, *(scopes[:-1] or scopes))
+        if key not in self.casts:
+            (self.casts[key],) = program.splice(lambda x: x.astype(dtype), [x], eqn)
+        return self.casts[key]
+
+    def _note_readers(
+        self, program: Rewriting[_Value], eqn: jex.JaxprEqn, atoms: Sequence[Any], dtype: Any
+    ) -> None:
         """Note the parameters that an operation in this dtype reads."""
         calls = calls_in(str(eqn.source_info.name_stack))
         if dtype != self.low or (calls and not self.settings.is_safe(calls[-1])):
+            values = (program.state(v) for v in atoms)
             self.wide.update(x.parameter for x in values if x.parameter)
-
-    def _bind(self, jaxpr: Any, eqn: Any, values: Sequence[_Value], dtype: Any) -> list[_Value]:
-        given: dict[Any, Any] = {}
-        atoms = []
-        for atom, value in zip(eqn.invars, values, strict=True):
-            x = value.array
-            if dtype is not None and _is_single(atom.aval) and x.dtype != dtype:
-                x = _cast(value, dtype, eqn)
-            if is_var(atom):
-                given[atom] = x
-            elif x is not atom.val:
-                atom = jex.Literal(np.asarray(x)[()], atom.aval.update(dtype=jnp.dtype(dtype)))
-            atoms.append(atom)
-        outs = run_equation(jaxpr, eqn.replace(invars=atoms), given.__getitem__)
-        return [_value(x) for x in outs]
-
-    def _widest(self, eqn: Any, values: Sequence[_Value]) -> Any:
-        """The dtype of a promoted operation."""
-        pairs = [(x, v) for x, v in zip(values, eqn.invars, strict=True) if _is_single(v.aval)]
-        deciding = [x for x, _ in pairs if not x.neutral] or [x for x, _ in pairs]
-        is_low = [x.array.dtype == self.low for x in deciding]
-        return self.low if is_low and all(is_low) else jnp.float32
 
     # -- products ----------------------------------------------------------------------------------
 
-    def _is_lowered(self, eqn: Any, values: Sequence[_Value] = ()) -> bool:
+    def _is_lowered(self, eqn: jex.JaxprEqn, values: Sequence[_Value] = ()) -> bool:
         params = eqn.params
         return (
             eqn.primitive.name in LOWER
-            and all(_is_single(v.aval) for v in eqn.invars[:2])
+            and all(map(_is_single, eqn.invars[:2]))
             and params.get("preferred_element_type") in (None, jnp.float32)
             and not _asks_for_highest(params.get("precision"))
             and not any(x.parameter in self.settings.full for x in values if x.parameter)
         )
 
-    def _with_result(self, eqn: Any) -> Any:
-        if eqn.params.get("preferred_element_type") is None:
-            return eqn
-        return eqn.replace(params={**eqn.params, "preferred_element_type": self.low})
-
-    def _holds_products(self, eqn: Any) -> bool:
+    def _holds_products(self, eqn: jex.JaxprEqn) -> bool:
         return self._is_lowered(eqn) or any(
             self._holds_products(e) for body in bodies(eqn) for e in body.jaxpr.eqns
         )
 
-    # -- inner programs ----------------------------------------------------------------------------
 
-    def _nested(self, jaxpr: Any, eqn: Any, values: Sequence[_Value]) -> list[_Value]:
-        """A call, loop or branch, with its programs rewritten."""
-        is_low = any(getattr(x.array, "dtype", None) == self.low for x in values)
-        if not is_low and not self._holds_products(eqn):
-            return self._run(jaxpr, eqn, values, None)
-        name = eqn.primitive.name
-        body = bodies(eqn)[0]
-        after_carry = body.num_consts + body.num_carry
-        # Conditions and carries have the types of the trace.
-        fixed = {*range(body.first), *range(body.first + body.num_consts, body.first + after_carry)}
-        with _source_of(eqn):
-            values = [
-                _value(_as_traced(x, v), x.parameter) if i in fixed else x
-                for i, (x, v) in enumerate(zip(values, eqn.invars, strict=True))
-            ]
-        inside = values[body.first :]
-        trips = range(after_carry, len(inside)) if name in LOOPS else ()
-        marks = [
-            # A carried parameter is another one after the first trip.
-            (None, False)
-            if body.first + i in fixed
-            else (x.parameter, x.neutral and i not in trips)
-            for i, x in enumerate(inside)
-        ]
-        self._note_readers(eqn, [x for i, x in enumerate(values) if i in fixed], None)
-        dtypes = [getattr(x.array, "dtype", None) for x in inside]
-
-        def as_traced(i: int) -> bool:
-            return name == "cond" or i < body.num_carry
-
-        def new(held: Any) -> Any:
-            key = (id(held), *dtypes, *marks)
-            if key not in self.inner:
-                inner, consts = open_jaxpr(held)
-                types = [
-                    _struct(v.aval, d or v.aval.dtype)
-                    for v, d in zip(inner.invars, dtypes, strict=True)
-                ]
-                made = self.traced(inner, consts, types, marks, as_traced)
-                assert hasattr(held, "jaxpr") or not made.consts
-                # The original is kept alive: its id is the key.
-                self.inner[key] = held, made if hasattr(held, "jaxpr") else made.jaxpr
-            return self.inner[key][1]
-
-        return self._bind(jaxpr, with_functions(eqn, new), values, None)
-
-    def _custom(self, jaxpr: Any, eqn: Any) -> Callable[..., Any]:
-        """A function with a custom derivative, with the products of both passes rewritten."""
-        (body,) = bodies(eqn)
-        inputs = [v for v in eqn.invars if is_var(v)]
-        original = as_function(sub_jaxpr(jaxpr, [eqn], inputs, eqn.outvars))
-        trees: list[Any] = []
-
-        def variables(args: Sequence[Any]) -> list[Any]:
-            return [x for x, v in zip(args, eqn.invars, strict=True) if is_var(v)]
-
-        def rewritten(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-            closed = jax.make_jaxpr(function)(*args)
-            types, marks = _types(closed.jaxpr), [(None, False)] * len(args)
-            made = self.traced(closed.jaxpr, closed.consts, types, marks, lambda i: True)
-            return as_function(made.jaxpr, made.consts)(*args)
-
-        @jax.custom_vjp
-        def call(*args: Any) -> list[Any]:
-            return rewritten(as_function(body.jaxpr, body.consts), args)
-
-        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
-            def both(*args: Any) -> list[Any]:
-                outs, pullback = jax.vjp(original, *variables(args))
-                residuals, tree = jax.tree.flatten(pullback)
-                trees[:] = [tree, len(outs)]
-                return [*outs, *residuals]
-
-            values = rewritten(both, args)
-            return values[: trees[1]], values[trees[1] :]
-
-        def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            count, active = len(residuals), [_is_real(v) for v in eqn.outvars]
-
-            def pull(*args: Any) -> list[Any]:
-                real = iter(args[count:])
-                given = [next(real) if on else x for on, x in zip(active, cotangents, strict=True)]
-                grads = jax.tree.unflatten(trees[0], args[:count])(given)
-                return [g for g, v in zip(grads, inputs, strict=True) if _is_real(v)]
-
-            args = [*residuals, *(x for on, x in zip(active, cotangents, strict=True) if on)]
-            grads = dict(zip(filter(_is_real, inputs), rewritten(pull, args), strict=True))
-            return tuple(grads.get(v) if is_var(v) else None for v in eqn.invars)
-
-        call.defvjp(forward, backward)
-        return call
-
-
-def _value(array: Any, parameter: str | None = None, neutral: bool = False) -> _Value:
-    """A value, which is neutral also if it is a scalar or the vector of a parameter."""
-    rank = np.ndim(array)
-    neutral = neutral or rank == 0 or (parameter is not None and rank == 1)
-    return _Value(array, parameter, neutral)
-
-
-def _source_of(eqn: Any) -> Any:
-    """Context in which equations are traced with an equation's source info and scopes."""
-    scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes)
-
-
-def _cast(value: _Value, dtype: Any, eqn: Any) -> Any:
-    """The value as an operand of an equation, cast in its scope.
-
-    Submodules of one module share a cast, such as the three projections of attention: each cast is
-    a residual. Modules that may be units do not, for what crosses their boundaries is saved too.
-    """
-    scopes = [call.serial for call in calls_in(str(eqn.source_info.name_stack))]
-    key = (jnp.dtype(dtype), *(scopes[:-1] or scopes))
-    if key not in value.casts:
-        with _source_of(eqn):
-            value.casts[key] = value.array.astype(dtype)
-    return value.casts[key]
-
-
-def _as_traced(value: _Value, atom: Any) -> Any:
-    """The value in the dtype with which it was traced."""
-    x = value.array
-    return x if not _is_single(atom.aval) or x.dtype == atom.aval.dtype else x.astype(jnp.float32)
-
-
-def _is_single(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) == jnp.float32
-
-
-def _is_real(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
-
-
-def _is_square(eqn: Any) -> bool:
-    return eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2
+def _is_single(atom: Any) -> bool:
+    return getattr(atom.aval, "dtype", None) == jnp.float32
 
 
 def _asks_for_highest(precision: Any) -> bool:
@@ -421,3 +303,15 @@ def _asks_for_highest(precision: Any) -> bool:
         return False
     pair = precision if isinstance(precision, tuple) else (precision,)
     return jax.lax.Precision.HIGHEST in pair
+
+
+def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
+    """Automatic mixed precision of a model with these parameters; None where it is disabled."""
+    if not config.torch_autocast.enabled:
+        return None
+    full = frozenset(row.path for row in table if row.leaf.full_precision)
+    gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)
+    sharded = frozenset(gathered) - full if table.mesh.shape["pipe"] == 1 else frozenset()
+    safe = config.torch_autocast.lower_precision_safe_modules
+    is_safe = SafeModules(None if safe is None else tuple(safe))
+    return Autocast(DTYPES[config.compute_dtype], full, sharded, is_safe)

@@ -63,7 +63,7 @@ def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
     """Compare the traces of two numbers of samples.
 
     Args:
-      trace: the `Traced` loss of a batch.
+      trace: the traced loss (`LossProgram`) of a batch.
       ranks: the number of data ranks that share a batch.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}

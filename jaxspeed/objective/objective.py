@@ -16,14 +16,12 @@ from jax.sharding import NamedSharding
 
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.objective.autocast import Autocast
 from jaxspeed.objective.by_parts import ByParts
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.protocol import Model
-from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
-from jaxspeed.objective.traced_loss import LossTraces, Traced
-from jaxspeed.objective.train_state import Arrays
+from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.passes import PartContext, after_split
+from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
 from jaxspeed.placement.rows import Row
@@ -31,7 +29,9 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import unit_jaxprs
-from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
+from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
+from jaxspeed.train_state.state import Arrays
+from jaxspeed.user_models.protocol import Model
 from jaxspeed.zero3 import (
     BY_CONSTRAINT,
     EvalContext,
@@ -41,6 +41,7 @@ from jaxspeed.zero3 import (
     encoded,
     run_segmented,
 )
+from jaxspeed.zero3.sharded_param import Storage
 
 
 @dataclass(frozen=True)
@@ -96,22 +97,24 @@ class Objective:
         return loss, self._as_stored(written)
 
     def _run(
-        self, program: Traced, args: Sequence[Any], recompute: Recompute, batch: Any
+        self, traced: LossProgram, args: Sequence[Any], recompute: Recompute, batch: Any
     ) -> Sequence[Any]:
         """Execute a traced loss by the placement table and the config."""
-        if self.table.mesh.shape["tensor"] == 1 and not (recompute or self._gathers):
-            sizes = self._shared_sizes(program.batch)
-            jaxpr = with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh)
-            return as_function(jaxpr, program.closed.consts)(*args)
-        storage = {
-            var: replace(self.stored(row), dtype=var.aval.dtype)
-            for var, row in zip(program.parameters, self.table, strict=True)
-            if row.gathered
-        }
-        sharded = self._with_boundaries(program)
-        way = self.way(sharded, program, program.batch, recompute)
-        way = replace(way, samples=self.samples(batch))
-        return run_segmented(sharded, program.closed.consts, args, storage, way)
+        program = self._rewritten(traced)
+        storage: dict[Any, ShardedParam] = {}
+        for row in self.table:
+            v: Any = program.parameters[row.path]
+            if row.gathered:
+                storage[v] = replace(self.stored(row), dtype=v.aval.dtype)
+        way = replace(self.way(program, recompute, storage), samples=self.samples(batch))
+        return run_segmented(program.closed.jaxpr, program.closed.consts, args, storage, way)
+
+    def _rewritten(self, traced: LossProgram) -> LossProgram:
+        """A traced loss, rewritten for this mesh and placement."""
+        in_units = bool(self.recompute) or self._gathers
+        specs = {row.path: row.read.spec for row in self.table}
+        units = self._units(traced) if in_units else None
+        return after_split(traced, PartContext(self.table.mesh, specs, self.style, units))
 
     @property
     def _gathers(self) -> bool:
@@ -128,18 +131,17 @@ class Objective:
             shape[dim] = source.shape[dim]
         return unpad(source, tuple(shape))
 
-    def way(
-        self, jaxpr: Any, program: Traced, activations: Sequence[Any], recompute: Recompute
-    ) -> EvalContext:
-        """Choose units and residuals; `activations` are the inputs that are no weights."""
+    def way(self, program: LossProgram, recompute: Recompute, storage: Storage) -> EvalContext:
+        """Choose units and residuals of a program that the passes rewrote."""
         if not recompute:
-            return EvalContext(program.units, exchange=self.exchange)
+            units = program.units if storage else Units(frozenset(), ())
+            return EvalContext(units, exchange=self.exchange)
         if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)
         units = self._units(program)
-        found = tuple(unit_jaxprs(jaxpr, activations, units))
+        found = tuple(unit_jaxprs(program.closed.jaxpr, program.batch, units))
         residuals = resolve_policy(recompute, found, *self._shared_by())
-        own = frozenset(activations)
+        own = frozenset(program.batch)
         return EvalContext(units, residuals=residuals, activations=own, exchange=self.exchange)
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
@@ -148,12 +150,11 @@ class Objective:
             return None
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
-        program = self.trace((variables, batch, first, first), train=True)
-        jaxpr = self._with_boundaries(program)
-        found = tuple(unit_jaxprs(jaxpr, program.batch, self._units(program)))
+        program = self._rewritten(self.trace((variables, batch, first, first), train=True))
+        found = tuple(unit_jaxprs(program.closed.jaxpr, program.batch, self._units(program)))
         return residual_report(self.recompute, found, *self._shared_by())
 
-    def _units(self, program: Traced) -> Units:
+    def _units(self, program: LossProgram) -> Units:
         """Units of a loss; to recompute a model in which nothing repeats, the model itself.
 
         Not to save residuals in host memory: those of one unit are the batch.
@@ -165,21 +166,6 @@ class Objective:
     def _shared_by(self) -> tuple[int, str]:
         """(number of shards of activations over data ranks, device kind)."""
         return free_sample_shards(), self.table.mesh.devices.flat[0].device_kind
-
-    def _with_boundaries(self, program: Traced) -> Any:
-        """Insert shard boundaries and constraints over the tensor axis into a traced loss."""
-        paths = [row.path for row in self.table]
-        in_units = bool(self.recompute) or self._gathers
-        sizes = self._shared_sizes(program.batch)
-        return with_boundary_constraints(
-            with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh),
-            dict(zip(paths, program.parameters, strict=True)),
-            program.batch,
-            {row.path: row.read.spec for row in self.table},
-            self.table.mesh,
-            self.style,
-            self._units(program).of if in_units else lambda eqn: None,
-        )
 
     def _as_stored(self, written: Arrays) -> Arrays:
         """Convert what the loss wrote, parameters to the table's storage.
@@ -216,12 +202,7 @@ class Objective:
                 "nnx.Variable that is no Param"
             )
 
-    def _shared_sizes(self, batch: Sequence[Any]) -> frozenset[int]:
-        """Sizes of dim 0, of a batch of arrays or variables, that divide over the data ranks."""
-        avals = [getattr(x, "aval", x) for x in batch]
-        return shared_sizes({x.shape[0] for x in avals if x.shape}, self.table.mesh)
-
-    def trace(self, rest: tuple[Any, ...], train: bool) -> Traced:
+    def trace(self, rest: tuple[Any, ...], train: bool) -> LossProgram:
         """Trace the loss, with parameters as layers read them, and find its units.
 
         `rest` are the arguments after the parameters: (variables, batch, step, micro); only their

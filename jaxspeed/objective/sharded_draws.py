@@ -15,15 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.jaxpr.inline_calls import Spliced
-from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE, LOOPS
-from jaxspeed.jaxpr.traverse import (
-    is_var,
-    open_jaxpr,
-    transparent_bodies,
-    with_functions,
-    with_jaxpr,
-)
+from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
+from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, is_var
 from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.tensor_parallel.activation_layout import context_mesh
@@ -39,13 +32,15 @@ class Kind(enum.IntEnum):
     OTHER = 2  # anything else
 
 
-def shared_sizes(sizes: Collection[int], mesh: Any) -> frozenset[int]:
-    """Numbers of samples that divide over the data axes that are automatic here."""
+def shared_sizes(sizes: Collection[int], mesh: Any, also: tuple[str, ...] = ()) -> frozenset[int]:
+    """Numbers of samples that divide over their axes, and `also`, that are automatic here."""
     mesh = context_mesh(mesh)
-    return frozenset(size for size in sizes if free_sample_axes(size, mesh))
+    return frozenset(size for size in sizes if free_sample_axes(size, mesh, also))
 
 
-def with_draws_sharded(jaxpr: Any, sizes: Collection[int], mesh: Any) -> Any:
+def with_draws_sharded(
+    jaxpr: Jaxpr, sizes: Collection[int], mesh: Any, also: tuple[str, ...] = ()
+) -> Jaxpr:
     """Constrain the draws of a traced loss on dim 0, where its size is one of `sizes`.
 
     A draw of another shape is followed through what is computed from draws alone: the first value
@@ -53,76 +48,37 @@ def with_draws_sharded(jaxpr: Any, sizes: Collection[int], mesh: Any) -> Any:
     """
     if not sizes:
         return jaxpr
-    return _Writing(sizes, context_mesh(mesh)).run(jaxpr, [Kind.OTHER] * len(jaxpr.invars))[0]
+    return _Draws(sizes, context_mesh(mesh), also).run(jaxpr)
 
 
-class _Writing:
-    """Rewriter of a program; a function that is called twice is rewritten once."""
+class _Draws(Rewriter[Kind]):
+    def __init__(self, sizes: Collection[int], mesh: Any, also: tuple[str, ...]) -> None:
+        super().__init__()
+        self.sizes, self.mesh, self.also = sizes, mesh, also
 
-    def __init__(self, sizes: Collection[int], mesh: Any) -> None:
-        self.sizes, self.mesh = sizes, mesh
-        self.written: dict[Any, tuple[Any, list[Kind]]] = {}
+    def constant(self, atom: Atom) -> Kind:
+        return Kind.OTHER if is_var(atom) else Kind.CONSTANT
 
-    def run(self, jaxpr: Any, given: Sequence[Kind]) -> tuple[Any, list[Kind]]:
-        """Rewrite a program; also return the origin of its outputs."""
-        kinds = dict(zip(jaxpr.invars, given, strict=True))
-        kinds.update((v, Kind.OTHER) for v in jaxpr.constvars)
+    def unknown(self, atom: Atom) -> Kind:
+        return Kind.OTHER
 
-        def of(atom: Any) -> Kind:
-            return kinds[atom] if is_var(atom) else Kind.CONSTANT
+    def derived(self, states: Sequence[Kind], out: Var) -> Kind:
+        return max(states, default=Kind.CONSTANT)
 
-        eqns: list[Any] = []
-        for eqn in jaxpr.eqns:
-            written, made = self._equation(eqn, [of(v) for v in eqn.invars])
-            eqns += written
-            kinds.update(zip(eqn.outvars, made, strict=True))
-        if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=False)):
-            jaxpr = jaxpr.replace(eqns=eqns)
-        return jaxpr, [of(v) for v in jaxpr.outvars]
-
-    def _equation(self, eqn: Any, given: Sequence[Kind]) -> tuple[list[Any], list[Kind]]:
-        kind = max(given, default=Kind.CONSTANT)
-        if transparent_bodies(eqn) and eqn.primitive.name not in CUSTOM_DERIVATIVE:
-            eqn, made = self._call(eqn, given)
-        elif eqn.primitive.name in DRAWS:
-            made = [Kind.DRAWN if _is_threefry(eqn) else Kind.OTHER for _ in eqn.outvars]
-        else:
-            made = [kind] * len(eqn.outvars)
-        after: list[Any] = []
-        outs = list(eqn.outvars)
-        for i, (out, kind) in enumerate(zip(eqn.outvars, made, strict=True)):
+    def equation(self, program: Rewriting[Kind], eqn: JaxprEqn) -> list[Kind]:
+        kinds = list(super().equation(program, eqn))
+        if eqn.primitive.name in DRAWS:
+            kinds = [Kind.DRAWN if _is_threefry(eqn) else Kind.OTHER] * len(kinds)
+        outs: list[Any] = eqn.outvars
+        for i, (out, kind) in enumerate(zip(outs, kinds, strict=True)):
             if kind is Kind.DRAWN and out.aval.shape[:1] and out.aval.shape[0] in self.sizes:
-                pin = Spliced.of(self._constrained, [out])
-                after += pin.eqns(pin.ins, [out], eqn)
-                outs[i], made[i] = pin.ins[0], Kind.OTHER
-        return [eqn.replace(outvars=outs) if after else eqn, *after], made
-
-    def _call(self, eqn: Any, given: Sequence[Kind]) -> tuple[Any, list[Kind]]:
-        """Rewrite an equation with inner functions; loop carries count as from the batch."""
-        loops = eqn.primitive.name in LOOPS
-        found = []
-
-        def new(closed: Any) -> Any:
-            jaxpr = open_jaxpr(closed)[0]
-            ins = len(jaxpr.invars)
-            kinds = [Kind.OTHER] * ins if loops else list(given[len(given) - ins :])
-            key = (id(closed), *kinds)
-            if key not in self.written:
-                inner, outs = self.run(jaxpr, kinds)
-                if inner is not jaxpr:
-                    closed = with_jaxpr(closed, inner)
-                self.written[key] = closed, outs
-            closed, outs = self.written[key]
-            found.append(outs)
-            return closed
-
-        called = with_functions(eqn, new)
-        made = [Kind.OTHER if loops else max(kinds) for kinds in zip(*found, strict=True)]
-        return called, made
+                program.replace([out], program.splice(self._constrained, [program.atom(out)], eqn))
+                kinds[i] = Kind.OTHER
+        return kinds
 
     def _constrained(self, drawn: jax.Array) -> jax.Array:
         rest = [PartitionSpec.UNCONSTRAINED] * (drawn.ndim - 1)
-        rows = free_sample_axes(drawn.shape[0], self.mesh) or None
+        rows = free_sample_axes(drawn.shape[0], self.mesh, self.also) or None
         return constrain(drawn, NamedSharding(self.mesh, PartitionSpec(rows, *rest)), "draw")
 
 

@@ -7,68 +7,33 @@ on.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.config import match
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.primitives import RANDOM
-from jaxspeed.jaxpr.traverse import forwarded, is_var, runs
-from jaxspeed.objective.autocast import Autocast, asks_for_full_precision, with_autocast
-from jaxspeed.objective.batches import EXTRA, call_loss
+from jaxspeed.objective.autocast import Autocast, asks_for_full_precision
 from jaxspeed.objective.by_parts import ByParts, by_parts
 from jaxspeed.objective.loss import Loss, parse_loss
-from jaxspeed.objective.own_axes import OwnAxes, with_own_axes
-from jaxspeed.objective.protocol import Model
-from jaxspeed.objective.train_state import Arrays
-from jaxspeed.objective.user_code import foreign
+from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.passes import TraceContext, before_split
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to
 from jaxspeed.placement.paths import listed
-from jaxspeed.zero3 import Units, choose_units, outermost_calls
+from jaxspeed.train_state.state import Arrays
+from jaxspeed.user_models.batches import EXTRA, call_loss
+from jaxspeed.user_models.own_axes import OwnAxes, with_own_axes
+from jaxspeed.user_models.protocol import Model
+from jaxspeed.user_models.user_code import foreign
 
 log = logging.getLogger("jaxspeed")
 
 # They change the random keys in a loss, but are missing in JAX's cache key (0.11.2, 0.12.0.1).
 SETTINGS = ("jax_default_prng_impl", "jax_enable_custom_prng")
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A traced loss."""
-
-    closed: Any
-    parameters: Sequence[Any]  # its variables that are parameters
-    batch: Sequence[Any]  # and those that are arrays of the batch
-    out_tree: Any
-    unit_patterns: Sequence[str]
-    is_sum: bool  # the loss function returned (sum, weight)
-    own_axes: OwnAxes  # axis names of the model
-
-    @cached_property
-    def units(self) -> Units:
-        return choose_units(self.closed.jaxpr, self.parameters, self.unit_patterns, match)
-
-    @cached_property
-    def outermost(self) -> Units:
-        """The units of a model in which nothing repeats: the calls of the loss."""
-        return outermost_calls(self.closed.jaxpr, self.parameters)
-
-    @property
-    def draws_random_numbers(self) -> bool:
-        return any(runs(eqn, RANDOM) for eqn in self.closed.jaxpr.eqns)
-
-    @property
-    def written(self) -> frozenset[str]:
-        """Parameters and variables (such as statistics) that the loss changes."""
-        _, after = jax.tree.unflatten(self.out_tree, range(self.out_tree.num_leaves))
-        return frozenset(after)
 
 
 USE_AUTOCAST = (
@@ -111,10 +76,10 @@ class LossTraces:
         self._params, self._unit_patterns = params, unit_patterns
         self._autocast, self._cast_to = autocast, cast_to
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._programs: WeakKeyDictionary[Any, Traced] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Any, LossProgram] = WeakKeyDictionary()
         self._by_parts: WeakKeyDictionary[Any, ByParts] = WeakKeyDictionary()
 
-    def of(self, variables: Any, batch: Any, train: bool) -> Traced:
+    def of(self, variables: Any, batch: Any, train: bool) -> LossProgram:
         """Trace for variables and a batch of these shapes, in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         given = (list(self._params.values()), variables, batch, index, index)
@@ -142,7 +107,7 @@ class LossTraces:
         program = self.of(variables, batch, train).closed
         if program not in self._by_parts:
 
-            def trace(batch: Any) -> Traced:
+            def trace(batch: Any) -> LossProgram:
                 return self.of(variables, batch, train)
 
             self._by_parts[program] = by_parts(trace, batch, ranks)
@@ -188,33 +153,35 @@ class LossTraces:
 
         return traced
 
-    def _program(self, closed: Any, shape: Any, variables: Any, batch: Any) -> Traced:
+    def _program(self, closed: Any, shape: Any, variables: Any, batch: Any) -> LossProgram:
         loss, written, form = shape
         _note_ignored(form.own_axes.constraints)
-        if self._autocast:
-            if not self._programs:  # once
-                self._autocast.is_safe.check(closed.jaxpr, list(self._params))
-                if asks_for_full_precision(closed.jaxpr):
-                    log.warning(
-                        "torch_autocast has no effect: the model sets the precision of all its "
-                        "matmuls and convolutions to HIGHEST, and these keep fp32"
-                    )
-            paths = dict(zip(closed.jaxpr.invars, self._params, strict=False))
-            closed = with_autocast(closed, self._autocast, paths)
-        closed, out_tree = _without_unwritten(closed, (loss, written), self._params, variables)
-        parameters = closed.jaxpr.invars[: len(self._params)]
-        # After them come (variables, batch, step, micro), each with its leaves.
-        first = len(parameters) + len(jax.tree.leaves(variables))
-        of_batch = closed.jaxpr.invars[first : first + len(jax.tree.leaves(batch))]
-        return Traced(
+        if self._autocast and not self._programs:  # once
+            self._autocast.is_safe.check(closed.jaxpr, list(self._params))
+            if asks_for_full_precision(closed.jaxpr):
+                log.warning(
+                    "torch_autocast has no effect: the model sets the precision of all its "
+                    "matmuls and convolutions to HIGHEST, and these keep fp32"
+                )
+        # The inputs: parameters, then (variables, batch, step, micro), each with its leaves.
+        inputs = iter(closed.jaxpr.invars)
+        parameters = {path: next(inputs) for path in self._params}
+        of_variables = {
+            next(inputs): path
+            for path in sorted(variables)
+            for _ in jax.tree.leaves(variables[path])
+        }
+        program = LossProgram(
             closed,
             parameters,
-            of_batch,
-            out_tree,
+            [next(inputs) for _ in jax.tree.leaves(batch)],
+            jax.tree.structure((loss, written)),
+            of_variables,
             self._unit_patterns,
             form.is_sum,
             form.own_axes,
         )
+        return before_split(program, TraceContext(self._autocast))
 
 
 def _note_ignored(constraints: tuple[str, ...]) -> None:
@@ -224,31 +191,3 @@ def _note_ignored(constraints: tuple[str, ...]) -> None:
             "the numbers are the same (%s)",
             listed(constraints),
         )
-
-
-def _without_unwritten(
-    closed: Any, shape: Any, params: Iterable[str], variables: Arrays
-) -> tuple[Any, Any]:
-    """Remove outputs that are unchanged inputs: (program, tree of its results).
-
-    Transposes that nothing else reads go too: a stack is found by what reads its parameters.
-    Its first inputs are the parameters at these paths, one by one, and then the variables.
-    """
-    rest = (path for path in sorted(variables) for _ in jax.tree.leaves(variables[path]))
-    paths = [*params, *rest]
-    loss, after = shape
-    count = len(jax.tree.leaves(loss))
-    origins = forwarded(closed.jaxpr)[count:]
-    own = dict(zip(closed.jaxpr.invars, paths, strict=False))
-    names = jax.tree.unflatten(jax.tree.structure(after), range(len(origins)))
-    changed = {path: i for path, i in names.items() if own.get(origins[i]) != path}
-    outs = closed.jaxpr.outvars
-    outs = [*outs[:count], *(outs[count + i] for i in changed.values())]
-    eqns: list[Any] = []
-    read = set(filter(is_var, outs))
-    for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.primitive.name != "transpose" or eqn.outvars[0] in read:
-            eqns.append(eqn)
-            read.update(filter(is_var, eqn.invars))
-    jaxpr = closed.jaxpr.replace(outvars=outs, eqns=eqns[::-1])
-    return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, changed))

@@ -18,15 +18,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxspeed.errors import ConfigError
-from jaxspeed.objective import Model
-from jaxspeed.objective.train_state import (
-    Arrays,
-    OptLayout,
-    TrainState,
-    native_tree,
-    owner_of,
-    wide_dtype,
-)
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
 from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_stream_plan, stream, total
 from jaxspeed.offload.update_device import ON_DEVICE, UpdateDevice
@@ -38,6 +29,9 @@ from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train_state.opt_layout import OptLayout, owner_of
+from jaxspeed.train_state.state import Arrays, TrainState, native_tree, wide_dtype
+from jaxspeed.user_models import Model
 
 GRAD, UPDATED, READ, EMA, OPT = "grad", "updated", "read", "ema", "opt/"
 _ONLY_WRITTEN = (READ,)

@@ -136,7 +136,8 @@ def attention(
             raise ModelError("cudnn has no soft cap")
         if implementation == "plain":
             return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks), NAME)
-        return _by_kernel(KERNELS[implementation], form)(q, k, v, segments, sinks)
+        attend = in_two_passes(*_two_passes(KERNELS[implementation], form))
+        return attend(q, k, v, segments, sinks)
 
     fast: dict[str, Any] = {}
     if splash.supports(q, k):
@@ -185,10 +186,6 @@ def _by_platform(kernels: Mapping[str, Any], form: Mapping[str, Any]) -> Attend:
         return lambda *args: lax.platform_dependent(*args, default=of_plain, **by_platform)
 
     return in_two_passes(choose(plain_forward, 0), choose(plain_backward, 1))
-
-
-def _by_kernel(kernel: Any, form: Mapping[str, Any]) -> Attend:
-    return in_two_passes(*_two_passes(kernel, form))
 
 
 def _two_passes(kernel: Any, form: Mapping[str, Any]) -> tuple[Callable[..., Any], ...]:

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.train_state import Arrays, TrainState, updated_values, wide_dtype
 from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, StreamedUpdate, Updated
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train_state.state import Arrays, TrainState, updated_values, wide_dtype
 
 COUNT = 4  # buckets: all pulls but those of the last overlap with pushes
 

@@ -17,7 +17,6 @@ from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.engine import Batch, Engine
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
 from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram
 from jaxspeed.parameter_server.schedules import (
@@ -29,6 +28,7 @@ from jaxspeed.parameter_server.schedules import (
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker import host_parts
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train_state.state import TrainState
 
 
 class ServedEngine(Engine):

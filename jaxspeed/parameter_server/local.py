@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.parameter_server.bucketed_update import BucketedUpdate
 from jaxspeed.parameter_server.programs import LocalProgram
@@ -28,6 +27,7 @@ from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.gradients import batch_specs
 from jaxspeed.train.program import Metrics
+from jaxspeed.train_state.state import Arrays, TrainState
 
 # Updates in flight on simulated servers: each is several programs.
 MAX_PENDING_UPDATES = 1

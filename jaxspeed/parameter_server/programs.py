@@ -20,7 +20,6 @@ from jaxspeed.axes import axis_names
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, PlacementError
-from jaxspeed.objective.batches import WithExtra
 from jaxspeed.parameter_server.bucketed_update import bucket_paths
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
@@ -30,6 +29,7 @@ from jaxspeed.placement.mesh import build_mesh, checked_devices
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program, ServerTraffic, StepPhase
+from jaxspeed.user_models.batches import WithExtra
 
 Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 

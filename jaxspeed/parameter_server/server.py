@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
-from jaxspeed.objective.train_state import Arrays, TrainState, wide_dtype
 from jaxspeed.optim import global_norm
 from jaxspeed.parameter_server.bucketed_update import BucketedUpdate, UpdateBuckets
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train_state.state import Arrays, TrainState, wide_dtype
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.precision import DTYPES
-from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.param_split import Splits
 from jaxspeed.placement.codec import pad, unpad
+from jaxspeed.placement.precision import DTYPES
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.state import Arrays, TrainState
 
 REPLICATED = PartitionSpec()
 # Pieces of each parameter, by path; one array where they are joined already.

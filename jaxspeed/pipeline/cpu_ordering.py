@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
 from jaxspeed.placement.memory_kinds import on_host
 from jaxspeed.placement.mesh import simulated
+from jaxspeed.train_state.state import Arrays
 
 NEVER = -2  # no micro-batch of a table
 

@@ -12,12 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.axes import PIPE
 from jaxspeed.jaxpr.slicing import read_by
+from jaxspeed.jaxpr.traverse import ClosedJaxpr
 from jaxspeed.objective.loss import Loss
+from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.specs import spec_axes
-from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
+from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 from jaxspeed.zero3 import EvalContext, run_segmented
 
 
@@ -56,16 +58,18 @@ def _run(
     activations = [v for v in given if v not in split.index]
     samples = [*(v for v in split.program.batch if v in read), *activations]
     specs = {path: table[path].read.spec for path in paths}
+    also: tuple[str, ...] = ()
     if not any(PIPE in spec_axes(spec) for spec in specs.values()):
         given |= {v: _shard_over_stages(given[v]) for v in samples}
+        also = (PIPE,)
     storage = {v: split.objective.stored(table[p]) for p, v in paths.items() if table[p].gathered}
     units = split.program.units
-    of_unit = units.of if storage else lambda eqn: None
-    jaxpr = jaxpr.replace(invars=list(given))
-    jaxpr = with_boundary_constraints(jaxpr, paths, samples, specs, table.mesh, style, of_unit)
-    return run_segmented(
-        jaxpr, (), list(given.values()), storage, EvalContext(units, split.samples)
-    )
+    closed = ClosedJaxpr(jaxpr.replace(invars=list(given)), ())
+    part = split.program.part(closed, paths, samples)
+    by_unit = units if storage else None
+    part = after_split(part, PartContext(table.mesh, specs, style, by_unit, also))
+    context = EvalContext(units, split.samples)
+    return run_segmented(part.closed.jaxpr, (), list(given.values()), storage, context)
 
 
 def _shard_over_stages(x: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError, PlacementError
-from jaxspeed.objective.traced_loss import Traced
+from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.pipeline.partition_stages import partition_stages
 from jaxspeed.pipeline.scanned_stack import scanned_stacks
 from jaxspeed.pipeline.split_loss import split_loss
@@ -35,7 +35,7 @@ LEAST_SHARE, OTHER_SHARE = 0.5, 0.25
 def find_stages(
     leaves: Sequence[Leaf],
     patterns: Sequence[str],
-    trace: Callable[[], Traced] | None,
+    trace: Callable[[], LossProgram] | None,
     stages: int,
     chunks: int,
     against: Sequence[str],
@@ -67,8 +67,8 @@ def find_stages(
         if against:
             raise ModelError(f"they need {', '.join(against)}")
         program = trace()
-        paths = (leaf.path for leaf in leaves)
-        return partition_stages(program.closed, dict(zip(program.parameters, paths)), stages)
+        own = {v: path for path, v in program.parameters.items()}
+        return partition_stages(program.closed, own, stages)
     except ModelError as error:
         if reason is None:
             assert found is not None
@@ -87,7 +87,7 @@ def _is_most(stack: Stack, leaves: Sequence[Leaf], patterns: Sequence[str]) -> b
 
 
 def find_blocks(
-    leaves: Sequence[Leaf], patterns: Sequence[str], trace: Callable[[], Traced] | None
+    leaves: Sequence[Leaf], patterns: Sequence[str], trace: Callable[[], LossProgram] | None
 ) -> Stack | None:
     """The stack of blocks that is partitioned over `pipe`; None where nothing repeats.
 
@@ -103,8 +103,7 @@ def find_blocks(
     if trace is None or (named and named[0].stacked):
         return named[0] if named else None
     program = trace()
-    paths = [leaf.path for leaf in leaves]
-    variables = dict(zip(paths, program.parameters, strict=True))
+    variables = program.parameters
     scanned = scanned_stacks(program.closed, {v: path for path, v in variables.items()})
     stacks = largest_first([*scanned, *named], leaves)
     if not stacks:

@@ -21,6 +21,7 @@ from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
 from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.slicing import dependents
 from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.weight_uses import weight_uses
 from jaxspeed.placement.stacks import UnlikeStages
 
 SLACK = 1.25  # how much more than in the best division the largest stage may have
@@ -31,16 +32,9 @@ def uses_of_parameters(jaxpr: Any, parameters: Mapping[Any, str]) -> list[frozen
 
     A cast or transpose of parameters alone is no use; its reader is.
     """
-    origin = {v: frozenset([path]) for v, path in parameters.items()}
-    found = []
-    for eqn in jaxpr.eqns:
-        read = [v for v in eqn.invars if is_var(v)]
-        paths = frozenset[str]().union(*(origin.get(v, ()) for v in read))
-        if paths and all(v in origin for v in read):
-            origin |= dict.fromkeys(eqn.outvars, paths)
-            paths = frozenset()
-        found.append(paths)
-    return found
+    uses, _ = weight_uses(jaxpr, parameters)
+    paths = {use.position: use.weights for use in uses}
+    return [paths.get(position, frozenset()) for position in range(len(jaxpr.eqns))]
 
 
 def partition_stages(closed: Any, parameters: Mapping[Any, str], stages: int) -> UnlikeStages:

@@ -9,7 +9,6 @@ from jaxspeed.config.remat import Recompute
 from jaxspeed.objective.accumulate import Sums, micro_batches
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.evaluation import evaluate
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.schedule import Schedule, forward_only, schedule
@@ -19,6 +18,7 @@ from jaxspeed.pipeline.step_values import SplitStep
 from jaxspeed.pipeline.training import Training
 from jaxspeed.pipeline.unlike_program import UnlikeStage
 from jaxspeed.placement.stacks import UnlikeStages
+from jaxspeed.train_state.state import Arrays
 
 
 @dataclass(frozen=True)

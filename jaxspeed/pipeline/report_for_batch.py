@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxspeed.axes import DATA, PIPE, storing_axes
 from jaxspeed.objective.accumulate import micro_batch_shapes
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.cost_report import PipelineReport
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.pipeline import Pipeline
@@ -18,6 +17,7 @@ from jaxspeed.pipeline.step_values import split_program
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.specs import by_dim, num_shards, spec_axes
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train_state.state import Arrays
 
 
 def pipeline_report(
@@ -66,7 +66,7 @@ def _carry(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = objective.trace((shapes, one, index, index), train=True)
-    carry = split_program(traced, [row.path for row in objective.table], stack, one).carry
+    carry = split_program(traced, stack, one).carry
     samples = objective.samples(one)
     ranks = objective.table.ranks
     tensor = mesh.shape["tensor"] if objective.style.sequence_parallel else 1

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.axes import PIPE
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
+from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.split_loss import LossParts
 from jaxspeed.pipeline.stage_layout import StageLayout
@@ -20,7 +21,6 @@ from jaxspeed.pipeline.tick_loops import StageWork
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, on_host
 from jaxspeed.placement.specs import without_axes
-from jaxspeed.tensor_parallel import with_boundary_constraints
 from jaxspeed.zero3 import ShardedParam, run_segmented
 from jaxspeed.zero3.segment_vjp import Passes
 
@@ -196,19 +196,15 @@ class Stage:
             path: without_axes(table[path].read.spec, (PIPE,)) for path in shared
         }
         samples = [*(of_context[i] for i in self.context[1]), *invars]
-        units = program.units
         recompute = self.recompute if split.train else NO_RECOMPUTE
-        jaxpr = with_boundary_constraints(
-            closed.jaxpr,
-            {**of_weights, **shared},
-            samples,
-            specs,
-            table.mesh,
-            split.objective.style,
-            units.of if storage or recompute else lambda eqn: None,
+        units = program.units if storage or recompute else None
+        part = after_split(
+            program.part(closed, {**of_weights, **shared}, samples),
+            PartContext(table.mesh, specs, split.objective.style, units),
         )
-        way = split.objective.way(jaxpr, program, samples, recompute)
-        return lambda *args: run_segmented(jaxpr, closed.consts, args, storage, way)
+        way = split.objective.way(part, recompute, storage)
+        evaluated = part.closed.jaxpr, part.closed.consts
+        return lambda *args: run_segmented(*evaluated, args, storage, way)
 
 
 def _on_device_memory(sharding: NamedSharding) -> NamedSharding:

@@ -4,7 +4,7 @@ The loss is traced for each context: inside a stage, where `pipe` is manual, ker
 see another mesh than in the global view.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.objective import Objective, Traced
-from jaxspeed.objective.train_state import Arrays
+from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
@@ -23,6 +23,7 @@ from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
 from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train_state.state import Arrays
 
 Values = list[Any]
 
@@ -47,7 +48,7 @@ class SplitStep:
     def stages(self) -> int:
         return self.layout.stages
 
-    def traced(self) -> tuple[Traced, LossParts | UnlikeParts]:
+    def traced(self) -> tuple[LossProgram, LossParts | UnlikeParts]:
         """The loss of one micro-batch and its parts, traced in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
@@ -58,11 +59,7 @@ class SplitStep:
                 "statistics of a BatchNorm), and the stages work on several micro-batches at once; "
                 "use a normalization without running statistics, or mesh.pipe 1"
             )
-        return program, split_program(program, self._paths, self.layout.stack, self._one)
-
-    @property
-    def _paths(self) -> list[str]:
-        return [row.path for row in self.table]
+        return program, split_program(program, self.layout.stack, self._one)
 
     @cached_property
     def _one(self) -> Any:
@@ -89,11 +86,11 @@ class SplitStep:
     # -- in the global view -----------------------------------------------------------------------
 
     @cached_property
-    def _in_global_view(self) -> tuple[Traced, LossParts | UnlikeParts]:
+    def _in_global_view(self) -> tuple[LossProgram, LossParts | UnlikeParts]:
         return self.traced()
 
     @property
-    def program(self) -> Traced:
+    def program(self) -> LossProgram:
         return self._in_global_view[0]
 
     @property
@@ -108,8 +105,8 @@ class SplitStep:
     @cached_property
     def outside(self) -> dict[str, Any]:
         """The variables of the parameters outside of the blocks, by path."""
-        variables = zip(self._paths, self.program.parameters, strict=True)
-        return {path: v for path, v in variables if path not in self.layout.stack.paths}
+        variables = self.program.parameters
+        return {path: v for path, v in variables.items() if path not in self.layout.stack.paths}
 
     @cached_property
     def outer(self) -> Arrays:
@@ -120,24 +117,20 @@ class SplitStep:
         """The inputs of the parts for one micro-batch; None for the blocks' parameters."""
         batch = jax.tree.map(lambda x: self.objective.cast(at(x, micro)), self.micro)
         rest = jax.tree.leaves((self.variables, batch, jnp.asarray(self.step), micro))
-        return [*self.parts.constants, *(outer.get(path) for path in self._paths), *rest]
+        return [*self.parts.constants, *(outer.get(row.path) for row in self.table), *rest]
 
 
-def split_program(
-    program: Traced, paths: Sequence[str], stack: Stack, one: Any
-) -> LossParts | UnlikeParts:
+def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | UnlikeParts:
     """The parts of a traced loss.
 
     Args:
-      paths: of its parameters.
       stack: the blocks that become stages.
       one: the shapes of a micro-batch.
     """
-    variables = dict(zip(paths, program.parameters, strict=True))
     if isinstance(stack, UnlikeStages):
-        own = {v: path for path, v in variables.items()}
+        own = {v: path for path, v in program.parameters.items()}
         return split_unlike(program.closed, own, stack, _lead(one), program.batch)
-    leaves = {name: [variables[p] for p in own] for name, own in stack.leaves.items()}
+    leaves = {name: [program.parameters[p] for p in own] for name, own in stack.leaves.items()}
     return split_loss(program.closed, leaves)
 
 

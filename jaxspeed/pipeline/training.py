@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 from jaxspeed.axes import PIPE
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.cpu_ordering import (
     all_ordered_after,
@@ -42,6 +41,7 @@ from jaxspeed.placement.codec import pad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.remat.host_share import joined, split
+from jaxspeed.train_state.state import Arrays
 
 
 class TickState(NamedTuple):

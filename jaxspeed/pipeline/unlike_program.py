@@ -16,6 +16,9 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.jaxpr.traverse import ClosedJaxpr
+from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.ops.free_axes import free_sample_axes, free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.stage_program import Stage
@@ -23,6 +26,7 @@ from jaxspeed.pipeline.stage_shard_map import sum_over
 from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
 from jaxspeed.pipeline.unlike_stages import UnlikeParts
 from jaxspeed.placement.rows import reduction_dtype
+from jaxspeed.zero3 import EvalContext, Units, run_segmented
 
 Branch = Callable[..., Values]
 
@@ -99,7 +103,7 @@ class UnlikeStage(Stage):
         other = count // ranks if count > ranks else 2 * count
 
         def local(*args: Any) -> Values:
-            _, own = split.traced()
+            program, own = split.traced()
             _, alike = self.split.traced() if ranks > 1 else (None, own)
             assert isinstance(own, UnlikeParts) and isinstance(alike, UnlikeParts)
             if ranks > 1:
@@ -108,7 +112,7 @@ class UnlikeStage(Stage):
                 alike.refuse_other_computation(twin, (count, other))
             own = own.of_samples(parts, ranks)
             stages = range(self.split.stages)
-            branches = [of_branch(self._branch(own, stage)) for stage in stages]
+            branches = [of_branch(self._branch(program, own, stage)) for stage in stages]
             found = lax.switch(args[at], branches, *args)
             pairs = zip(found, results, strict=True)
             return [x if of_samples or not axes else self._sum(x, axes) for x, of_samples in pairs]
@@ -137,15 +141,28 @@ class UnlikeStage(Stage):
         v, batch = self.split.parts.inputs[index], self.split.program.batch
         return v in set(batch) and v.aval.shape[:1] == (self._parts.messages.lead,)
 
-    def _branch(self, parts: Any, stage: int) -> Branch:
-        """The function of a stage; `parts` are those of a data rank's samples."""
-        layout, names = self._packed, self.names
+    def _branch(self, program: LossProgram, parts: UnlikeParts, stage: int) -> Branch:
+        """The function of a stage; `program` and `parts` are those of a data rank's samples."""
+        layout, names, table = self._packed, self.names, self.split.table
         count, reads = len(names), len(parts.context_reads)
+        jaxpr = parts.branches[stage]
+        read = {*jaxpr.invars}
+        own = {path: v for path, v in program.parameters.items() if v in read}
+        before = parts.messages.sent[stage - 1] if stage else []
+        samples = [v for v in (*program.batch, *before) if v in read]
+        specs = {path: table[path].read.spec for path in own}
+        at = PartContext(table.mesh, specs, self.split.objective.style, None)
+        part = after_split(program.part(ClosedJaxpr(jaxpr, ()), own, samples), at)
+        no_units = EvalContext(Units(frozenset(), ()))
+
+        def evaluate(args: Sequence[Any]) -> Values:
+            return run_segmented(part.closed.jaxpr, (), args, {}, no_units)
 
         def run(*args: Any) -> Values:
             weights = dict(zip(names, args[:count], strict=True))
             context, carry = args[count : count + reads], args[count + reads + 1 :]
-            return parts.branch(stage, layout.of_stage(stage, weights), context, carry)
+            given = layout.of_stage(stage, weights), context, carry
+            return parts.branch(stage, evaluate, *given)
 
         return run
 

@@ -10,7 +10,7 @@ read on a later stage is sent through all stages between (skip connections, an e
 the messages of all stages have equal shapes: a buffer per dtype, with room for the largest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,11 @@ import jax.numpy as jnp
 
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.jaxpr.inline_calls import renamed, with_calls_inlined
+from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.primitives import RESHAPES
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
-from jaxspeed.jaxpr.slicing import read_by, slice_of, sub_jaxpr
+from jaxspeed.jaxpr.slicing import read_by, renamed, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.pipeline.partition_stages import uses_of_parameters
 from jaxspeed.placement.stacks import UnlikeStages
@@ -111,17 +110,24 @@ class UnlikeParts:
         return self.messages.shapes
 
     def branch(
-        self, stage: int, own: Mapping[str, Any], context: Sequence[Any], carry: Sequence[Any]
+        self,
+        stage: int,
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        own: Mapping[str, Any],
+        context: Sequence[Any],
+        carry: Sequence[Any],
     ) -> list[Any]:
-        """A stage's message, from its parameters by path, the inputs and the message before."""
+        """A stage's message, from its parameters by path, the inputs and the message before.
+
+        `run` evaluates the stage's jaxpr.
+        """
         jaxpr = self.branches[stage]
         given = dict(zip([self.inputs[i] for i in self.context_reads], context, strict=True))
         given |= {self.weights[path]: x for path, x in own.items()}
         if stage:
             values = self.messages.unpack(stage - 1, carry)
             given |= dict(zip(self.messages.sent[stage - 1], values, strict=True))
-        outs = as_function(jaxpr)(*(given[v] for v in jaxpr.invars))
-        return self.messages.pack(stage, outs)
+        return self.messages.pack(stage, run([given[v] for v in jaxpr.invars]))
 
     def of_samples(self, every: "UnlikeParts", ranks: int) -> "UnlikeParts":
         """These parts, of a data rank's samples, with messages that are shards of `every`'s.

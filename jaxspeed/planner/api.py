@@ -82,9 +82,9 @@ def plan(
     one = compile and not search
     with StepCompiler(found, keep) if found and one else nullcontext() as compiler:
         # The imports of JAX, here and in the compiler's process, take a second.
-        from jaxspeed.objective.config_model import hidden_size_of
         from jaxspeed.planner.make_plan import plan_run
         from jaxspeed.run import source_of
+        from jaxspeed.user_models.config_model import hidden_size_of
 
         devices = [f"run.devices=cpu:{found.count}"] if found else []
         asked = load_config(config, hidden_size=hidden_size_of())

@@ -14,7 +14,6 @@ from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
@@ -46,6 +45,7 @@ from jaxspeed.planner.trace import read_step
 from jaxspeed.planner.trace.traced_step import as_on, with_overlap
 from jaxspeed.run.start import Source
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.config_model import resolve_model
 
 WORKERS = 2
 MAX_COMPILED = 4  # candidates

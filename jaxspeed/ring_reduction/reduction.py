@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.axes import axis_names
 from jaxspeed.objective.accumulate import Sums, per_weight, shares
-from jaxspeed.objective.train_state import Arrays, wide_dtype
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim, without_axes
@@ -30,6 +29,7 @@ from jaxspeed.ring_reduction.levels import (
     hierarchical_reduce_scatter,
 )
 from jaxspeed.ring_reduction.rings import INNER, OUTER, Rings, local_shape
+from jaxspeed.train_state.state import Arrays, wide_dtype
 
 RANKS = (*OUTER, *INNER)
 PER_RANK = P(RANKS)  # a leading dim over ranks

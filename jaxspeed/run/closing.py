@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +68,14 @@ def curves(metrics: Path) -> tuple[Curve, Curve]:
     """The training and the held-out loss by step."""
     train: Curve = []
     held_out: Curve = []
-    for record in _records(metrics):
-        if "loss" in record:
-            train.append((record["step"], record["loss"]))
-        if "eval_loss" in record:
-            held_out.append((record["step"], record["eval_loss"]))
-    return train, held_out
-
-
-def _records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """One at a time: the file of a long run is large."""
     with metrics.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield from_json(line)
+        for line in lines:  # one at a time: the file of a long run is large
+            record = from_json(line)
+            if "loss" in record:
+                train.append((record["step"], record["loss"]))
+            if "eval_loss" in record:
+                held_out.append((record["step"], record["eval_loss"]))
+    return train, held_out
 
 
 def _drawn(trainer: Trainer, train: Curve, held_out: Curve) -> str | None:

@@ -11,8 +11,8 @@ from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError
 from jaxspeed.jaxpr.paused_collector import paused_collector
-from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.train.staged_init import compile_ahead
+from jaxspeed.train_state.staged_init import compile_ahead
+from jaxspeed.user_models.config_model import resolve_model
 
 log = logging.getLogger("jaxspeed")
 

@@ -67,7 +67,11 @@ def memory_line(
     limit = target.chip.memory if target else device_limit(program)
     offloaded = sum(program.table.host_bytes_by_role().values())
     host = f" and {bytes_text(offloaded)} in host memory" if offloaded else ""
-    has = f"{bytes_text(limit)} per device" if limit else _shared_memory(len(program.devices))
+    if limit:
+        has = f"{bytes_text(limit)} per device"
+    else:  # the devices are simulated
+        ram = bytes_text(memory_of_machine())
+        has = f"{ram} of host RAM shared by {len(program.devices)} devices"
     owner = "server" if program.serving else "device"
     temp = ""
     if temp_bytes is not None:
@@ -83,8 +87,3 @@ def _where(trainer: Trainer) -> str:
     if step >= trainer.steps:
         return f"all {step} steps are done"
     return f"resumed after step {step} of {trainer.steps}" if step else f"{trainer.steps} steps"
-
-
-def _shared_memory(devices: int) -> str:
-    """Host RAM shared by the simulated devices."""
-    return f"{bytes_text(memory_of_machine())} of host RAM shared by {devices} devices"

@@ -25,7 +25,6 @@ from jaxspeed.initialization import engine_of
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
-from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
@@ -34,6 +33,7 @@ from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 from jaxspeed.run.watchdog import Watchdog, watchdog_of
+from jaxspeed.user_models.config_model import family_sizes, hidden_size_of, resolve_model
 
 log = logging.getLogger("jaxspeed")
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, relations, same_place
 from jaxspeed.jaxpr.primitives import KERNELS, LOOPS, OPAQUE_TO_DIMS
-from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
+from jaxspeed.jaxpr.rewriter import Rewriting
+from jaxspeed.jaxpr.traverse import is_var, product_of, transparent_bodies
+from jaxspeed.jaxpr.weight_uses import Origin, origins
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 
 # Kernels are not looked into; the other branch is a plain form (ops.attention).
@@ -27,9 +29,8 @@ class CallFrame:
 
     jaxpr: Any
     times: int  # runs per pass: the product of the trips of the enclosing scans
+    weights: Rewriting[Origin]  # which values depend only on parameters and constants
     nodes: dict[Any, Nodes] = field(default_factory=dict)
-    # Variables that depend only on parameters and constants, and on which parameters.
-    weights: dict[Any, frozenset[str]] = field(default_factory=dict)
     inner: dict[int, list["CallFrame"]] = field(default_factory=dict)  # by an equation's position
     # By the position of an equation without inner programs: (operand, dim) of the dims whose class
     # is in none of its results, and (result, dim) of those whose class is in no operand.
@@ -43,11 +44,11 @@ class CallFrame:
 
     def sources(self, atom: Any) -> frozenset[str]:
         """The parameters that a weight is computed from; empty if it depends on the batch."""
-        return self.weights.get(atom, frozenset()) if is_var(atom) else frozenset()
+        return self.weights.state(atom) or frozenset()
 
     def is_weight(self, atom: Any) -> bool:
         """Whether an atom depends only on parameters and constants."""
-        return not is_var(atom) or atom in self.weights
+        return self.weights.state(atom) is not None
 
     def walk(self) -> Iterator["CallFrame"]:
         """This frame and all frames inside it."""
@@ -82,15 +83,14 @@ def propagate_dims(
     `batch` are the variables whose first dims are samples, which are one class.
     """
     classes = DimEquivalence()
-    frame = CallFrame(jaxpr, 1)
     paths = {v: path for path, v in parameters.items()}
+    frame = CallFrame(jaxpr, 1, origins(jaxpr, paths))
     operands = [classes.new(shape_of(v)) for v in jaxpr.invars]
-    made_from = [frozenset({paths[v]}) if v in paths else None for v in jaxpr.invars]
     by_var = dict(zip(jaxpr.invars, operands, strict=True))
     samples = [nodes[0] for v in batch if (nodes := by_var.get(v)) and nodes[0] is not None]
     for node in samples[1:]:
         classes.tie(samples[0], node)
-    _walk(frame, operands, made_from, classes)
+    _walk(frame, operands, classes)
     nodes = {path: by_var[v] for path, v in parameters.items()}
     return PropagatedDims(classes, frame, nodes, samples[0] if samples else None)
 
@@ -118,7 +118,8 @@ def tie_results(eqn: Any, operands: Sequence[Nodes], classes: DimEquivalence) ->
 def relations_of(eqn: Any) -> DimRelations | None:
     """The dim relations of an operation; None if it has no rule and is not element-wise."""
     given, made = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
-    known = relations(eqn.primitive.name, eqn.params, given, made)
+    like = product_of(eqn) or eqn
+    known = relations(like.primitive.name, like.params, given, made)
     return same_place(given, made) if known is None and is_elementwise(eqn) else known
 
 
@@ -150,83 +151,54 @@ def _missing(
     ]
 
 
-Origin = frozenset[str] | None  # None: it depends on more than parameters
-
-
-def _walk(
-    frame: CallFrame, operands: Sequence[Nodes], origins: Sequence[Origin], classes: DimEquivalence
-) -> tuple[list[Nodes], list[Origin]]:
-    """Fill a frame from its inputs; return the nodes and origins of its outputs."""
+def _walk(frame: CallFrame, operands: Sequence[Nodes], classes: DimEquivalence) -> list[Nodes]:
+    """Fill a frame from its inputs; return the nodes of its outputs."""
     jaxpr = frame.jaxpr
-    origin: dict[Any, Origin] = {v: frozenset() for v in jaxpr.constvars}
     frame.nodes.update((v, classes.new(shape_of(v))) for v in jaxpr.constvars)
-    for v, nodes, made_from in zip(jaxpr.invars, operands, origins, strict=True):
-        frame.nodes[v], origin[v] = nodes, made_from
-
-    def of(atom: Any) -> Origin:
-        return origin[atom] if is_var(atom) else frozenset()
-
+    frame.nodes.update(zip(jaxpr.invars, operands, strict=True))
     for position, eqn in enumerate(jaxpr.eqns):
-        given, made = [frame.of(v) for v in eqn.invars], [of(v) for v in eqn.invars]
-        bodies = transparent_bodies(eqn)
-        if not bodies:
-            outs, from_ = tie_results(eqn, given, classes), [_joint_origin(made)] * len(eqn.outvars)
+        given = [frame.of(v) for v in eqn.invars]
+        if transparent_bodies(eqn):
+            outs = _through(frame, position, given, classes)
+        else:
+            outs = tie_results(eqn, given, classes)
             if ended := _missing(given, outs, classes):
                 frame.ended[position] = ended
             if began := _missing(outs, given, classes):
                 frame.began[position] = began
-        else:
-            if len(bodies) > 1:  # branches without kernels, if there are any
-                bodies = [b for b in bodies if not has_opaque(b.jaxpr)] or bodies
-            outs, from_ = _through(frame, position, bodies, given, made, classes)
-        for v, nodes, made_from in zip(eqn.outvars, outs, from_, strict=True):
-            frame.nodes[v], origin[v] = nodes, made_from
-    frame.weights = {v: made_from for v, made_from in origin.items() if made_from is not None}
-    return [frame.of(v) for v in jaxpr.outvars], [of(v) for v in jaxpr.outvars]
+        frame.nodes.update(zip(eqn.outvars, outs, strict=True))
+    return [frame.of(v) for v in jaxpr.outvars]
 
 
 def _through(
-    frame: CallFrame,
-    position: int,
-    bodies: Sequence[Body],
-    given: Sequence[Nodes],
-    made: Sequence[Origin],
-    classes: DimEquivalence,
-) -> tuple[list[Nodes], list[Origin]]:
-    """The nodes and origins of the results of an equation with inner programs.
+    frame: CallFrame, position: int, given: Sequence[Nodes], classes: DimEquivalence
+) -> list[Nodes]:
+    """The nodes of the results of an equation with inner programs.
 
     A loop's condition is skipped: its result is a scalar.
     """
     eqn = frame.jaxpr.eqns[position]
-    frames = frame.inner[position] = [CallFrame(b.jaxpr, frame.times * b.trips) for b in bodies]
-    loop = bodies[0] if eqn.primitive.name in LOOPS else None
-    operands, origins = list(given[bodies[0].first :]), list(made[bodies[0].first :])
+    pairs = list(zip(transparent_bodies(eqn), frame.weights.inner[position], strict=True))
+    if len(pairs) > 1:  # branches without kernels, if there are any
+        pairs = [pair for pair in pairs if not has_opaque(pair[0].jaxpr)] or pairs
+    frames = [CallFrame(b.jaxpr, frame.times * b.trips, weights) for b, weights in pairs]
+    frame.inner[position] = frames
+    first, _ = pairs[0]
+    loop = first if eqn.primitive.name in LOOPS else None
+    operands = list(given[first.first :])
     if loop:
         walked = loop.num_consts + loop.num_carry
         operands[walked:] = [nodes[1:] for nodes in operands[walked:]]
-        # A carry depends on the batch, whatever its initial value.
-        origins[loop.num_consts : walked] = [None] * loop.num_carry
-    (outs, made), *others = [_walk(inner, operands, origins, classes) for inner in frames]
-    for other, other_made in others:
+    outs, *others = [_walk(inner, operands, classes) for inner in frames]
+    for other in others:
         for a, b in zip(outs, other, strict=True):
             classes.tie_all(a, b)
-        made = [_joint_origin(pair) for pair in zip(made, other_made, strict=True)]
     if loop:
         for a, b in zip(outs[: loop.num_carry], operands[loop.num_consts :], strict=False):
             classes.tie_all(a, b)
         stacked = zip(eqn.outvars[loop.num_carry :], outs[loop.num_carry :])
         outs[loop.num_carry :] = [(classes.new(shape_of(v)[:1])[0], *o) for v, o in stacked]
-    return outs, made
-
-
-def _joint_origin(origins: Iterable[Origin]) -> Origin:
-    """The origin of a value computed from all of these."""
-    found: frozenset[str] = frozenset()
-    for origin in origins:
-        if origin is None:
-            return None
-        found |= origin
-    return found
+    return outs
 
 
 def has_opaque(jaxpr: Any) -> bool:

@@ -1,8 +1,5 @@
 """Insertion of sharding constraints at the shard boundaries of a traced program.
 
-Equations are replaced one by one. New ones have the source info of those that they replace, so that
-a unit's equations stay together and ZeRO 3 can split the result into segments.
-
 Grouped convolutions run in a shard_map, each device on its samples: XLA partitions their gradient
 wrongly (jax 0.10.2, CPU, with Shardy and without), or aborts (jax 0.11.2 and 0.12.0.1, CPU: "Check
 failed: ShapeUtil::Compatible").
@@ -11,16 +8,17 @@ failed: ShapeUtil::Compatible").
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.axes import TENSOR
-from jaxspeed.jaxpr.inline_calls import Spliced
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
-from jaxspeed.jaxpr.traverse import is_var, open_jaxpr, with_functions, with_jaxpr
+from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
+from jaxspeed.jaxpr.traverse import Body, JaxprEqn, Var, is_marked, is_var, product_of
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.tensor_parallel.activation_layout import (
     ActivationLayout,
@@ -59,7 +57,8 @@ def with_boundary_constraints(
     if layout.sequence_parallel and program.dims and not program.sequences:
         warn_no_sequence_dim()
     layouts = BoundaryLayouts(program, context_mesh(mesh), layout)
-    return _Inserter(layouts, propagated.top, unit_of).run()
+    boundaries = _Boundaries(layouts, unit_of)
+    return boundaries.run(jaxpr, scope=boundaries.of(propagated.top))
 
 
 @functools.cache
@@ -72,139 +71,154 @@ def warn_no_sequence_dim() -> None:
     )
 
 
-class _Inserter:
-    """The rewrite of one function."""
+@dataclass
+class _Scope:
+    """One call of a function.
 
-    def __init__(
-        self, layouts: BoundaryLayouts, frame: CallFrame, unit_of: Callable[[Any], Any]
-    ) -> None:
-        self.layouts, self.program, self.frame = layouts, layouts.program, frame
-        self.jaxpr, self.unit_of = frame.jaxpr, unit_of
-        self.eqns: list[Any] = []
-        self.entered: dict[Any, Any] = {}  # activation -> its variable inside the sharded region
-        self.done: set[int] = set()  # positions of the equations that are written
-        self.makers = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
-        self.groups = self._groups()
+    Attributes:
+      groups: the column matmuls that share one all-gather of an activation, by the position of the
+        first one.
+      entered: an activation -> its variable inside the sharded region.
+    """
 
-    def run(self) -> Any:
-        for position in range(len(self.jaxpr.eqns)):
-            self._write(position)
-        return self.jaxpr.replace(eqns=self.eqns)
+    frame: CallFrame
+    groups: dict[int, list[int]]
+    entered: dict[Any, Atom] = field(default_factory=dict)
 
-    def _write(self, position: int) -> None:
-        if position in self.done:
-            return
-        self.done.add(position)
-        eqn = self.jaxpr.eqns[position]
-        if position in self.frame.inner and eqn.primitive.name not in CUSTOM_DERIVATIVE:
-            self.eqns.append(self._nested(position, eqn))
-        elif position in self.groups:
-            self._write_columns(self.groups[position])
-        elif is_grouped(eqn) and self.program.sharded_dim(self.frame, eqn.outvars[0]) is None:
-            self._write_grouped(eqn)
-        else:
-            self._write_plain(eqn)
+    @cached_property
+    def makers(self) -> dict[Var, int]:
+        return {v: i for i, e in enumerate(self.frame.jaxpr.eqns) for v in e.outvars}
 
-    def _write_plain(self, eqn: Any) -> None:
-        program, frame = self.program, self.frame
-        entering = {eqn.invars[i] for i in program.enters(frame, eqn)}
-        for v in entering - self.entered.keys():
-            boundary = Spliced.of(enter(self.layouts.of(frame, v)), [v])
-            self.eqns += boundary.eqns([v], boundary.outs, eqn)
-            self.entered[v] = boundary.outs[0]
-        if entering:
-            invars = [self.entered[v] if is_var(v) and v in entering else v for v in eqn.invars]
-            eqn = eqn.replace(invars=invars)
-        if not program.leaves(frame, eqn):
-            self.eqns.append(eqn)
-            return
-        (out,) = eqn.outvars
-        if (ring := self.layouts.ring(self.frame, out)) and (row := self._row_of(eqn)):
-            side, matmul = row
-            operands = [eqn.invars[side], eqn.invars[1 - side]]
-            multiply = Spliced.of(partial(ring_row, matmul=matmul, **ring), operands)
-            self.eqns += multiply.eqns(operands, [out], eqn)
-            return
-        # The partial sum gets a new variable; readers keep the one of the reduced array.
-        boundary = Spliced.of(leave(self.layouts.of(frame, out)), [out])
-        self.eqns.append(eqn.replace(outvars=boundary.ins))
-        self.eqns += boundary.eqns(boundary.ins, [out], eqn)
 
-    def _write_grouped(self, eqn: Any) -> None:
-        image = eqn.invars[0]
-        dim = eqn.params["dimension_numbers"].lhs_spec[0]
-        is_samples = self.program.is_samples(self.frame.of(image)[dim])
-        samples = self.layouts.samples(image.aval.shape[dim]) if is_samples else None
-        function = per_device_convolution(eqn, samples, {*free_axes(self.layouts.mesh)})
-        self.eqns += Spliced.of(function, eqn.invars).eqns(eqn.invars, eqn.outvars, eqn)
+class _Boundaries(Rewriter[None]):
+    """The rewriting of one program; each call of a function is written by itself."""
 
-    # -- column matmuls of one activation ---------------------------------------------------------
+    def __init__(self, layouts: BoundaryLayouts, unit_of: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layouts, self.program, self.unit_of = layouts, layouts.program, unit_of
 
-    def _groups(self) -> dict[int, list[int]]:
-        """Groups of column matmuls that share one all-gather of an activation, by first position.
+    def of(self, frame: CallFrame) -> _Scope:
+        """Group column matmuls of one activation.
 
         A group is of one unit, so that ZeRO 3 gathers no other unit's weights for it.
         """
-        program, frame = self.program, self.frame
         found: dict[tuple[Any, Any], list[int]] = {}
-        for position, eqn in enumerate(self.jaxpr.eqns):
-            if eqn.primitive.name == "dot_general" and (at := program.enters(frame, eqn)):
+        for position, eqn in enumerate(frame.jaxpr.eqns):
+            product = product_of(eqn)
+            is_matmul = product is not None and product.primitive.name == "dot_general"
+            if is_matmul and (at := self.program.enters(frame, eqn)):
                 x = eqn.invars[at[0]]
                 layout = self.layouts.of(frame, x)
                 if layout.saved != layout.replicated and frame.is_weight(eqn.invars[1 - at[0]]):
                     found.setdefault((x, self.unit_of(eqn)), []).append(position)
-        return {positions[0]: positions for positions in found.values()}
+        return _Scope(frame, {positions[0]: positions for positions in found.values()})
 
-    def _write_columns(self, positions: Sequence[int]) -> None:
-        eqns = [self.jaxpr.eqns[p] for p in positions]
-        self.done.update(positions)
-        sides = [self.program.enters(self.frame, eqn)[0] for eqn in eqns]
-        weights = [eqn.invars[1 - side] for eqn, side in zip(eqns, sides, strict=True)]
+    def scope(self, program: Rewriting[None], body: Body) -> Any:
+        frames = program.scope.frame.inner.get(program.position, ())
+        return next((self.of(f) for f in frames if f.jaxpr is body.jaxpr), LEAVE)
+
+    def enter(self, program: Rewriting[None], eqn: JaxprEqn) -> bool:
+        inner = program.scope.frame.inner
+        return program.position in inner and eqn.primitive.name not in CUSTOM_DERIVATIVE
+
+    def other(self, program: Rewriting[None], eqn: JaxprEqn) -> Sequence[None]:
+        scope: _Scope = program.scope
+        if program.position in scope.groups:
+            self._columns(program, scope, scope.groups[program.position])
+        elif is_grouped(eqn) and self.program.sharded_dim(scope.frame, eqn.outvars[0]) is None:
+            self._grouped(program, scope.frame, eqn)
+        else:
+            self._plain(program, scope, eqn)
+        return [None] * len(eqn.outvars)
+
+    def _plain(self, program: Rewriting[None], scope: _Scope, eqn: JaxprEqn) -> None:
+        frame = scope.frame
+        operands = [program.atom(v) for v in eqn.invars]
+        for i in self.program.enters(frame, eqn):
+            v = eqn.invars[i]
+            if v not in scope.entered:
+                entering = enter(self.layouts.of(frame, v))
+                (scope.entered[v],) = program.splice(entering, [program.atom(v)], eqn)
+            operands[i] = scope.entered[v]
+        if not self.program.leaves(frame, eqn):
+            program.emit(eqn, operands)
+            return
+        (out,) = eqn.outvars
+        if (ring := self.layouts.ring(frame, out)) and (row := self._row_of(frame, eqn)):
+            side, matmul = row
+            multiply = partial(ring_row, matmul=matmul, **ring)
+            pair = [operands[side], operands[1 - side]]
+            program.replace([out], program.splice(multiply, pair, eqn))
+            return
+        # Readers get the reduced array in place of the partial sum.
+        program.emit(eqn, operands)
+        leaving = leave(self.layouts.of(frame, out))
+        program.replace([out], program.splice(leaving, [program.atom(out)], eqn))
+
+    def _grouped(self, program: Rewriting[None], frame: CallFrame, eqn: JaxprEqn) -> None:
+        image: Any = eqn.invars[0]
+        dim = eqn.params["dimension_numbers"].lhs_spec[0]
+        is_samples = self.program.is_samples(frame.of(image)[dim])
+        samples = self.layouts.samples(image.aval.shape[dim]) if is_samples else None
+        function = per_device_convolution(eqn, samples, {*free_axes(self.layouts.mesh)})
+        program.replace(
+            eqn.outvars, program.splice(function, [*map(program.atom, eqn.invars)], eqn)
+        )
+
+    # -- column matmuls of one activation ---------------------------------------------------------
+
+    def _columns(self, program: Rewriting[None], scope: _Scope, positions: Sequence[int]) -> None:
+        frame = scope.frame
+        eqns = [frame.jaxpr.eqns[p] for p in positions]
+        program.done.update(positions)
+        pairs = [(eqn, self.program.enters(frame, eqn)[0]) for eqn in eqns]
+        weights = [eqn.invars[1 - side] for eqn, side in pairs]
         for w in weights:
-            self._hoist(w)
-        x = eqns[0].invars[sides[0]]
-        pairs = list(zip(eqns, sides, strict=True))
-        ring = self.layouts.ring(self.frame, x)
-        if ring and all(self._has_equal_shards(w) for w in weights):
-            matmuls = [self._ring_matmul(*pair) for pair in pairs]
+            self._hoist(program, scope, w)
+        eqn, side = pairs[0]
+        x = eqn.invars[side]
+        ring = self.layouts.ring(frame, x)
+        marked = any(map(is_marked, eqns))  # a function of arrays of these shapes
+        if ring and all(self._has_equal_shards(frame, w) for w in weights) and not marked:
+            matmuls = [self._ring_matmul(frame, *pair) for pair in pairs]
             function: Any = lambda x, *weights: ring_columns(x, weights, matmuls, **ring)  # noqa: E731
         else:
-            function = columns([bound(*pair) for pair in pairs], self.layouts.of(self.frame, x))
-        new = Spliced.of(function, [x, *weights])
-        self.eqns += new.eqns([x, *weights], [eqn.outvars[0] for eqn in eqns], eqns[0])
+            function = columns([bound(*pair) for pair in pairs], self.layouts.of(frame, x))
+        results = program.splice(function, [*map(program.atom, (x, *weights))], eqn)
+        program.replace([eqn.outvars[0] for eqn in eqns], results)
 
-    def _hoist(self, weight: Any) -> None:
+    def _hoist(self, program: Rewriting[None], scope: _Scope, weight: Any) -> None:
         """Write the equations of a weight, which depends on parameters alone, ahead of order."""
-        position = self.makers.get(weight) if is_var(weight) else None
-        if position is not None and position not in self.done:
-            for v in self.jaxpr.eqns[position].invars:
-                self._hoist(v)
-            self._write(position)
+        position = scope.makers.get(weight) if is_var(weight) else None
+        if position is not None and position not in program.done:
+            for v in scope.frame.jaxpr.eqns[position].invars:
+                self._hoist(program, scope, v)
+            program.write(position)
 
     # -- matmuls around a ring --------------------------------------------------------------------
 
-    def _row_of(self, eqn: Any) -> tuple[int, RingMatmul] | None:
+    def _row_of(self, frame: CallFrame, eqn: JaxprEqn) -> tuple[int, RingMatmul] | None:
         """(position of the activation, ring matmul) of a row matmul, or None."""
-        weights = [self.frame.is_weight(v) for v in eqn.invars]
+        weights = [frame.is_weight(v) for v in eqn.invars]
         if eqn.primitive.name != "dot_general" or sorted(weights) != [False, True]:
             return None
         side = weights.index(False)
         x, weight = eqn.invars[side], eqn.invars[1 - side]
-        dims = [self.program.sharded_dim(self.frame, v) for v in (x, weight)]
-        if None in dims or self.program.sequence_dim(self.frame, x) is None:
+        dims = [self.program.sharded_dim(frame, v) for v in (x, weight)]
+        if None in dims or self.program.sequence_dim(frame, x) is None:
             return None
-        if not self._has_equal_shards(weight):
+        if not self._has_equal_shards(frame, weight):
             return None
-        return side, self._ring_matmul(eqn, side)
+        return side, self._ring_matmul(frame, eqn, side)
 
-    def _has_equal_shards(self, weight: Any) -> bool:
+    def _has_equal_shards(self, frame: CallFrame, weight: Any) -> bool:
         """Whether a weight has equal shards; a padded vocabulary, read unpadded, has not."""
-        dim = self.program.sharded_dim(self.frame, weight)
+        dim = self.program.sharded_dim(frame, weight)
         return dim is not None and weight.aval.shape[dim] % self.program.num_shards == 0
 
-    def _ring_matmul(self, eqn: Any, side: int) -> RingMatmul:
+    def _ring_matmul(self, frame: CallFrame, eqn: JaxprEqn, side: int) -> RingMatmul:
         """The matmul of the activation, operand number `side`, and a sharded weight."""
-        program, frame = self.program, self.frame
+        program = self.program
         x, weight, y = eqn.invars[side], eqn.invars[1 - side], eqn.outvars[0]
         x_seq, y_seq = program.sequence_dim(frame, x), program.sequence_dim(frame, y)
         w_sharded = program.sharded_dim(frame, weight)
@@ -217,20 +231,6 @@ class _Inserter:
             x_sharded=program.sharded_dim(frame, x),
             y_sharded=program.sharded_dim(frame, y),
         )
-
-    # -- inner programs ---------------------------------------------------------------------------
-
-    def _nested(self, position: int, eqn: Any) -> Any:
-        written = {
-            id(f.jaxpr): _Inserter(self.layouts, f, self.unit_of).run()
-            for f in self.frame.inner[position]
-        }
-
-        def new(closed: Any) -> Any:
-            jaxpr, _ = open_jaxpr(closed)
-            return with_jaxpr(closed, written.get(id(jaxpr), jaxpr))
-
-        return with_functions(eqn, new)
 
 
 def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -14,8 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.primitives import PRODUCTS
-from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.traverse import is_var, product_of
 from jaxspeed.placement.specs import entry_axes
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims
@@ -69,10 +68,9 @@ class ShardedProgram:
 
     def leaves(self, frame: CallFrame, eqn: Any) -> bool:
         """Whether an operation leaves the sharded region: its results are partial sums."""
-        name = eqn.primitive.name
-        looks_up = name == "gather" and frame.is_weight(eqn.invars[0])
+        looks_up = eqn.primitive.name == "gather" and frame.is_weight(eqn.invars[0])
         return (
-            (name in PRODUCTS or looks_up)
+            (product_of(eqn) is not None or looks_up)
             and self.sharded_dim(frame, eqn.outvars[0]) is None
             and any(self.sharded_dim(frame, v) is not None for v in eqn.invars)
         )

@@ -13,12 +13,9 @@ from jaxspeed.axes import AXES, PIPE, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
-from jaxspeed.objective import Model, adapt_model
+from jaxspeed.objective.autocast import autocast_of
+from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.precision import DTYPES, autocast_of, compute_dtype, precision_of
-from jaxspeed.objective.traced_loss import Traced
-from jaxspeed.objective.train_state import OptLayout, native_tree
-from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
@@ -27,6 +24,7 @@ from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.placement.codec import CodecRule
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import build_mesh, simulated
+from jaxspeed.placement.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, with_stages
@@ -34,11 +32,15 @@ from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, dev
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
-from jaxspeed.train.optimizer import RunOptimizer, optimizer_of
 from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
 from jaxspeed.train.tensor_names import traced_example, with_tensor_names
 from jaxspeed.train.update import Update
+from jaxspeed.train_state.opt_layout import OptLayout
+from jaxspeed.train_state.optimizer import RunOptimizer, optimizer_of
+from jaxspeed.train_state.state import native_tree
+from jaxspeed.user_models import Model, adapt_model
+from jaxspeed.user_models.trainable import read_trainable
 from jaxspeed.zero3 import BY_CONSTRAINT, Exchange
 
 
@@ -178,7 +180,7 @@ def _check_patterns(config: Config, model: Model) -> None:
 
 
 def _stack_of(
-    config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], Traced] | None
+    config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], LossProgram] | None
 ) -> Stack | None:
     """The blocks that are partitioned over `pipe`."""
     stages, chunks = mesh.shape[PIPE], _chunks_of(config)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxspeed.hardware.targets import memory_of_machine
-from jaxspeed.objective.batches import with_extra
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.placement.codec import pad
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
-from jaxspeed.train.staged_init import compile_ahead
+from jaxspeed.train_state.staged_init import compile_ahead
+from jaxspeed.train_state.state import Arrays, TrainState
+from jaxspeed.user_models.batches import with_extra
 
 # Of a device's memory; the rest is for caches, activations and temporary arrays. A forward pass
 # needs 2% to 33% of a step's (gpt2_small and llama3_8b on TPUs), so it fits where the step does.

@@ -28,7 +28,6 @@ from jaxspeed.objective.accumulate import (
 )
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.codec import pad
@@ -37,6 +36,7 @@ from jaxspeed.placement.memory_kinds import in_host, on_device, to_host
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train_state.state import Arrays
 
 MICRO_BATCHES = "micro_batches"  # the named scope of the loop in a compiled program
 Reduction = Literal["step", "micro_batch"]

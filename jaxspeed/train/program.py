@@ -16,24 +16,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
-from jaxspeed.objective import Model
 from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
-from jaxspeed.objective.batch_checks import check_shared_evenly, check_train_batch
-from jaxspeed.objective.batches import WithExtra, read_batch, with_extra
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.train_state import OptLayout, TrainState
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
 from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients, batch_specs
-from jaxspeed.train.optimizer import RunOptimizer
-from jaxspeed.train.state_storage import StateStorage
 from jaxspeed.train.update import Update
-from jaxspeed.train.xla_options import compiler_options
+from jaxspeed.train_state.opt_layout import OptLayout
+from jaxspeed.train_state.optimizer import RunOptimizer
+from jaxspeed.train_state.state import TrainState
+from jaxspeed.train_state.state_storage import StateStorage
+from jaxspeed.user_models import Model
+from jaxspeed.user_models.batch_checks import check_shared_evenly, check_train_batch
+from jaxspeed.user_models.batches import WithExtra, read_batch, with_extra
 
 Metrics = dict[str, jax.Array]
 

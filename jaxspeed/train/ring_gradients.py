@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
 from jaxspeed.ring_reduction.rings import INNER, NO_RANK, OUTER, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
 from jaxspeed.train.gradients import Gradients, batch_specs
+from jaxspeed.train_state.state import Arrays
 from jaxspeed.zero3 import InOrder
 
 

@@ -14,13 +14,11 @@ from jax.sharding import Mesh
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError
-from jaxspeed.objective import Model, adapt_model
-from jaxspeed.objective.batches import example_shapes, with_extra
+from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.precision import compute_dtype
-from jaxspeed.objective.traced_loss import Traced
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.placement.precision import compute_dtype
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import LOGICAL_RULES, with_names, with_own_axis_names
 from jaxspeed.placement.specs import by_dim
@@ -32,6 +30,8 @@ from jaxspeed.tensor_parallel import (
     propose_sharding,
     uses_of,
 )
+from jaxspeed.user_models import Model, adapt_model
+from jaxspeed.user_models.batches import example_shapes, with_extra
 
 Loss = Callable[[Any, Any], Any]
 
@@ -110,14 +110,12 @@ def _propagated(
 ) -> PropagatedDims:
     """The dims of the loss of one micro-batch like the example."""
     program = traced_example(model, loss_fn, example_batch, mesh, dtype)
-    paths = [leaf.path for leaf in model.leaves]
-    parameters = dict(zip(paths, program.parameters, strict=True))
-    return propagate_dims(program.closed.jaxpr, parameters, program.batch)
+    return propagate_dims(program.closed.jaxpr, program.parameters, program.batch)
 
 
 def traced_example(
     model: Model, loss_fn: Loss, example_batch: Any, mesh: Mesh, dtype: Any = None
-) -> Traced:
+) -> LossProgram:
     """The loss of one micro-batch like the example, traced in training mode."""
     one = build_mesh({}, list(mesh.devices.flat[:1]))
     objective = Objective(model, loss_fn, build_table(model.leaves, one), dtype)

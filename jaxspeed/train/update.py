@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxspeed.objective import Model
 from jaxspeed.objective.accumulate import Sums, per_weight
-from jaxspeed.objective.rng import is_key
-from jaxspeed.objective.train_state import (
-    Arrays,
-    OptLayout,
-    TrainState,
-    native_tree,
-    updated_values,
-    wide_dtype,
-)
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.ops.materialize import materialize
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
@@ -31,7 +21,11 @@ from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.ring_reduction import Reduction
-from jaxspeed.train.optimizer import RunOptimizer
+from jaxspeed.train_state.opt_layout import OptLayout
+from jaxspeed.train_state.optimizer import RunOptimizer
+from jaxspeed.train_state.state import Arrays, TrainState, native_tree, updated_values, wide_dtype
+from jaxspeed.user_models import Model
+from jaxspeed.user_models.rng import is_key
 
 Metrics = dict[str, jax.Array]
 

@@ -12,13 +12,13 @@ are tied together: each one's input gradient is a partial sum, and a barrier of 
 each all-reduced, instead of their sum.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
-from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.weight_uses import weight_uses
 from jaxspeed.placement.grad_barrier import grads_together
 from jaxspeed.zero3.sharded_param import Storage
 
@@ -57,7 +57,12 @@ def ties_of(matmuls: Mapping[int, tuple[Any, Any]], storage: Storage) -> dict[in
 
 def with_eager_weight_grads(jaxpr: Any, storage: Storage) -> Callable[..., list[Any]]:
     """A constant-free jaxpr as a function whose backward pass finishes one matmul at a time."""
-    matmuls = _matmuls(jaxpr, [v for v, stored in storage.items() if stored.trainable])
+    uses, _ = weight_uses(jaxpr, {v: v for v, stored in storage.items() if stored.trainable})
+    matmuls = {
+        use.position: (use.beside[0], next(iter(use.weights)))
+        for use in uses
+        if use.is_product and len(use.weights) == 1
+    }
     ties = ties_of(matmuls, storage)
 
     def run(*args: Any) -> list[Any]:
@@ -74,20 +79,3 @@ def with_eager_weight_grads(jaxpr: Any, storage: Storage) -> Callable[..., list[
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
 
     return run if ties else as_function(jaxpr)
-
-
-def _matmuls(jaxpr: Any, weights: Collection[Any]) -> dict[int, tuple[Any, Any]]:
-    """{equation number: (activation operand, weight operand)} of the matmuls and convolutions."""
-    origin = {v: v for v in weights}  # of values computed from a single weight
-    found = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        read = [v for v in eqn.invars if is_var(v)]
-        origins = {origin.get(v) for v in read}
-        if len(origins) == 1 and None not in origins:
-            origin.update(dict.fromkeys(eqn.outvars, *origins))
-        elif eqn.primitive.name in PRODUCTS and None in origins:
-            moving = next(v for v in read if v not in origin)
-            weight = next((origin[v] for v in read if v in origin), None)
-            if weight is not None:
-                found[number] = moving, weight
-    return found

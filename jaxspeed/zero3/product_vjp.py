@@ -22,9 +22,9 @@ from jax.lax import optimization_barrier
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
-from jaxspeed.jaxpr.primitives import PRODUCTS
-from jaxspeed.jaxpr.slicing import sub_jaxpr
-from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.slicing import free_variables, sub_jaxpr
+from jaxspeed.jaxpr.traverse import is_marked, is_var
+from jaxspeed.jaxpr.weight_uses import weight_uses
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.zero3.eager_weight_grads import ties_of
@@ -89,32 +89,21 @@ def _gathered_bytes(aval: Any, stored: ShardedParam) -> int:
 
 
 def _products(jaxpr: Any, storage: Storage) -> list[Product]:
-    origin = {v: v for v in storage}  # of values computed from a single weight
-    chains: dict[Any, list[int]] = {v: [] for v in storage}
-    readers: dict[Any, list[int | None]] = {v: [] for v in storage}
-    for number, eqn in enumerate(jaxpr.eqns):
-        origins = {origin.get(v) for v in eqn.invars if is_var(v)}
-        if len(origins) == 1 and None not in origins:
-            (weight,) = origins
-            origin.update(dict.fromkeys(eqn.outvars, weight))
-            chains[weight].append(number)
-        else:
-            for weight in origins - {None}:
-                readers[weight].append(number)
-    for v in jaxpr.outvars:
-        if is_var(v) and v in origin:
-            readers[origin[v]].append(None)
+    uses, derived = weight_uses(jaxpr, {v: v for v in storage})
     found = []
-    for weight, by in readers.items():
-        last = by[0] if len(by) == 1 else None
-        if last is None or jaxpr.eqns[last].primitive.name not in PRODUCTS:
+    for weight in storage:
+        own = [use for use in uses if weight in use.weights]
+        if len(own) != 1 or not own[0].is_product or own[0].weights != {weight}:
             continue
-        numbers = (*chains[weight], last)
+        if is_marked(jaxpr.eqns[own[0].position]):
+            continue  # it may have a derivative of its own
+        chain = [position for position, weights in derived.items() if weights == {weight}]
+        numbers = (*chain, own[0].position)
         eqns = [jaxpr.eqns[i] for i in numbers]
-        moving = [v for v in eqns[-1].invars if is_var(v) and v not in origin]
-        if len(moving) == 1:
-            program = sub_jaxpr(jaxpr, eqns, [weight, *moving], eqns[-1].outvars)
-            found.append(Product(program, weight, moving[0], numbers))
+        inputs = [weight, *own[0].beside]
+        if {*free_variables(eqns)} == {*inputs}:  # and no constant that others may read too
+            program = sub_jaxpr(jaxpr, eqns, inputs, eqns[-1].outvars)
+            found.append(Product(program, weight, inputs[1], numbers))
     return sorted(found, key=lambda product: product.numbers[-1])
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 
-from jaxspeed.jaxpr.evaluate import bindings, evaluate
-from jaxspeed.jaxpr.inline_calls import renamed
+from jaxspeed.jaxpr.evaluate import as_function, bindings, evaluate
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
+from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import dependents, free_variables, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
     Body,
+    JaxprEqn,
     consts_and_carry,
     forwarded_operands,
     is_var,
@@ -39,8 +40,14 @@ from jaxspeed.zero3.table_lookup import look_up
 def run_segmented(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], storage: Storage, context: EvalContext
 ) -> list[Any]:
-    """Evaluate a program; the inputs in `storage` are passed as they are stored."""
-    return _Evaluation(_with_aliases_resolved(jaxpr), consts, args, storage, context).outputs()
+    """Evaluate a program; the inputs in `storage` are passed as they are stored.
+
+    Where none is, and no unit is recomputed, there is nothing to split it for.
+    """
+    if not storage and context.residuals is None:
+        return as_function(jaxpr, consts)(*args)
+    jaxpr = _AliasesResolved().run(jaxpr)
+    return _Evaluation(jaxpr, consts, args, storage, context).outputs()
 
 
 class _Evaluation:
@@ -185,16 +192,18 @@ def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
     return [v for v, stored in storage.items() if stored.on_host and uses[v] > 1]
 
 
-def _with_aliases_resolved(jaxpr: Any) -> Any:
-    """A jaxpr where parameters that a jit or checkpoint returns unchanged keep their variable."""
-    same: dict[Any, Any] = {}
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqns.append(eqn := eqn.replace(invars=renamed(eqn.invars, same)))
-        if eqn.primitive.name in (*INLINED, *CHECKPOINTS):
+class _AliasesResolved(Rewriter[None]):
+    """Parameters that a jit or checkpoint returns unchanged keep their variable."""
+
+    enters = ()
+
+    def other(self, program: Rewriting[None], eqn: JaxprEqn) -> list[None]:
+        program.emit(eqn)
+        if eqn.primitive.name in (*INLINED, *CHECKPOINTS) and sliceable_bodies(eqn):
             operands = zip(eqn.outvars, forwarded_operands(eqn), strict=True)
-            same.update((out, eqn.invars[i]) for out, i in operands if i is not None)
-    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, same))
+            same = {out: program.atom(eqn.invars[i]) for out, i in operands if i is not None}
+            program.replace(same.keys(), same.values())
+        return [None] * len(eqn.outvars)
 
 
 def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, ShardedParam]) -> list[Any]:

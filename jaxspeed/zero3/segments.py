@@ -128,7 +128,7 @@ def _holds_lookup(eqn: Any, storage: Storage, context: EvalContext) -> bool:
     if eqn.primitive.name == "gather":
         table = eqn.invars[0]
         return is_var(table) and table in storage and looks_up(eqn, storage[table], context.samples)
-    if eqn.primitive.name not in (*INLINED, *CHECKPOINTS):
+    if eqn.primitive.name not in (*INLINED, *CHECKPOINTS) or not sliceable_bodies(eqn):
         return False
     (body,) = sliceable_bodies(eqn)
     passed = {

@@ -11,10 +11,10 @@ from jax.experimental import multihost_utils
 
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
-from jaxspeed.objective.rng import is_key
-from jaxspeed.objective.train_state import updated_values
 from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.train_state.state import updated_values
+from jaxspeed.user_models.rng import is_key
 from tests.checkpoint import states
 from tests.engine import tiny
 

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 import jaxspeed
-from jaxspeed.objective.rng import is_key
 from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.user_models.rng import is_key
 from tests.engine import tiny
 
 SAMPLES = 8

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspeed.objective import linen_calls, nnx_model, traced_loss
-from jaxspeed.objective.batches import zeros_of
 from jaxspeed.objective.by_parts import ByParts
-from jaxspeed.objective.example_batch import ExampleBatch
-from jaxspeed.objective.linen_model import LinenModel
 from jaxspeed.train.program import Program
+from jaxspeed.user_models import linen_calls, nnx_model, traced_loss
+from jaxspeed.user_models.batches import zeros_of
+from jaxspeed.user_models.example_batch import ExampleBatch
+from jaxspeed.user_models.linen_model import LinenModel
 from tests.engine import tiny
 
 WIDTH = tiny.FEATURES

@@ -15,11 +15,11 @@ import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.planner.compile.in_child import compile_for, refuse_missing
 from jaxspeed.train.aot_step import MAGIC, OPTIONS, Identity, identity_of, read_identity
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.config_model import resolve_model
 from tests.cli.planning import plan
 from tests.planner import jobs
 from tests.planner.test_compiling import needs_libtpu

@@ -18,7 +18,7 @@ from jaxspeed.models import gpt2
 import jaxspeed
 from jaxspeed import Config, ConfigError, ModelError
 from jaxspeed.engine.jax_setup import enable_compilation_cache
-from jaxspeed.objective.config_model import hidden_size_of
+from jaxspeed.user_models.config_model import hidden_size_of
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Listed, squared_error
 

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxspeed import ModelError
-from jaxspeed.objective.user_code import CHARACTERS, foreign, reason_of
+from jaxspeed.user_models.user_code import CHARACTERS, foreign, reason_of
 from tests.engine import tiny
 
 

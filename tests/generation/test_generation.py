@@ -18,9 +18,9 @@ from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Generator, Request, Sampling
 from jaxspeed.generation.next_tokens import short_start
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gather_once import GatherOnce
+from jaxspeed.user_models.config_model import resolve_model
 from tests.generation import plain
 from tests.support.covering import covering
 

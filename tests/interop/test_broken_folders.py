@@ -9,7 +9,7 @@ import pytest
 from jaxspeed.models import from_pretrained
 
 import jaxspeed
-from jaxspeed.objective import adapt_model
+from jaxspeed.user_models import adapt_model
 from tests.interop import folders
 
 pytestmark = pytest.mark.fast

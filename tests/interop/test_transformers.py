@@ -20,8 +20,8 @@ from jaxspeed.interop import save_pretrained
 from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import bind
 from jaxspeed.interop.safetensors import TensorFile
-from jaxspeed.objective import adapt_model
 from jaxspeed.train import build_program
+from jaxspeed.user_models import adapt_model
 from tests.interop import folders
 from tests.support.documents import ROOT, blocks, shell_commands
 
@@ -232,7 +232,7 @@ def test_tensors_come_back_bitwise(references, folder_of, case, tmp_path):
         kind = type(program.source.model.config.rope_scaling).rope_type
         family["config"]["rope_scaling"] = scaling | {"rope_type": kind}
     other = jaxspeed.Config(**rest, model=family)
-    built = build_program(other, *jaxspeed.objective.config_model.resolve_model(other))
+    built = build_program(other, *jaxspeed.user_models.config_model.resolve_model(other))
     save_pretrained(built, state, tmp_path / "again")
     assert differences(tmp_path / "again") == []
 

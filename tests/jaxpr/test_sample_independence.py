@@ -10,8 +10,7 @@ from jax import lax
 
 from jaxspeed.objective.by_parts import by_parts
 from jaxspeed.objective.loss import parse_loss
-from jaxspeed.objective.own_axes import OwnAxes
-from jaxspeed.objective.traced_loss import Traced
+from jaxspeed.objective.loss_program import LossProgram
 from tests.support import covering
 
 # Traces are of so many samples and of twice as many, as halves and whole of the batches are.
@@ -190,7 +189,7 @@ def verdict(function):
 
         closed, (found, _) = jax.make_jaxpr(loss, return_shape=True)(shapes)
         tree = jax.tree.structure((found, {}))
-        return Traced(closed, (), closed.jaxpr.invars, tree, (), True, OwnAxes((), ()))
+        return LossProgram(closed, {}, closed.jaxpr.invars, tree)
 
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((SAMPLES, *x.shape[1:]), x.dtype), batch(0, False)

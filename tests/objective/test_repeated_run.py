@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxspeed.models.layers import Linear, normal, stacked
 
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.objective.repeated_run import Run, find_run, scan_run, stacked_run
+from jaxspeed.user_models.repeated_run import Run, find_run, scan_run, stacked_run
 
 DEPTH, WIDTH = 4, 6
 LABELS = st.lists(st.sampled_from([0, 1, 2, None]), max_size=14)

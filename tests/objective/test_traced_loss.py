@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxspeed.objective import adapt_model
 from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.rows import Precision
 from jaxspeed.placement.table import build_table
 from jaxspeed.planner.trace.traced_step import as_on
+from jaxspeed.user_models import adapt_model
 from tests.engine import tiny
 from tests.objective.test_trace_counts import counted
 
@@ -112,7 +112,7 @@ def test_parameters_and_batch_are_traced_as_layers_read_them(dtype):
     table = build_table(adapted.leaves, mesh, precision=Precision(compute=dtype))
     traced = Objective(adapted, tiny.squared_error, table, dtype).trace(rest(), True)
     wanted = {jnp.dtype(dtype or "float32")}
-    assert {v.aval.dtype for v in traced.parameters} == wanted
+    assert {v.aval.dtype for v in traced.parameters.values()} == wanted
     assert {v.aval.dtype for v in traced.batch} == wanted
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxspeed.config import Config
-from jaxspeed.train.optimizer import RunOptimizer, optimizer_of
+from jaxspeed.train_state.optimizer import RunOptimizer, optimizer_of
 
 
 def built(

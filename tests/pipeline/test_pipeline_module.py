@@ -16,8 +16,8 @@ from flax import nnx
 import jaxspeed
 from jaxspeed import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxspeed.hlo import largest_buffers
-from jaxspeed.objective.repeated_run import Run
 from jaxspeed.train.build import build_program
+from jaxspeed.user_models.repeated_run import Run
 from tests.support import reference
 
 WIDTH, VOCAB, SEQ, BATCH, STEPS = 8, 16, 6, 8, 10

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.config import load_config
 from jaxspeed.engine import compiled_report
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.pipeline import PipelineReport, schedule
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.config_model import resolve_model
 
 # 4 stages of 5 layers, 4 micro-batches of 2 samples a data rank.
 HIDDEN, SEQ, SAMPLES, STAGES, DATA, MICRO = 16, 8, 2, 4, 2, 4

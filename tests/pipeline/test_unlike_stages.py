@@ -290,8 +290,7 @@ def parts_of(name, pipe):
     program = program_of(name, pipe)
     traced = traced_example(program.model, loss, batch, program.mesh)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    paths = [row.path for row in program.table]
-    return split_program(traced, paths, program.table.stack, one)
+    return split_program(traced, program.table.stack, one)
 
 
 def test_skip_connections_are_sent_through_the_stages_between():
@@ -367,10 +366,9 @@ def refuse_mixed(model):
     )
     traced = traced_example(program.model, denoising, batch, program.mesh)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    paths = [row.path for row in program.table]
 
     def check():
-        split_program(traced, paths, program.table.stack, one).refuse_mixed_samples()
+        split_program(traced, program.table.stack, one).refuse_mixed_samples()
 
     program.in_mesh(check)()
 

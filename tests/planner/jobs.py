@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxspeed.config import Config
 from jaxspeed.errors import PlacementError
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.train.build import build_program
+from jaxspeed.user_models.config_model import resolve_model
 from tests.system import stacks
 
 MLP: dict[str, Any] = {

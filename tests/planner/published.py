@@ -68,10 +68,10 @@ def estimate(name: str) -> Estimated:
     import jax.numpy as jnp
 
     from jaxspeed.config import Config
-    from jaxspeed.objective.config_model import resolve_model
     from jaxspeed.planner.time import time_of
     from jaxspeed.planner.trace.traced_step import as_on
     from jaxspeed.train.build import build_program
+    from jaxspeed.user_models.config_model import resolve_model
 
     run = listed()[name]
     target = _target(run)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspeed.config import Config
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.planner.trace import read_step
 from jaxspeed.planner.trace.trace_ir import all_ops, open_program
 from jaxspeed.planner.trace.traced_step import as_on, with_overlap
 from jaxspeed.train.build import build_program
+from jaxspeed.user_models.config_model import resolve_model
 from tests.planner.grid import GPT2, Point
 
 SIZES = {**GPT2, "num_hidden_layers": 2, "hidden_size": 512}

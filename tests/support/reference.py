@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from jaxspeed import micro_batch_key
-from jaxspeed.objective.rng import linen_rngs
+from jaxspeed.user_models.rng import linen_rngs
 
 Arrays = dict[str, Any]
 

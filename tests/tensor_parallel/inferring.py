@@ -57,13 +57,11 @@ def traced(foreign: Foreign) -> Traced:
     objective = program.objective
     inputs = (foreign.batch, jnp.int32(0), jnp.int32(0))
     found = objective.trace((dict(objective.model.variables), *inputs), train=True)
-    paths = [leaf.path for leaf in objective.model.leaves]
-    parameters = dict(zip(paths, found.parameters, strict=True))
-    propagated = propagate_dims(found.closed.jaxpr, parameters, found.batch)
+    propagated = propagate_dims(found.closed.jaxpr, found.parameters, found.batch)
     evaluate = jaxpr_as_fun(found.closed)
 
     def run(params: dict[str, Any], rest: list[Any]) -> Any:
-        total, weight, *_ = evaluate(*(params[path] for path in paths), *rest)
+        total, weight, *_ = evaluate(*(params[path] for path in found.parameters), *rest)
         return total / weight
 
     return Traced(objective.model.leaves, propagated, objective.model.init, inputs, run)

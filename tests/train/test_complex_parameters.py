@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxspeed
-from jaxspeed.objective import linen_model, nnx_model, pair_model
 from jaxspeed.train import gradients
+from jaxspeed.user_models import linen_model, nnx_model, pair_model
 from tests.support.covering import covering
 from tests.train.flax_loop import (
     REPLICATED,

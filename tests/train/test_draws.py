@@ -15,8 +15,8 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import micro_batch_key
-from jaxspeed.objective import sharded_draws
 from jaxspeed.placement import zero
+from jaxspeed.user_models import sharded_draws
 from tests.support import reference
 from tests.train.cases import MICRO, RANKS, Case
 from tests.train.parity import assert_losses_equal, config, leaf_differences, plain, run
@@ -101,6 +101,47 @@ def diffusion_loss(model, batch):
     return jnp.mean((guess - noise) ** 2)
 
 
+class Noise(nnx.Module):
+    """What is computed from draws alone costs more than all else, and is averaged over samples."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(LATENT, 4 * DEEP, rngs=rngs)
+        self.down = nnx.Linear(4 * DEEP, WIDE, rngs=rngs)
+        self.rngs = nnx.Rngs(noise=rngs.params())
+
+    def __call__(self, x, z):
+        z = self.rngs.noise.normal((x.shape[0], LATENT)) if z is None else z
+        return x + self.down(jnp.tanh(self.up(z))).mean(0)
+
+
+class NoisyBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.noise = nnx.Linear(WIDE, WIDE, rngs=rngs), Noise(rngs)
+
+    def __call__(self, x, z):
+        return jnp.tanh(self.noise(self.linear(x), z))
+
+
+class Noisy(nnx.Module):
+    """Numbers are drawn before the blocks, in each of them, and after them."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(SIDE * SIDE * COLOURS, WIDE, rngs=rngs)
+        self.before, self.after = Noise(rngs), Noise(rngs)
+        self.blocks = nnx.List([NoisyBlock(rngs) for _ in range(2)])
+        self.out = nnx.Linear(WIDE, 1, rngs=rngs)
+
+    def __call__(self, x, z):
+        x = self.before(self.first(x.reshape(x.shape[0], -1)), z)
+        for block in self.blocks:
+            x = block(x, z)
+        return self.out(self.after(x, z))[:, 0]
+
+
+def noisy_loss(model, batch):
+    return jnp.mean(jax.nn.softplus(model(batch["x"], batch.get("z"))))
+
+
 # -- Linen ----------------------------------------------------------------------------------------
 
 
@@ -168,6 +209,7 @@ CASES = {
     "gan": nnx_case(Gan, gan_loss),
     "fixed key": nnx_case(Gan, fixed_key_loss),
     "diffusion": nnx_case(Diffusion, diffusion_loss),
+    "noisy": nnx_case(Noisy, noisy_loss),
     "linen": Case(
         LinenGan(),
         linen_loss,
@@ -263,6 +305,27 @@ def test_a_device_computes_its_share_of_what_is_drawn(name, stage, tensor, accum
     assert "replicated over data" not in str(drawn)
 
 
+PIPELINE = {"mesh": {"pipe": 2, "data": 4}}
+
+
+@functools.cache
+def pipeline_with_its_noise():
+    return compiled("noisy", 0, 2, noise_in_batch=True, **PIPELINE)
+
+
+def test_in_a_pipeline_too():
+    drawn, given = compiled("noisy", 0, 2, **PIPELINE), pipeline_with_its_noise()
+    assert drawn.flops == pytest.approx(given.flops, rel=0.05)
+
+
+@pytest.mark.full
+def test_numbers_that_a_pipeline_draws_are_those_of_one_device():
+    ours = run(CASES["noisy"], 1, 2, "sgd", steps=STEPS, **PIPELINE)
+    one = on_one_device("noisy", 2, 4)
+    assert_losses_equal(ours, one, 1e-5)
+    assert max(leaf_differences(CASES["noisy"], ours, one).values()) <= 1e-5
+
+
 def without_the_constraint(monkeypatch):
     monkeypatch.setattr(sharded_draws, "constrain", lambda x, sharding, site: x)
 
@@ -277,6 +340,12 @@ def test_without_the_constraint_every_rank_computes_the_generator(monkeypatch):
     assert drawn.replicated_flops == pytest.approx(more * 8 / 7, rel=0.01)
     assert f"{drawn.replicated_flops / drawn.flops:.0%}" in str(drawn)
     assert "of these replicated over data" in str(drawn)
+
+
+def test_without_the_constraint_every_rank_computes_what_a_stage_draws(monkeypatch):
+    given = pipeline_with_its_noise()
+    without_the_constraint(monkeypatch)
+    assert compiled("noisy", 0, 2, **PIPELINE).flops > 1.5 * given.flops
 
 
 # -- kernels of replicated computations -----------------------------------------------------------

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import BatchError, ModelError
-from jaxspeed.objective.rng import LOSS, batch_key
+from jaxspeed.user_models.rng import LOSS, batch_key
 from tests.engine import tiny
 from tests.support.covering import covering
 from tests.train.flax_loop import (

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspeed.objective import nnx_model, objective
 from jaxspeed.train import gradients
+from jaxspeed.user_models import nnx_model, objective
 from tests.train.cases import CASES
 from tests.train.parity import leaf_differences, plain, run
 

@@ -18,8 +18,8 @@ from jaxspeed.models import gpt2
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.jaxpr.primitives import CHECKPOINTS
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.train import build_program
+from jaxspeed.user_models.config_model import resolve_model
 from tests.engine import tiny
 
 WIDTH, LAYERS, SEQ, RANKS = 64, 8, 16, 8

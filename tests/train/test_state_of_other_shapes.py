@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxspeed
-from jaxspeed.objective import train_state
 from jaxspeed.placement.show import as_text
+from jaxspeed.train_state import opt_layout
 from tests.support.covering import covering
 from tests.train.flax_loop import (
     WIDTH,
@@ -90,7 +90,7 @@ POINTS = [
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(train_state, "LARGE", 64)
+    monkeypatch.setattr(opt_layout, "LARGE", 64)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,6 @@ def test_dims_of_the_parameter_have_its_axes():
 
 
 def test_small_state_is_replicated(monkeypatch):
-    monkeypatch.setattr(train_state, "LARGE", 1 << 20)
+    monkeypatch.setattr(opt_layout, "LARGE", 1 << 20)
     found = others(engine(3, OPTIMIZERS["preconditioners"]))
     assert found and all(not any(at.spec) for _, _, at, _ in found)

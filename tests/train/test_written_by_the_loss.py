@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import ModelError
-from jaxspeed.objective import linen_model, nnx_model, objective
+from jaxspeed.user_models import linen_model, nnx_model, objective
 from tests.train.flax_loop import (
     REPLICATED,
     SGD,

@@ -92,9 +92,14 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_free_axis_takes_what_is_left",
     ),
     (
-        'for axis in ("replica", "pipe", "data", "expert", "seq", "tensor"):',
-        'for axis in ("tensor", "pipe", "data", "expert", "seq", "replica"):',
+        "return sorted(AXES, key=lambda name: AXES[name].near)",
+        "return sorted(AXES, key=lambda name: -AXES[name].near)",
         "test_the_axis_that_communicates_least_goes_across_slices",
+    ),
+    (
+        "if axis.stores and name not in _axes_in(spec))",
+        "if axis.stores)",
+        "test_what_the_axes_of_the_table_do",
     ),
     (
         "return self.stacked and self.chunks == 1",

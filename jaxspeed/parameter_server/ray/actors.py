@@ -15,7 +15,6 @@ from jaxspeed.checkpoint.leaves import donatable_copy, saved_arrays, saved_leave
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import RunError
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.bucketed_update import BucketedUpdate
 from jaxspeed.parameter_server.param_split import join_all
 from jaxspeed.parameter_server.ray.build import BuildArguments, RayResources
@@ -23,6 +22,7 @@ from jaxspeed.parameter_server.ray.server_state import ServerLayout, program_of_
 from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.worker import WorkerStep
 from jaxspeed.placement.rows import Row
+from jaxspeed.train_state.state import Arrays, TrainState
 
 
 @dataclass(frozen=True)

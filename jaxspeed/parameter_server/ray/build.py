@@ -11,10 +11,10 @@ from jaxspeed.config import Batch, Config, load_config
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.objective.pretrained_model import Pretrained
 from jaxspeed.parameter_server.programs import worker_config
 from jaxspeed.train import Program, build_program
+from jaxspeed.user_models.config_model import resolve_model
+from jaxspeed.user_models.pretrained_model import Pretrained
 
 _KEY = "parallel.data_reduction"
 

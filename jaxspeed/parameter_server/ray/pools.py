@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from jaxspeed.errors import RunError, StateLostError
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.ray.actors import Build, ServerActor, WorkerActor
 from jaxspeed.parameter_server.ray.cluster import SECONDS_TO_START, Cluster
 from jaxspeed.parameter_server.ray.failures import died, lost, raised
 from jaxspeed.parameter_server.ray.server_state import variables_of
 from jaxspeed.parameter_server.schedules import Finished, PushLostError, Task
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train_state.state import Arrays, TrainState
 
 log = logging.getLogger("jaxspeed")
 

@@ -18,7 +18,6 @@ from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.engine.engine import Batch
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.objective.config_model import hidden_size_of
 from jaxspeed.parameter_server.engine import ServedEngine
 from jaxspeed.parameter_server.programs import ServedProgram, gradient_factor, rule_of
 from jaxspeed.parameter_server.ray.actors import Build
@@ -27,6 +26,7 @@ from jaxspeed.parameter_server.ray.cluster import Cluster, connected, ray_module
 from jaxspeed.parameter_server.ray.pools import RayServers, RayWorkers
 from jaxspeed.parameter_server.ray.server_state import ServerLayout
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.config_model import hidden_size_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,6 @@ import numpy as np
 from jaxspeed.checkpoint.leaves import as_state, key_data, saved_arrays, saved_leaves
 from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.errors import ConfigError
-from jaxspeed.objective import Model
-from jaxspeed.objective.precision import precision_of
-from jaxspeed.objective.pretrained_model import Weights
-from jaxspeed.objective.protocol import CachedModel
-from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, owner_of
 from jaxspeed.parameter_server.bucketed_update import bucket_paths, separated_update
 from jaxspeed.parameter_server.param_split import (
     AssignableParam,
@@ -31,10 +26,16 @@ from jaxspeed.parameter_server.param_split import (
     owned_by,
     split_by_bytes,
 )
+from jaxspeed.placement.precision import precision_of
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.table import build_table, device_memory_kind
 from jaxspeed.train.program import Program
 from jaxspeed.train.update import Update
+from jaxspeed.train_state.opt_layout import OptLayout, owner_of
+from jaxspeed.train_state.state import Arrays, TrainState, native_tree
+from jaxspeed.user_models import Model
+from jaxspeed.user_models.pretrained_model import Weights
+from jaxspeed.user_models.protocol import CachedModel
 
 _VARIABLES = "variables/"
 

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 
 from jaxspeed.config import load_config
-from jaxspeed.objective.train_state import TrainState
 from jaxspeed.parameter_server.ray.actors import ServerActor, WorkerActor
 from jaxspeed.parameter_server.ray.build import BuildArguments
 from jaxspeed.parameter_server.ray.ray_engine import program_of
 from jaxspeed.parameter_server.ray.server_state import variables_of
+from jaxspeed.train_state.state import TrainState
 
 CONFIG: dict[str, Any] = {
     "mesh": {"data": 2},

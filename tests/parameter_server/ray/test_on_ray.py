@@ -15,12 +15,12 @@ import pytest
 import jaxspeed
 from jaxspeed.config import load_config
 from jaxspeed.errors import BatchError, ModelError, RunError, StateLostError
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import Rule
 from jaxspeed.parameter_server import ray as actors
 from jaxspeed.parameter_server.ray import cluster as clusters
 from jaxspeed.parameter_server.ray import pools
 from jaxspeed.parameter_server.schedules import Task
+from jaxspeed.user_models.config_model import resolve_model
 from tests.parameter_server.ray import ray_parts
 from tests.parameter_server.ray.ray_parts import LLAMA, batches
 from tests.support.covering import covering

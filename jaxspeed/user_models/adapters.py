@@ -9,13 +9,13 @@ from flax import nnx
 
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batches import takes_rng
-from jaxspeed.objective.linen_model import LinenModel
-from jaxspeed.objective.nnx_model import NnxModel
-from jaxspeed.objective.pair_model import PairModel
-from jaxspeed.objective.pretrained_model import Pretrained
-from jaxspeed.objective.protocol import Model
-from jaxspeed.objective.trainable import read_trainable
+from jaxspeed.user_models.batches import takes_rng
+from jaxspeed.user_models.linen_model import LinenModel
+from jaxspeed.user_models.nnx_model import NnxModel
+from jaxspeed.user_models.pair_model import PairModel
+from jaxspeed.user_models.pretrained_model import Pretrained
+from jaxspeed.user_models.protocol import Model
+from jaxspeed.user_models.trainable import read_trainable
 
 
 def adapt_model(

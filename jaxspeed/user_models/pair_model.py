@@ -14,11 +14,13 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batches import RNG_ARGUMENTS, with_extra
-from jaxspeed.objective.example_batch import ExampleBatch
-from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
-from jaxspeed.objective.pretrained_model import Weights
-from jaxspeed.objective.protocol import (
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.batches import RNG_ARGUMENTS, with_extra
+from jaxspeed.user_models.example_batch import ExampleBatch
+from jaxspeed.user_models.init_for_real import init_values, note_of, shapes_of
+from jaxspeed.user_models.pretrained_model import Weights
+from jaxspeed.user_models.protocol import (
     SEED,
     Arrays,
     CachedModel,
@@ -26,11 +28,9 @@ from jaxspeed.objective.protocol import (
     is_inexact,
     mode_arguments,
 )
-from jaxspeed.objective.rng import micro_batch_key
-from jaxspeed.objective.trainable import Selection
-from jaxspeed.objective.user_code import foreign
-from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.rng import micro_batch_key
+from jaxspeed.user_models.trainable import Selection
+from jaxspeed.user_models.user_code import foreign
 
 
 class PairModel:

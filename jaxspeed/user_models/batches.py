@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.errors import BatchError, ModelError
-from jaxspeed.objective.batch_checks import check_arrays
-from jaxspeed.objective.protocol import MODE_ARGUMENTS, SEED
-from jaxspeed.objective.rng import batch_key, is_key, loss_key
+from jaxspeed.user_models.batch_checks import check_arrays
+from jaxspeed.user_models.protocol import MODE_ARGUMENTS, SEED
+from jaxspeed.user_models.rng import batch_key, is_key, loss_key
 
 EXTRA = "(extra)"  # among a step's variables: the extra arrays
 RNG_ARGUMENTS = ("rng", "key", "rng_key", "prng_key", "random_key")  # of a loss or an `apply`

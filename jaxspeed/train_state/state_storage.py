@@ -11,18 +11,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective import Model
-from jaxspeed.objective.pretrained_model import Weights
-from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored, StoredValue, pad, unpad
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.train.optimizer import RunOptimizer
-from jaxspeed.train.staged_init import StagedInit, compile_in_background, is_traced, staged_init
-from jaxspeed.train.xla_options import init_options
+from jaxspeed.placement.xla_options import init_options
+from jaxspeed.train_state.opt_layout import OptLayout
+from jaxspeed.train_state.optimizer import RunOptimizer
+from jaxspeed.train_state.staged_init import (
+    StagedInit,
+    compile_in_background,
+    is_traced,
+    staged_init,
+)
+from jaxspeed.train_state.state import Arrays, TrainState, native_tree
+from jaxspeed.user_models import Model
+from jaxspeed.user_models.pretrained_model import Weights
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ import optax
 from jaxspeed.config import Config, match
 from jaxspeed.config.schema import Fp16
 from jaxspeed.errors import ConfigError
-from jaxspeed.objective.precision import precision_of
-from jaxspeed.objective.user_code import foreign
 from jaxspeed.optim import (
     LRSchedule,
     base_learning_rates,
@@ -20,6 +18,8 @@ from jaxspeed.optim import (
     loss_scale,
 )
 from jaxspeed.placement import Leaf
+from jaxspeed.placement.precision import precision_of
+from jaxspeed.user_models.user_code import foreign
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from flax.nnx.variablelib import VariableTypeCache, is_array_ref
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import tagged
-from jaxspeed.objective.caching import create_caches
-from jaxspeed.objective.held_arrays import HeldArrays
-from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
-from jaxspeed.objective.pretrained_model import Weights
-from jaxspeed.objective.protocol import (
+from jaxspeed.placement.paths import listed
+from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.caching import create_caches
+from jaxspeed.user_models.held_arrays import HeldArrays
+from jaxspeed.user_models.init_for_real import init_values, note_of, shapes_of
+from jaxspeed.user_models.pretrained_model import Weights
+from jaxspeed.user_models.protocol import (
     EDITED,
     EVALUATION,
     SEED,
@@ -33,11 +35,9 @@ from jaxspeed.objective.protocol import (
     is_inexact,
     nested,
 )
-from jaxspeed.objective.rng import micro_batch_key
-from jaxspeed.objective.trainable import Selection
-from jaxspeed.objective.user_code import foreign
-from jaxspeed.placement.paths import listed
-from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.rng import micro_batch_key
+from jaxspeed.user_models.trainable import Selection
+from jaxspeed.user_models.user_code import foreign
 
 # Where Flax versions and models keep the logical names of a parameter's dims.
 _MOST_PATHS = 1000  # of a Variable: modules that refer to each other have endlessly many

@@ -5,10 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspeed.config import Config
-from jaxspeed.objective.autocast import Autocast
-from jaxspeed.objective.safe_modules import SafeModules
 from jaxspeed.placement.rows import Precision
-from jaxspeed.placement.table import PlacementTable
 
 DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 
@@ -17,18 +14,6 @@ def compute_dtype(config: Config) -> Any:
     """Dtype to which floating parameters and inputs are cast; None: no cast."""
     no_cast = config.compute_dtype == "fp32" or config.torch_autocast.enabled
     return None if no_cast else DTYPES[config.compute_dtype]
-
-
-def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
-    """Automatic mixed precision of a model with these parameters; None where it is disabled."""
-    if not config.torch_autocast.enabled:
-        return None
-    full = frozenset(row.path for row in table if row.leaf.full_precision)
-    gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)
-    sharded = frozenset(gathered) - full if table.mesh.shape["pipe"] == 1 else frozenset()
-    safe = config.torch_autocast.lower_precision_safe_modules
-    is_safe = SafeModules(None if safe is None else tuple(safe))
-    return Autocast(DTYPES[config.compute_dtype], full, sharded, is_safe)
 
 
 def precision_of(config: Config) -> Precision:

@@ -15,8 +15,8 @@ from flax.core import meta
 from flax.core.scope import DenyList, in_filter, union_filters
 
 from jaxspeed.jaxpr.module_scopes import scope
-from jaxspeed.objective.protocol import STATISTICS, mode_arguments
-from jaxspeed.objective.rng import FALLBACK
+from jaxspeed.user_models.protocol import STATISTICS, mode_arguments
+from jaxspeed.user_models.rng import FALLBACK
 
 _lock = RLock()  # of the methods of nn.Module that are replaced, for all threads
 

@@ -24,12 +24,12 @@ from jax.extend import core as jex
 from jax.sharding import Mesh
 
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.jaxpr.inline_calls import renamed
 from jaxspeed.jaxpr.merge_programs import Atoms, DifferentProgram, merge_programs
-from jaxspeed.jaxpr.slicing import slice_of
+from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
+from jaxspeed.jaxpr.slicing import slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var, nested_constants
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.train.xla_options import init_options
+from jaxspeed.placement.xla_options import init_options
 
 _SMALL = 1024  # elements: a random key, a scale; computed again for each result that reads it
 _REPEATED = 4  # slices may have this many times the equations of the one program
@@ -47,7 +47,7 @@ class StagedInit:
 
     def __init__(self, function: Callable[..., Any], shardings: Any, *shapes: Any) -> None:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        jaxpr = _with_integers_folded(closed.jaxpr)
+        jaxpr = _IntegersFolded().run(closed.jaxpr)
         self._tree = jax.tree.structure(shape)
         self._places = jax.tree.leaves(shardings)
         self._sources, self._consts = [*jaxpr.constvars, *jaxpr.invars], closed.consts
@@ -227,27 +227,26 @@ def _joined(groups: list[list[int]], size: Callable[[int], int], most: int) -> l
     return list(found.values())
 
 
-def _with_integers_folded(jaxpr: Any) -> Any:
-    """The jaxpr with its small integers evaluated that depend on no input: counters of keys.
+class _IntegersFolded(Rewriter[None]):
+    """Evaluates the small integers that depend on no input: counters of keys.
 
     Only integers: a float may be rounded otherwise on the device.
     """
-    known: dict[Any, Any] = {}
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=renamed(eqn.invars, known))
-        constant = bool(eqn.invars) and not any(map(is_var, eqn.invars)) and not eqn.effects
+
+    enters = ()
+
+    def other(self, program: Rewriting[None], eqn: jex.JaxprEqn) -> list[None]:
+        operands = [program.atom(v) for v in eqn.invars]
+        constant = bool(operands) and not any(map(is_var, operands)) and not eqn.effects
         if constant and all(_is_small_integer(v) for v in eqn.outvars):
+            inner = sub_jaxpr(program.jaxpr, [eqn.replace(invars=operands)], [], eqn.outvars)
             with jax.ensure_compile_time_eval():
-                inner = jaxpr.replace(
-                    constvars=[], invars=[], outvars=eqn.outvars, eqns=[eqn], effects=set()
-                )
                 values = jax.core.eval_jaxpr(inner, [])
             pairs = zip(eqn.outvars, values, strict=True)
-            known.update((v, jex.Literal(np.asarray(x), v.aval)) for v, x in pairs)
+            program.replace(eqn.outvars, [jex.Literal(np.asarray(x), v.aval) for v, x in pairs])
         else:
-            eqns.append(eqn)
-    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, known))
+            program.emit(eqn)
+        return [None] * len(eqn.outvars)
 
 
 def _is_small_integer(variable: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import LIBRARIES, JaxspeedError, ModelError
-from jaxspeed.objective.batch_checks import shapes_text
+from jaxspeed.user_models.batch_checks import shapes_text
 
 
 @contextlib.contextmanager

@@ -17,10 +17,12 @@ from flax.core import freeze, meta
 from flax.core.scope import DenyList
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batches import call_loss, with_extra, zeros_of
-from jaxspeed.objective.caching import decode_argument, in_decoding, shapes
-from jaxspeed.objective.example_batch import ExampleBatch
-from jaxspeed.objective.linen_calls import (
+from jaxspeed.placement.paths import flat_with_paths, path_of
+from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.batches import call_loss, with_extra, zeros_of
+from jaxspeed.user_models.caching import decode_argument, in_decoding, shapes
+from jaxspeed.user_models.example_batch import ExampleBatch
+from jaxspeed.user_models.linen_calls import (
     BoundLinen,
     CreatingLinen,
     ModuleCalls,
@@ -29,9 +31,9 @@ from jaxspeed.objective.linen_calls import (
     recorded_calls,
     traced_calls,
 )
-from jaxspeed.objective.own_axes import with_own_axes
-from jaxspeed.objective.pretrained_model import Weights
-from jaxspeed.objective.protocol import (
+from jaxspeed.user_models.own_axes import with_own_axes
+from jaxspeed.user_models.pretrained_model import Weights
+from jaxspeed.user_models.protocol import (
     SEED,
     Arrays,
     CachedModel,
@@ -41,11 +43,9 @@ from jaxspeed.objective.protocol import (
     is_inexact,
     nested,
 )
-from jaxspeed.objective.rng import FALLBACK, LINEN_STREAMS, linen_rngs, micro_batch_key
-from jaxspeed.objective.trainable import Selection
-from jaxspeed.objective.user_code import foreign
-from jaxspeed.placement.paths import flat_with_paths, path_of
-from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.rng import FALLBACK, LINEN_STREAMS, linen_rngs, micro_batch_key
+from jaxspeed.user_models.trainable import Selection
+from jaxspeed.user_models.user_code import foreign
 
 
 class LinenModel:

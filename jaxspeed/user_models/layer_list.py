@@ -10,7 +10,7 @@ import flax.linen as nn
 from flax import nnx
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.nnx_model import keep_arrays
+from jaxspeed.user_models.nnx_model import keep_arrays
 
 KINDS = (
     "a layer is jaxspeed.LayerSpec(cls, ...), jaxspeed.TiedLayerSpec(key, cls, ...), a factory "

@@ -13,9 +13,9 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batches import WithExtra, read_batch, zeros_of
-from jaxspeed.objective.rng import is_key
 from jaxspeed.placement.paths import listed
+from jaxspeed.user_models.batches import WithExtra, read_batch, zeros_of
+from jaxspeed.user_models.rng import is_key
 
 
 class ExampleBatch:

@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError, PretrainedError
-from jaxspeed.objective.pipeline_module import PipelineModule
-from jaxspeed.objective.pretrained_model import Pretrained
+from jaxspeed.user_models.pipeline_module import PipelineModule
+from jaxspeed.user_models.pretrained_model import Pretrained
 
 Loss = Callable[[Any, Any], Any]
 

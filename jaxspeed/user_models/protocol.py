@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batch_checks import is_numeric
-from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.batch_checks import is_numeric
+from jaxspeed.user_models.pretrained_model import Weights
 
 Arrays = dict[str, Any]
 MODE_ARGUMENTS = {  # arguments of a call or a loss that set its mode

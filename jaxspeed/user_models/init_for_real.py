@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.user_code import reason_of
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.show import bytes_text
+from jaxspeed.user_models.user_code import reason_of
 
 NEEDS = (
     jax.errors.ConcretizationTypeError,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxspeed.objective.nnx_model import dim_names, value_of
+from jaxspeed.user_models.nnx_model import dim_names, value_of
 
 LAYERS = "layers"  # logical name of the stacked dim
 _NEW_DIM = {nnx.PARTITION_NAME: LAYERS, "logical_axes": LAYERS}

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxspeed.config.parallelism import PARTITIONS
 from jaxspeed.errors import BatchError, ModelError
-from jaxspeed.objective.batch_checks import shapes_text
-from jaxspeed.objective.layer_list import (
+from jaxspeed.user_models.batch_checks import shapes_text
+from jaxspeed.user_models.layer_list import (
     KINDS,
     Function,
     TiedLayerSpec,
@@ -24,8 +24,8 @@ from jaxspeed.objective.layer_list import (
     check_ties,
     equal,
 )
-from jaxspeed.objective.repeated_run import Run, find_run, scan_run, stacked_run
-from jaxspeed.objective.user_code import foreign
+from jaxspeed.user_models.repeated_run import Run, find_run, scan_run, stacked_run
+from jaxspeed.user_models.user_code import foreign
 
 _BY_TYPE = "type:"
 

@@ -1,0 +1,85 @@
+"""`LossProgram`: a traced loss, or a part of one, as passes rewrite it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from jax.tree_util import tree_unflatten
+
+from jaxspeed.config import match
+from jaxspeed.jaxpr.primitives import RANDOM
+from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, Var, runs
+from jaxspeed.user_models.own_axes import OwnAxes
+from jaxspeed.zero3 import Units, choose_units, outermost_calls
+
+
+@dataclass(frozen=True)
+class LossProgram:
+    """A traced loss, or a part of one.
+
+    Attributes:
+      closed: the program.
+      parameters: its input variables that are parameters, by path.
+      batch: those that are arrays of samples: the batch's; of a part, activations too.
+      variables: the paths of those that are other variables of the model.
+      out_tree: of the results: of the loss, (the loss, what it changed by path).
+      unit_patterns: of the config.
+      is_sum: the loss function returned (sum, weight).
+      own_axes: axis names of the model.
+      loss: the traced loss that this is a part of, or was rewritten from.
+    """
+
+    closed: ClosedJaxpr
+    parameters: Mapping[str, Var]
+    batch: Sequence[Var]
+    out_tree: Any
+    variables: Mapping[Var, str] = field(default_factory=dict)
+    unit_patterns: Sequence[str] = ()
+    is_sum: bool = True
+    own_axes: OwnAxes = field(default_factory=lambda: OwnAxes((), ()))
+    loss: "LossProgram | None" = None
+
+    def rewritten(self, jaxpr: Jaxpr) -> "LossProgram":
+        """The same with another jaxpr, whose inputs correspond."""
+        if jaxpr is self.closed.jaxpr:
+            return self
+        names = dict(zip(self.closed.jaxpr.invars, jaxpr.invars, strict=True))
+        return replace(
+            self,
+            closed=ClosedJaxpr(jaxpr, self.closed.consts),
+            parameters={path: names[v] for path, v in self.parameters.items()},
+            batch=[names[v] for v in self.batch],
+            variables={names[v]: path for v, path in self.variables.items()},
+        )
+
+    def part(
+        self, closed: ClosedJaxpr, parameters: Mapping[str, Var], batch: Sequence[Var]
+    ) -> "LossProgram":
+        """A part of this loss, with the roles of its inputs."""
+        return LossProgram(closed, parameters, batch, None, loss=self.loss or self)
+
+    @cached_property
+    def units(self) -> Units:
+        """The units of the traced loss, which the name stacks of all its parts name."""
+        if self.loss:
+            return self.loss.units
+        parameters = self.parameters.values()
+        return choose_units(self.closed.jaxpr, parameters, self.unit_patterns, match)
+
+    @cached_property
+    def outermost(self) -> Units:
+        """The units of a model in which nothing repeats: the calls of the loss."""
+        if self.loss:
+            return self.loss.outermost
+        return outermost_calls(self.closed.jaxpr, self.parameters.values())
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        return any(runs(eqn, RANDOM) for eqn in self.closed.jaxpr.eqns)
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Parameters and variables (such as statistics) that the loss changes."""
+        _, after = tree_unflatten(self.out_tree, range(self.out_tree.num_leaves))
+        return frozenset(after)

@@ -1,0 +1,118 @@
+"""The passes over a traced loss, in order.
+
+Those of `BEFORE_SPLIT` rewrite the loss once it is traced; their result is cached with the trace.
+Those of `AFTER_SPLIT` rewrite what is evaluated: the loss, or each part of it that the pipeline
+runs (embedding, stage, head). They depend on the mesh of the trace's context and on the placement.
+`zero3.run_segmented` evaluates the result.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxspeed.jaxpr.traverse import forwarded, is_var
+from jaxspeed.objective.autocast import Autocast, with_autocast
+from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
+from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
+from jaxspeed.tensor_parallel.dim_propagation import shape_of
+from jaxspeed.zero3 import Units
+
+
+@dataclass(frozen=True)
+class TraceContext:
+    """What the first passes depend on."""
+
+    autocast: Autocast | None
+
+
+@dataclass(frozen=True)
+class PartContext:
+    """What the later passes depend on.
+
+    Attributes:
+      mesh: of the placement.
+      specs: of the parameters as layers read them, by path.
+      layout: of activations at shard boundaries.
+      units: those by which the program is evaluated; None for none.
+      also: axes that shard the samples of this part, beside those of all samples.
+    """
+
+    mesh: Mesh
+    specs: Mapping[str, PartitionSpec]
+    layout: ActivationLayout
+    units: Units | None
+    also: tuple[str, ...] = ()
+
+
+def prune(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Remove results that are unchanged inputs.
+
+    Transposes that nothing else reads go too: a stack is found by what reads its parameters.
+    """
+    jaxpr = program.closed.jaxpr
+    own = {v: path for path, v in program.parameters.items()} | {**program.variables}
+    tree = program.out_tree
+    loss, after = jax.tree.unflatten(tree, range(tree.num_leaves))
+    origins = forwarded(jaxpr)
+    changed = {path: i for path, i in after.items() if own.get(origins[i]) != path}
+    outs = [jaxpr.outvars[i] for i in jax.tree.leaves((loss, changed))]
+    eqns: list[Any] = []
+    read = {*filter(is_var, outs)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name != "transpose" or eqn.outvars[0] in read:
+            eqns.append(eqn)
+            read.update(filter(is_var, eqn.invars))
+    pruned = program.rewritten(jaxpr.replace(outvars=outs, eqns=eqns[::-1]))
+    return replace(pruned, out_tree=jax.tree.structure((loss, changed)))
+
+
+def precision(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Automatic mixed precision, if the config enables it."""
+    if context.autocast is None:
+        return program
+    paths = {v: path for path, v in program.parameters.items()}
+    return program.rewritten(with_autocast(program.closed, context.autocast, paths).jaxpr)
+
+
+def draws(program: LossProgram, context: PartContext) -> LossProgram:
+    """Shard random numbers like the samples for which they are drawn."""
+    shapes = [shape_of(v) for v in program.batch]
+    sizes = {shape[0] for shape in shapes if shape}
+    shared = shared_sizes(sizes, context.mesh, context.also)
+    jaxpr = with_draws_sharded(program.closed.jaxpr, shared, context.mesh, context.also)
+    return program.rewritten(jaxpr)
+
+
+def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
+    """Insert the constraints of tensor parallelism."""
+    return program.rewritten(
+        with_boundary_constraints(
+            program.closed.jaxpr,
+            program.parameters,
+            program.batch,
+            context.specs,
+            context.mesh,
+            context.layout,
+            context.units.of if context.units else lambda eqn: None,
+        )
+    )
+
+
+BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (prune, precision)
+AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (draws, boundaries)
+
+
+def before_split(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Rewrite a loss by the first passes."""
+    return reduce(lambda program, rewrite: rewrite(program, context), BEFORE_SPLIT, program)
+
+
+def after_split(program: LossProgram, context: PartContext) -> LossProgram:
+    """Rewrite a loss, or a part of one, by the later passes."""
+    first = replace(program, loss=program.loss or program)
+    return reduce(lambda program, rewrite: rewrite(program, context), AFTER_SPLIT, first)

@@ -1,0 +1,238 @@
+"""A pass that is not the package's: it acts alike on every mesh, and later passes respect it."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend import core as jex
+
+import jaxspeed
+from jaxspeed.jaxpr.rewriter import Rewriter
+from jaxspeed.jaxpr.traverse import as_product, product_of
+from jaxspeed.jaxpr.weight_uses import ByWeight
+from jaxspeed.user_models import passes
+from tests.support.covering import covering
+
+WIDTH, HIDDEN, LAYERS, SAMPLES, LR = 8, 16, 4, 32, 0.05
+FACTOR = 1.75
+
+
+def init(key):
+    keys = jax.random.split(key, 2 * LAYERS)
+    shapes = [(WIDTH, HIDDEN), (HIDDEN, WIDTH)] * LAYERS
+    made = iter([jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)])
+    layers = [{"up": next(made), "down": next(made)} for _ in range(LAYERS)]
+    return {"layers": layers, "out": jnp.ones((WIDTH, 1))}
+
+
+def layer(p, x, factor=1.0):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"] * factor
+
+
+def apply(params, x):
+    for p in params["layers"]:
+        x = jaxspeed.unit(layer)(p, x)
+    return x @ params["out"]
+
+
+def loss(model, batch):
+    error = jnp.square(model(batch["x"])[:, 0] - batch["y"])
+    return error.sum(), jnp.asarray(error.size, error.dtype)
+
+
+def batch(seed):
+    x = np.random.default_rng(seed).normal(size=(SAMPLES, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(1))}
+
+
+def scaled(matmul):
+    """A function with a derivative of its own: passes cannot see what it is."""
+
+    @jax.custom_vjp
+    def function(a, b):
+        return FACTOR * matmul(a, b)
+
+    def backward(operands, ct):
+        return jax.vjp(matmul, *operands)[1](FACTOR * ct)
+
+    function.defvjp(lambda a, b: (function(a, b), (a, b)), backward)
+    return function
+
+
+class ScaleDown(ByWeight):
+    """Scales the products of the weights named `down`."""
+
+    def __init__(self):
+        super().__init__()
+        self.rules = {"dot_general": self.product}
+
+    def product(self, program, eqn):
+        of_weights = [program.state(v) for v in eqn.invars]
+        if any(path.endswith("down") for paths in of_weights if paths for path in paths):
+            function = as_product(scaled(lambda a, b: eqn.primitive.bind(a, b, **eqn.params)))
+            operands = [program.atom(v) for v in eqn.invars]
+            program.replace(eqn.outvars, program.splice(function, operands, eqn))
+        else:
+            program.emit(eqn)
+        return [None]
+
+
+def scale_down(program, context):
+    names = {v: frozenset([path]) for path, v in program.parameters.items()}
+    jaxpr = program.closed.jaxpr
+    return program.rewritten(ScaleDown().run(jaxpr, [names.get(v) for v in jaxpr.invars]))
+
+
+@pytest.fixture
+def with_the_pass(monkeypatch):
+    monkeypatch.setattr(passes, "AFTER_SPLIT", (scale_down, *passes.AFTER_SPLIT))
+
+
+def losses_of(factor, steps=3):
+    """Plain Optax on one device, the factor in the model."""
+
+    def forward(params, batch):
+        x = batch["x"]
+        for p in params["layers"]:
+            x = layer(p, x, factor)
+        total, weight = loss(lambda x: x, {**batch, "x": x @ params["out"]})
+        return total / weight
+
+    optimizer = optax.sgd(LR)
+    params = jax.jit(init)(jax.random.key(3))
+    state, found = optimizer.init(params), []
+    for seed in range(steps):
+        value, grads = jax.jit(jax.value_and_grad(forward))(params, batch(seed))
+        updates, state = optimizer.update(grads, state)
+        params = optax.apply_updates(params, updates)
+        found.append(float(value))
+    return found
+
+
+def engine(stage, accumulation=1, **sections):
+    config = {
+        "train_batch_size": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "run": {"seed": 3},
+        **sections,
+    }
+    return jaxspeed.initialize((init, apply), loss, config, optax.sgd(LR), example_batch=batch(0))
+
+
+MESHES = {
+    "data": {},
+    "tensor 2": {"mesh": {"tensor": 2}},
+    "pipe 2": {"mesh": {"pipe": 2}, "accumulation": 4},
+    "pipe 2, tensor 2": {"mesh": {"pipe": 2, "tensor": 2}, "accumulation": 4},
+    "remat": {"parallel": {"remat": "full"}},
+}
+ALWAYS = [(3, "data"), (1, "tensor 2"), (0, "pipe 2")]
+
+
+@pytest.mark.parametrize(("stage", "mesh"), covering(itertools.product(range(4), MESHES), ALWAYS))
+def test_a_pass_acts_alike_on_every_mesh(stage, mesh, with_the_pass):
+    run = engine(stage, **MESHES[mesh])
+    ours = [float(run.train_batch(batch(seed))["loss"]) for seed in range(3)]
+    np.testing.assert_allclose(ours, losses_of(FACTOR), rtol=1e-5)
+    assert abs(ours[-1] - losses_of(1.0)[-1]) > 0.01 * ours[-1]
+
+
+def collectives(stage, **sections):
+    report = engine(stage, **sections).compiled(batch(0))
+    return sorted((c.kind, c.axes, c.bytes) for c in report.collectives)
+
+
+@pytest.mark.parametrize(("stage", "mesh"), [(3, "data"), (1, "tensor 2")])
+def test_a_marked_product_is_one_to_later_passes(stage, mesh, monkeypatch):
+    plain = collectives(stage, **MESHES[mesh])
+    monkeypatch.setattr(passes, "AFTER_SPLIT", (scale_down, *passes.AFTER_SPLIT))
+    assert collectives(stage, **MESHES[mesh]) == plain
+
+
+# -- the rewriter ----------------------------------------------------------------------------------
+
+
+class SinToCos(Rewriter[None]):
+    def __init__(self):
+        super().__init__()
+        self.rules = {"sin": self.sin}
+
+    def sin(self, program, eqn):
+        program.replace(
+            eqn.outvars, program.splice(jnp.cos, [program.atom(v) for v in eqn.invars], eqn)
+        )
+        return [None]
+
+
+class InBothPasses(SinToCos):
+    custom_derivatives = True
+
+
+def with_own_derivative(x):
+    f = jax.custom_vjp(lambda x: jnp.sin(x) * 2)
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (ct * jnp.sin(x),))
+    return f(x)
+
+
+INNER = {
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), c), x, length=3),
+    "jit": lambda f: lambda x: jax.jit(f)(x) + jax.jit(f)(2 * x),
+    "cond": lambda f: lambda x: jax.lax.cond(x[0] > 0, f, lambda x: 2 * f(x), x),
+    "while": lambda f: lambda x: jax.lax.while_loop(lambda x: x[0] < 0.5, lambda x: f(x) + 1, x),
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_rules_apply_in_inner_programs(name):
+    x = jnp.linspace(-1.0, 1.0, 3)
+    closed = jax.make_jaxpr(INNER[name](jnp.sin))(x)
+    made = jex.jaxpr_as_fun(jex.ClosedJaxpr(SinToCos().run(closed.jaxpr), closed.consts))(x)
+    wanted = jax.tree.leaves(INNER[name](jnp.cos)(x))
+    for ours, plain in zip(made, wanted, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-6)
+
+
+def test_a_function_that_is_called_twice_is_rewritten_once():
+    one = jax.jit(jnp.sin)
+    jaxpr = SinToCos().run(jax.make_jaxpr(lambda x: one(x) + one(2 * x))(1.0).jaxpr)
+    first, second = (e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "jit")
+    assert first is second and "cos" in str(first) and "sin" not in str(first)
+
+
+def test_what_no_rule_changes_is_the_same_object():
+    jaxpr = jax.make_jaxpr(lambda x: jax.jit(jnp.tanh)(x))(1.0).jaxpr
+    assert SinToCos().run(jaxpr) is jaxpr
+
+
+@pytest.mark.parametrize(("rewriter", "value", "slope"), [
+    (SinToCos, 2 * np.sin(1), np.sin(1)),
+    (InBothPasses, 2 * np.cos(1), np.cos(1)),
+])  # fmt: skip
+def test_custom_derivatives_are_entered_where_a_pass_says_so(rewriter, value, slope):
+    closed = jax.make_jaxpr(with_own_derivative)(1.0)
+    run = jex.jaxpr_as_fun(jex.ClosedJaxpr(rewriter().run(closed.jaxpr), closed.consts))
+    ours = jax.value_and_grad(lambda x: run(x)[0])(1.0)
+    np.testing.assert_allclose(ours, (value, slope), rtol=1e-6)
+
+
+def test_new_equations_keep_scopes():
+    def function(x):
+        with jax.named_scope("block"):
+            return jax.jit(lambda x: jnp.sin(x))(jnp.sin(x))
+
+    jaxpr = SinToCos().run(jax.make_jaxpr(function)(1.0).jaxpr)
+    assert [str(e.source_info.name_stack) for e in jaxpr.eqns] == ["block", "block"]
+
+
+def test_a_product_within_a_mark_is_found():
+    closed = jax.make_jaxpr(as_product(scaled(jnp.matmul)))(jnp.ones((2, 3)), jnp.ones((3, 4)))
+    (eqn,) = closed.jaxpr.eqns
+    product = product_of(eqn)
+    assert product is not None and product.primitive.name == "dot_general"
+    assert product_of(jax.make_jaxpr(jax.jit(jnp.matmul))(*closed.in_avals).jaxpr.eqns[0]) is None
