@@ -271,7 +271,7 @@ def test_a_codec_may_have_the_same_codes_on_every_mesh():
         assert stored["factor"].sharding.is_fully_replicated
     for other in found[1:]:
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(found[0]))
-    wide = Leaf("w", (3, 30), jnp.dtype("float32"), trainable=False)
+    wide = Leaf("w", (3, 20), jnp.dtype("float32"), trainable=False)
     row = build_table([wide], build_mesh({"data": 8}), stage=3, codecs=rules)["w"]
     assert row.shape(row.source) == (3, 32), "eight shards of a block"
 
