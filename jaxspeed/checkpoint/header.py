@@ -116,7 +116,7 @@ def read_header(folder: epath.Path, form: Any) -> Header:
             tuple(x["stored"]),
             x["dtype"],
             x["key"],
-            x.get("codec", PLAIN.name),  # not in checkpoints of 0.1
+            x.get("codec", PLAIN.name),  # absent from earlier checkpoints
             {part: (tuple(shape), dtype) for part, (shape, dtype) in x.get("arrays", {}).items()},
         )
         for name, x in fields.pop("leaves").items()

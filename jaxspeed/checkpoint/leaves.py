@@ -84,21 +84,13 @@ def saved_leaves(program: Program) -> dict[str, SavedLeaf]:
     logical = {name: value.shape for name, value in values.items()}
     logical |= {f"ema/{row.path}": row.leaf.shape for row in table}
     arrays = saved_arrays(program, program.state)
-    return {
-        name: encoded_leaf(values[name])
-        if name in values and values[name].codec != PLAIN
-        else _leaf(x, logical.get(name))
-        for name, x in arrays.items()
-    }
+    return {name: _leaf(x, values.get(name), logical.get(name)) for name, x in arrays.items()}
 
 
-def encoded_leaf(value: StoredValue) -> SavedLeaf:
-    """A value that a codec stores."""
-    stored = jax.ShapeDtypeStruct(value.padded, value.dtype, sharding=value.sharding)
-    return SavedLeaf(value.shape, stored, None, value.codec, value.arrays)
-
-
-def _leaf(x: Any, logical: tuple[int, ...] | None) -> SavedLeaf:
+def _leaf(x: Any, value: StoredValue | None, logical: tuple[int, ...] | None) -> SavedLeaf:
+    if value and value.codec != PLAIN:
+        stored = jax.ShapeDtypeStruct(value.padded, value.dtype, sharding=value.sharding)
+        return SavedLeaf(value.shape, stored, None, value.codec, value.arrays)
     if not is_key(x):
         return SavedLeaf(logical or tuple(x.shape), x)
     impl = []
@@ -157,6 +149,7 @@ def donatable_copy(x: Stored, leaf: SavedLeaf) -> Stored:
 
 def encoded_anew(x: Stored, was: SavedLeaf, leaf: SavedLeaf) -> Stored:
     """What was saved as `was` stored as `leaf`, on the device; called inside jit."""
-    value = unpad(was.codec.decode(on_device(x), leaf.stored.dtype), leaf.shape)
-    value = pad(value.astype(leaf.stored.dtype), leaf.stored.shape)
-    return leaf.codec.encode(value, leaf.arrays)
+    shape, dtype = leaf.shape, leaf.stored.dtype
+    value = unpad(was.codec.decode(on_device(x), shape, dtype), shape)
+    value = pad(value.astype(dtype), leaf.stored.shape)
+    return leaf.codec.encode(value, shape, leaf.arrays)

@@ -113,7 +113,7 @@ def as_on_disk(name: str, leaf: SavedLeaf, record: LeafRecord) -> SavedLeaf:
 
     def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         """Sharded as the value is, where its dims allow that."""
-        pairs = zip(shape, spec, strict=True)
+        pairs = zip(shape, spec)  # an array may have fewer dims than its value
         fitting = [None if n % num_shards(entry, mesh.shape) else entry for n, entry in pairs]
         at = NamedSharding(mesh, PartitionSpec(*fitting))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=at)

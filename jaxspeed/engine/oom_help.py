@@ -124,5 +124,6 @@ def _otherwise(
         persistence_threshold=zero.stage3_param_persistence_threshold,
         stack=program.table.stack,
         offload=offload or offload_of(program.config),
+        codecs=program.table.codecs,
     )
     return table.with_state(program.layout.over(table).places, program.table.extra)

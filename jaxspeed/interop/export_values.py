@@ -56,7 +56,7 @@ class CheckpointValues:
         record = self._header.leaves[name]
         if (codec := codec_of(name, record)) != PLAIN:
             arrays = {part: self._open(f"{name}/{part}").read().result() for part in record.arrays}
-            value = codec.decode(jax.tree.map(jnp.asarray, arrays), jnp.dtype(dtype))
+            value = codec.decode(jax.tree.map(jnp.asarray, arrays), shape, jnp.dtype(dtype))
             yield tuple(slice(0, n) for n in shape), np.asarray(unpad(value, shape))
             return
         array = self._open(name)

@@ -180,12 +180,17 @@ class StreamedUpdate:
             return None
         assert row.opt is not None
         sharded = StreamedArray(row.shape(row.opt), self.table.sharding(row.opt))
+        parts = [part for value in self.encoded(row).values() for part in value.parts.values()]
+        dims = [
+            dim
+            for dim in range(len(row.leaf.shape))
+            if all(part.blocks[dim : dim + 1] == (1,) for part in parts)
+        ]
         if self.full_update.leaf(row.path, row.leaf.shape).elementwise:
-            return choose_stream_plan(
-                layouts, sharded, range(len(row.leaf.shape)), self.slice_elements
-            )
+            return choose_stream_plan(layouts, sharded, dims, self.slice_elements)
         if self.by_layer and row.leaf.stacked:
-            return choose_stream_plan(layouts, sharded, range(1), self.slice_elements, even=True)
+            layers = [dim for dim in dims if dim == 0]
+            return choose_stream_plan(layouts, sharded, layers, self.slice_elements, even=True)
         return None
 
     def with_squares(self, seen: jax.Array, row: Row, grad: jax.Array) -> jax.Array:
@@ -359,11 +364,12 @@ class _ParameterUpdate:
         All arrays that it reads are arguments, so that it runs on the device and on the host.
         """
         encoded = self.of.encoded(row)
+        slices = dict(slices)
         parts = {
-            name: {part: slices[f"{name}/{part}"] for part in value.arrays}
+            name: {part: slices.pop(f"{name}/{part}") for part in value.arrays}
             for name, value in encoded.items()
         }
-        padded = {name: v.codec.decode(parts[name], v.dtype) for name, v in encoded.items()}
+        padded = {name: v.codec.decode(parts[name], shape, v.dtype) for name, v in encoded.items()}
         old = {name: unpad(x, shape) if name in stored else x for name, x in slices.items()}
         old |= {name: unpad(x, shape) for name, x in padded.items()}
         grad = old[GRAD].astype(wide_dtype(row))
@@ -393,9 +399,13 @@ class _ParameterUpdate:
             average = ema.update(old[EMA], done[-1], self.of.ema_decay)
             updated[EMA] = jnp.where(keep, average, old[EMA])
         for name, value in encoded.items():
-            made = value.codec.encode(pad(updated.pop(name), padded[name].shape), parts[name])
-            kept = jax.tree.map(lambda new, old: jnp.where(keep, new, old), made, parts[name])
-            updated |= parts_of(name, kept)
+            new = pad(updated.pop(name), padded[name].shape)
+            made = value.codec.encode(new, shape, parts[name])
+            for part, x in made.items():  # which may have fewer dims than the value
+                mask = keep.reshape(
+                    keep.shape[: keep.ndim + x.ndim - len(shape)] if keep.ndim else ()
+                )
+                updated[f"{name}/{part}"] = jnp.where(mask, x, parts[name][part])
         return {name: pad(x, stored[name]) if name in stored else x for name, x in updated.items()}
 
 

@@ -6,7 +6,7 @@ of them, through barriers too: seen with libtpu for v5p, jax 0.10.2.)
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ class StreamPlan:
 def choose_stream_plan(
     layouts: Mapping[str, StreamedArray],
     sharded: StreamedArray,
-    dims: range,
+    dims: Iterable[int],
     most: int,
     *,
     even: bool = False,

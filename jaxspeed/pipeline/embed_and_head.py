@@ -68,7 +68,7 @@ def _run(
     part = split.program.part(closed, paths, samples)
     by_unit = units if storage else None
     part = after_split(part, PartContext(table.mesh, specs, style, by_unit, also))
-    context = EvalContext(units, split.samples)
+    context = EvalContext(units, split.samples, exchange=split.objective.exchange)
     return run_segmented(part.closed.jaxpr, (), list(given.values()), storage, context)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,35 @@ from jaxspeed.placement.specs import by_dim, num_shards
 Stored = Any  # an array, or a dict of arrays; of shapes or shardings where only these are known
 
 
+class EncodedArray(NamedTuple):
+    """One array of an encoded value.
+
+    Attributes:
+      blocks: for each dim of the array how many of the value's elements along the same dim one
+        element encodes; 0 for a dim that is none of the value's, which is replicated.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    blocks: tuple[int, ...]
+
+    def spec(self, padded: Sequence[int], sharding: NamedSharding) -> PartitionSpec:
+        """The value's sharding, where no block covers several shards; replicated elsewhere."""
+        entries, sizes = by_dim(sharding.spec, len(padded)), sharding.mesh.shape
+
+        def along(dim: int, block: int) -> Any:
+            inside = block and padded[dim] // num_shards(entries[dim], sizes) % block == 0
+            return entries[dim] if inside else None
+
+        return PartitionSpec(*(along(dim, block) for dim, block in enumerate(self.blocks)))
+
+
 class Codec(Protocol):
     """How arrays encode a value.
 
-    It is static and hashable. Each of its arrays has the dims of the value, in their order. Along
-    a dim it has the value's size, so that a slice of rows is a slice of every array, or is smaller
-    by a factor, the size of a block. Blocks stay inside a layer of a stack and inside a shard; an
-    array whose block covers several shards is replicated over them.
+    It is static and hashable. A dim with blocks of 1 has the value's size, so that a slice of rows
+    is a slice of every array. Blocks stay inside a layer of a stack and inside a shard; an array
+    whose blocks cover several shards (one scale for a row, say) is replicated over them.
     """
 
     @property
@@ -43,19 +65,28 @@ class Codec(Protocol):
         """
         return ()
 
-    def arrays(self, shape: Sequence[int], parts: Sequence[int], dtype: Any) -> Stored:
-        """The shapes of the arrays of a value.
+    def multiples(self, shape: Sequence[int]) -> Sequence[int]:
+        """Where ZeRO shards a dim of the value, a shard has a multiple of so many elements."""
+        return [1] * len(shape)
+
+    def arrays(
+        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+    ) -> Mapping[str, EncodedArray]:
+        """The arrays of a padded value.
 
         Blocks stay inside of `parts`, the number of each dim's equal parts: its shards, or layers.
         """
         ...
 
-    def encode(self, value: jax.Array, like: Stored) -> Stored:
-        """The arrays of a value, or of some rows of it; `like` has their shapes."""
+    def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
+        """The arrays of a padded value, or of some rows of it.
+
+        `shape` is without padding, and `like` has the arrays' shapes.
+        """
         ...
 
-    def decode(self, stored: Stored, dtype: Any) -> jax.Array:
-        """The value in this dtype."""
+    def decode(self, stored: Stored, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """The padded value in this dtype; `shape` is without padding."""
         ...
 
 
@@ -67,13 +98,15 @@ class Plain(Codec):
     def name(self) -> str:
         return "plain"
 
-    def arrays(self, shape: Sequence[int], parts: Sequence[int], dtype: Any) -> Stored:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype)
+    def arrays(
+        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+    ) -> Mapping[str, EncodedArray]:
+        return {"value": EncodedArray(tuple(shape), dtype, (1,) * len(shape))}
 
-    def encode(self, value: jax.Array, like: Stored) -> Stored:
+    def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
         return value
 
-    def decode(self, stored: Stored, dtype: Any) -> jax.Array:
+    def decode(self, stored: Stored, shape: Sequence[int], dtype: Any) -> jax.Array:
         value: jax.Array = stored
         return value
 
@@ -86,7 +119,8 @@ CODECS: dict[str, Codec] = {PLAIN.name: PLAIN}  # what checkpoints may name
 class CodecRule:
     """The codec of the parameters, or of the moments, that match a pattern; the first rule wins.
 
-    A rule of "opt" is matched with a moment's own path too, as `*/nu/**`.
+    A rule of "opt" is matched with a moment's own path too, as `*/nu/**`; `Codec.multiples` is
+    asked of the codec that matches the parameter's.
     """
 
     role: Literal["param", "opt"]
@@ -123,21 +157,26 @@ class StoredValue:
     stacked: int = 0
 
     @cached_property
+    def parts(self) -> Mapping[str, EncodedArray]:
+        """The arrays of the codec, by name."""
+        entries = by_dim(self.sharding.spec, len(self.padded))
+        parts = [num_shards(entry, self.sharding.mesh.shape) for entry in entries]
+        parts[: self.stacked] = self.padded[: self.stacked]
+        return self.codec.arrays(self.padded, parts, self.dtype)
+
+    @cached_property
     def arrays(self) -> Stored:
         """Shapes, dtypes and shardings of the arrays."""
-        mesh, kind = self.sharding.mesh, self.sharding.memory_kind
-        entries = by_dim(self.sharding.spec, len(self.padded))
-        parts = [num_shards(entry, mesh.shape) for entry in entries]
-        parts[: self.stacked] = self.padded[: self.stacked]
-
-        def placed(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            spec = array_spec(array.shape, self.padded, self.sharding)
-            at = NamedSharding(mesh, spec, memory_kind=kind)
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
-
         if self.codec == PLAIN:
             return jax.ShapeDtypeStruct(self.padded, self.dtype, sharding=self.sharding)
-        return jax.tree.map(placed, self.codec.arrays(self.padded, parts, self.dtype))
+        mesh, kind = self.sharding.mesh, self.sharding.memory_kind
+
+        def placed(part: EncodedArray) -> jax.ShapeDtypeStruct:
+            spec = part.spec(self.padded, self.sharding)
+            at = NamedSharding(mesh, spec, memory_kind=kind)
+            return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=at)
+
+        return {name: placed(part) for name, part in self.parts.items()}
 
     @property
     def shardings(self) -> Stored:
@@ -146,18 +185,17 @@ class StoredValue:
     def encode(self, value: jax.Array) -> Stored:
         """The arrays of an unpadded value."""
         value = pad(value if value.dtype == self.dtype else value.astype(self.dtype), self.padded)
-        return self.codec.encode(value, self.arrays) if self.codec != PLAIN else value
+        return self.codec.encode(value, self.shape, self.arrays)
 
     def decode(self, stored: Stored) -> jax.Array:
         """The unpadded value of the arrays."""
-        return unpad(self.codec.decode(stored, self.dtype), self.shape)
+        return unpad(self.codec.decode(stored, self.shape, self.dtype), self.shape)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the arrays without padding, if one device held them all."""
         parts = [n if dim < self.stacked else 1 for dim, n in enumerate(self.shape)]
-        arrays = self.codec.arrays(self.shape, parts, self.dtype)
-        return sum(_nbytes(array) for array in jax.tree.leaves(arrays))
+        return sum(map(_nbytes, self.codec.arrays(self.shape, parts, self.dtype).values()))
 
     @property
     def device_bytes(self) -> int:
@@ -167,20 +205,6 @@ class StoredValue:
             _nbytes(array) // math.prod(num_shards(entry, sizes) for entry in array.sharding.spec)
             for array in jax.tree.leaves(self.arrays)
         )
-
-
-def array_spec(
-    shape: Sequence[int], padded: Sequence[int], sharding: NamedSharding
-) -> PartitionSpec:
-    """The sharding of one array of a value: the value's, but for blocks that cover many shards."""
-    entries = by_dim(sharding.spec, len(padded))
-
-    def along(dim: int) -> Any:
-        shard = padded[dim] // num_shards(entries[dim], sharding.mesh.shape)
-        block = padded[dim] // max(shape[dim], 1)
-        return entries[dim] if block and shard % block == 0 else None
-
-    return PartitionSpec(*map(along, range(len(padded))))
 
 
 def parts_of(name: str, stored: Stored) -> Mapping[str, Any]:

@@ -148,7 +148,8 @@ class Row:
 
     def decoded(self, placement: Placement, stored: Stored) -> Any:
         """The unpadded value that this placement stores."""
-        return unpad(placement.codec.decode(stored, placement.dtype), self.leaf.shape)
+        shape = self.leaf.shape
+        return unpad(placement.codec.decode(stored, shape, placement.dtype), shape)
 
     @property
     def source_shape(self) -> tuple[int, ...]:

@@ -278,7 +278,8 @@ def _row(
     if stage == 3 and math.prod(leaf.shape) < threshold:
         stage = 2
         notes.append(f"replicated: fewer than {threshold:,} elements")
-    base, zero = _storage(leaf, model, mesh, stack)
+    codec = codec_of(codecs, "opt" if leaf.trainable else "param", leaf.path)
+    base, zero = _storage(leaf, model, mesh, stack, codec.multiples(leaf.shape))
     if PIPE in spec_axes(base.spec) - spec_axes(model.spec):
         notes.append("sharded over pipe for storage")
     shapes = {model.spec: model.stored_shape, base.spec: base.stored_shape}
@@ -302,7 +303,7 @@ def _row(
 
     read = Placement(model.spec, memories.read, jnp.dtype(compute))
     param: Placement | None
-    param = at(3, compute, memories.param, codec_of(codecs, "param", leaf.path))
+    param = at(3, compute, memories.param, PLAIN if leaf.trainable else codec)
     if not leaf.trainable:
         return Row(leaf, shapes, read, param, None, None, None, note)
     master = at(1, leaf.dtype, memories.optimizer) if mixed else None
@@ -311,13 +312,12 @@ def _row(
     wide = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
     grad = at(2, wide, memories.grad)
     updated = (master or param or read).dtype
-    of_moments = codec_of(codecs, "opt", leaf.path)
-    opt = at(1, precision.opt or updated, memories.optimizer, of_moments)
+    opt = at(1, precision.opt or updated, memories.optimizer, codec)
     return Row(leaf, shapes, read, param, master, grad, opt, note)
 
 
 def _storage(
-    leaf: Leaf, model: ModelSharding, mesh: Mesh, stack: Stack | None
+    leaf: Leaf, model: ModelSharding, mesh: Mesh, stack: Stack | None, multiples: Sequence[int]
 ) -> tuple[ZeroSharding, ZeroSharding]:
     """Compute the storage sharding of a leaf: (without ZeRO, with ZeRO).
 
@@ -328,10 +328,13 @@ def _storage(
     names, sizes = leaf.names, mesh.shape
     base = ZeroSharding(model.spec, model.stored_shape)
     if stack is None or sizes[PIPE] == 1 or leaf.path not in stack.paths:
-        return base, shard_leaf(base.stored_shape, base.spec, names, sizes) or base
+        zero = shard_leaf(base.stored_shape, base.spec, names, sizes, multiples=multiples)
+        return base, zero or base
     kept = stack.layers_dim(leaf.path)
     inner = None if stack.in_place else PIPE
     if not stack.in_place:
         base = shard_leaf(base.stored_shape, base.spec, names, sizes, (PIPE,), kept=kept) or base
-    zero = shard_leaf(base.stored_shape, base.spec, names, sizes, kept=kept, inner=inner)
+    zero = shard_leaf(
+        base.stored_shape, base.spec, names, sizes, kept=kept, inner=inner, multiples=multiples
+    )
     return base, zero or base

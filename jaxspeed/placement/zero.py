@@ -49,6 +49,7 @@ def shard_leaf(
     *,
     kept: int | None = None,
     inner: str | None = None,
+    multiples: Sequence[int] = (),
 ) -> ZeroSharding | None:
     """Add `axes` to a leaf's spec on the dim that divides best; None if no dim can be sharded.
 
@@ -61,6 +62,7 @@ def shard_leaf(
       kept: a dim that may not be sharded.
       inner: an axis that shards inside of `axes` where both shard one dim. They share one only
         where any other would add more.
+      multiples: for each dim the number of which a shard has a multiple; 1 by default.
     """
     dims = [dim for dim in range(len(shape)) if dim != kept]
     axes = storing_axes(spec) if axes is None else axes
@@ -69,7 +71,8 @@ def shard_leaf(
         return None
     entries, names = by_dim(spec, len(shape)), by_dim(names, len(shape))
     ranks = product(axes, axis_sizes)
-    steps = [ranks * num_shards(entry, axis_sizes) for entry in entries]
+    shards = [ranks * num_shards(entry, axis_sizes) for entry in entries]
+    steps = [n * each for n, each in zip(shards, multiples or [1] * len(shape), strict=True)]
     stored = [-(-size // step) * step for size, step in zip(shape, steps, strict=True)]
 
     window = window_dims(shape, names)
@@ -79,7 +82,7 @@ def shard_leaf(
         growth += WINDOW_RELUCTANCE * (dim in window)
         from_last = len(shape) - 1 - dim
         tile = TILE[1 - from_last] if from_last < 2 else 1
-        in_tiles = stored[dim] // steps[dim] % tile == 0
+        in_tiles = stored[dim] // shards[dim] % tile == 0
         rank = 2 if not in_tiles else 1 if from_last == 0 else 0
         return growth, inner in entry_axes(entries[dim]), bool(entries[dim]), rank, -shape[dim]
 

@@ -246,7 +246,7 @@ def _encoded(form: StoredValue) -> Callable[[jax.Array], Stored]:
         return lambda value: value
 
     def encode(value: jax.Array) -> Stored:
-        return form.codec.encode(on_device(value), form.arrays)
+        return form.codec.encode(on_device(value), form.shape, form.arrays)
 
     return jax.jit(encode, out_shardings=form.shardings, donate_argnums=0)
 

@@ -7,7 +7,7 @@ sharded dim has no rule.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,43 +45,47 @@ def _of_encoded(
 ) -> tuple[Stored, ShardedParam] | None:
     """The operation on each array of an encoded parameter, if its codec allows that.
 
-    It is the same in the dims that the array has in common with the value. Where blocks make the
-    array smaller, the operation has to take the entire dim.
+    It is the same in the dims of which an array has every element. It has to take all of any other
+    dim, where blocks, or the entire value, share an element of the array.
     """
     name, params = eqn.primitive.name, eqn.params
-    padded = jax.eval_shape(lambda x: stored.codec.decode(x, stored.dtype), arrays).shape
+    shape = stored.shape
+    padded = jax.eval_shape(lambda x: stored.codec.decode(x, shape, stored.dtype), arrays).shape
     allowed = name in _ENCODED and name in stored.codec.views
     found = _RULES[name](eqn, stored, padded, stored.sharded_dim) if allowed else None
     if found is None:
         return None
-
-    def of_array(shape: Sequence[int]) -> dict[str, Any] | None:
-        if name == "squeeze":
-            return params
-        key = "limit_indices" if name == "slice" else "slice_sizes"
-        sizes = list(params[key])
-        for dim, size in enumerate(stored.shape):
-            if sizes[dim] == size and not (name == "slice" and _start_and_stride(params, dim)):
-                sizes[dim] = shape[dim]
-            elif shape[dim] != padded[dim]:
-                return None
-        return {**params, key: tuple(sizes)}
-
+    gone = params["dimensions"] if name == "squeeze" else ()
+    key = "limit_indices" if name == "slice" else "slice_sizes"
+    partial = [*gone] if gone else [d for d, n in enumerate(shape) if not _takes_all(eqn, d, n)]
     made, parts = {}, []
     for part, how in stored.parts:
-        own = of_array(arrays[part].shape)
-        if own is None:
+        x = arrays[part]
+        if any(d >= x.ndim or how.blocks[d] != 1 for d in partial):
             return None
-        made[part] = x = eqn.primitive.bind(arrays[part], *others, **own)
-        gone = params["dimensions"] if name == "squeeze" else ()
-        dims: list[int | None] = [d for d in range(len(padded)) if d not in gone]
+        given = others[: x.ndim]  # the starts of a dynamic slice
+        own = dict(params)
+        if not gone:
+            own[key] = tuple(
+                params[key][d] if d in partial else size for d, size in enumerate(x.shape)
+            )
+        if name == "slice":
+            own["start_indices"] = params["start_indices"][: x.ndim]
+            own["strides"] = params["strides"] and params["strides"][: x.ndim]
+        made[part] = x = eqn.primitive.bind(x, *given, **own)
+        dims: list[int | None] = [d for d in range(len(how.shape)) if d not in gone]
         parts.append((part, how.moved(x.shape, dims)))
     return made, replace(found[1], parts=tuple(parts))
 
 
-def _start_and_stride(params: Mapping[str, Any], dim: int) -> bool:
-    """Whether a slice leaves out the first elements of a dim, or some in between."""
-    return params["start_indices"][dim] != 0 or (params["strides"] or (1,) * (dim + 1))[dim] != 1
+def _takes_all(eqn: Any, dim: int, size: int) -> bool:
+    """Whether a slice has all elements of a dim."""
+    params = eqn.params
+    if eqn.primitive.name == "dynamic_slice":
+        return bool(params["slice_sizes"][dim] == size)
+    strides = params["strides"] or (1,) * (dim + 1)
+    taken = params["start_indices"][dim], params["limit_indices"][dim], strides[dim]
+    return bool(taken == (0, size, 1))
 
 
 def view(

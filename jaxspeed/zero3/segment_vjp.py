@@ -19,7 +19,11 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.evaluate import evaluate
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.slicing import slice_of
-from jaxspeed.jaxpr.traverse import is_var, runs
+from jaxspeed.jaxpr.traverse import (
+    Jaxpr,
+    is_var,
+    runs,
+)
 from jaxspeed.placement.memory_kinds import in_memory_of, on_device, on_host
 from jaxspeed.zero3.exchange import Exchange, arrays_of, decoded
 from jaxspeed.zero3.residual_policy import Residual, ResidualPolicy
@@ -269,7 +273,7 @@ class Passes:
         return list(jax.tree.unflatten(self.pullback_tree, leaves)(cotangents))
 
 
-def _depends_only_on(jaxpr: Any, sources: Sequence[Any]) -> set[Any]:
+def _depends_only_on(jaxpr: Jaxpr, sources: Sequence[Any]) -> set[Any]:
     """The variables that are computed only from `sources` and constants.
 
     Random numbers from a constant key do not count: they are drawn as activations are.

@@ -19,6 +19,7 @@ from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import dependents, free_variables, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
     Body,
+    Jaxpr,
     JaxprEqn,
     consts_and_carry,
     forwarded_operands,
@@ -33,12 +34,12 @@ from jaxspeed.zero3.param_views import run_view
 from jaxspeed.zero3.product_vjp import wide_products, with_products
 from jaxspeed.zero3.segment_vjp import SegmentVJP, exchanged_after, is_real, read, read_tied
 from jaxspeed.zero3.segments import EvalContext, Segment, split_at_units
-from jaxspeed.zero3.sharded_param import ShardedParam, Storage
+from jaxspeed.zero3.sharded_param import Storage
 from jaxspeed.zero3.table_lookup import look_up
 
 
 def run_segmented(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], storage: Storage, context: EvalContext
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], storage: Storage, context: EvalContext
 ) -> list[Any]:
     """Evaluate a program; the inputs in `storage` are passed as they are stored.
 
@@ -55,7 +56,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         consts: Sequence[Any],
         args: Sequence[Any],
         storage: Storage,
@@ -76,7 +77,7 @@ class _Evaluation:
     def outputs(self) -> list[Any]:
         """Run the segments in order."""
         for segment in self.segments:
-            eqns = _run_views(segment.eqns, self.env, self.storage)
+            eqns = self._without_views(segment.eqns)
             if not eqns:
                 continue
             run = self._nested if segment.nested else self._plain
@@ -92,7 +93,22 @@ class _Evaluation:
     def _value(self, atom: Any) -> Any:
         return self.env[atom] if is_var(atom) else atom.val
 
-    def _order(self, segment: Segment, eqns: list[Any]) -> None:
+    def _without_views(self, eqns: list[JaxprEqn]) -> list[JaxprEqn]:
+        """Run the equations that are views of stored parameters, and return the others."""
+        rest = []
+        for eqn in eqns:
+            source, found = next(iter(eqn.invars), None), None
+            known = all(v in self.env for v in eqn.invars if is_var(v))
+            if is_var(source) and source in self.storage and known:
+                values = [self._value(v) for v in eqn.invars]
+                found = run_view(eqn, self.storage[source], values)
+            if found is None:
+                rest.append(eqn)
+            else:
+                self.env[eqn.outvars[0]], self.storage[eqn.outvars[0]] = found
+        return rest
+
+    def _order(self, segment: Segment, eqns: list[JaxprEqn]) -> None:
         """Order the exchanges of a segment after those of the one before, where data has to."""
         weights = [v for v in free_variables(eqns) if v in self.storage and is_real(v.aval)]
         exchange = self.context.exchange_of(weights)
@@ -103,14 +119,14 @@ class _Evaluation:
             self.env.update(zip(weights, exchanged_after(exchange, shards, first), strict=True))
         self.exchanged = [v for v in segment.outputs if is_real(v.aval)]
 
-    def _nested(self, segment: Segment, eqns: list[Any]) -> None:
+    def _nested(self, segment: Segment, eqns: list[JaxprEqn]) -> None:
         eqn = eqns[0]
         values = _NESTED[eqn.primitive.name](
             eqn, [self._value(v) for v in eqn.invars], self.storage, self.context, self.moving
         )
         self.env.update(zip(eqn.outvars, values, strict=True))
 
-    def _without_keys(self, eqns: list[Any], outputs: list[Any]) -> list[Any]:
+    def _without_keys(self, eqns: list[JaxprEqn], outputs: list[Any]) -> list[Any]:
         """Compute the random keys of a segment before it runs, and return its other results.
 
         All results of a segment have tangents, and JAX differentiates no `random_clone`.
@@ -127,7 +143,7 @@ class _Evaluation:
                 self.env[v] = evaluate(program, (), [self.env[x] for x in free])[0]
         return rest
 
-    def _plain(self, segment: Segment, eqns: list[Any]) -> None:
+    def _plain(self, segment: Segment, eqns: list[JaxprEqn]) -> None:
         env, storage, context = self.env, self.storage, self.context
         free = free_variables(eqns)
         made = {v for eqn in eqns for v in eqn.outvars}
@@ -181,7 +197,7 @@ class _Evaluation:
         env.update(zip(outputs, run(shards, values)))
 
 
-def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
+def _read_in_several_places(jaxpr: Jaxpr, storage: Storage) -> list[Any]:
     """Offloaded parameters with several readers; each trip of a loop that reads one is a reader."""
     uses: Counter[Any] = Counter(v for v in jaxpr.outvars if is_var(v))
     for eqn in jaxpr.eqns:
@@ -206,22 +222,6 @@ class _AliasesResolved(Rewriter[None]):
         return [None] * len(eqn.outvars)
 
 
-def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, ShardedParam]) -> list[Any]:
-    """Run the equations that are views of stored parameters, and return the others."""
-    rest = []
-    for eqn in eqns:
-        source = eqn.invars[0] if eqn.invars else None
-        others = [v for v in eqn.invars[1:] if is_var(v)]
-        if is_var(source) and source in storage and all(v in env for v in others):
-            values = [env[v] if is_var(v) else v.val for v in eqn.invars]
-            found = run_view(eqn, storage[source], values)
-            if found is not None:
-                env[eqn.outvars[0]], storage[eqn.outvars[0]] = found
-                continue
-        rest.append(eqn)
-    return rest
-
-
 Rule = Callable[[Any, Sequence[Any], Storage, EvalContext, set[Any]], Sequence[Any]]
 
 
@@ -234,14 +234,14 @@ def _run_body(
 
 
 def _call(
-    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
+    eqn: JaxprEqn, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     (body,) = sliceable_bodies(eqn)
     return _run_body(body, values, storage, context, moving)
 
 
 def _checkpoint(
-    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
+    eqn: JaxprEqn, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     inner = replace(context, recomputed=True, residuals=None)
     run = jax.checkpoint(
@@ -254,14 +254,14 @@ def _checkpoint(
 
 
 def _lookup(
-    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
+    eqn: JaxprEqn, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     table, ids = values
     return [look_up(eqn, table, ids, storage[eqn.invars[0]])]
 
 
 def _cond(
-    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
+    eqn: JaxprEqn, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     branches = [
         lambda *args, body=body: _run_body(body, args, storage, context, moving)
@@ -271,7 +271,7 @@ def _cond(
 
 
 def _scan(
-    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
+    eqn: JaxprEqn, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     (body,) = sliceable_bodies(eqn)
     jaxpr, num_consts, num_carry = body.jaxpr, body.num_consts, body.num_carry
@@ -285,7 +285,7 @@ def _scan(
         elif (
             i < num_consts + num_carry
             or stored.sharded_dim == 0
-            or (stored.parts and any(len(x) != body.trips for x in values[i].values()))
+            or any(part.blocks[:1] != (1,) for _, part in stored.parts)
         ):
             # Carried, or sharded or encoded along the layers: gathered before.
             (values[i],) = read(context.exchange, [stored], [values[i]])
@@ -317,7 +317,7 @@ def _stays_a_loop(trips: int, unroll: int = 1) -> bool:
     return trips // unroll > 1 and trips % unroll == 0
 
 
-def _repeats_units(jaxpr: Any, units: Units) -> bool:
+def _repeats_units(jaxpr: Jaxpr, units: Units) -> bool:
     """Whether each trip of a scan runs units itself, and not by an inner scan."""
     return any(
         units.of(eqn) is not None

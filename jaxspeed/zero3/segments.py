@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
-from jaxspeed.jaxpr.traverse import consts_and_carry, is_var, sliceable_bodies
+from jaxspeed.jaxpr.traverse import (
+    Jaxpr,
+    JaxprEqn,
+    consts_and_carry,
+    is_var,
+    sliceable_bodies,
+)
 from jaxspeed.zero3.exchange import BY_CONSTRAINT, Exchange
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import VIEWS
@@ -52,13 +58,13 @@ class EvalContext:
 class Segment:
     """Equations that are evaluated together."""
 
-    eqns: list[Any]
+    eqns: list[JaxprEqn]
     units: int  # number of units; several are rematerialized together
     nested: bool  # a single equation that contains units, or looks up rows of a table
     outputs: Sequence[Any] = ()  # variables that later equations read
 
 
-def split_at_units(jaxpr: Any, context: EvalContext, storage: Storage) -> list[Segment]:
+def split_at_units(jaxpr: Jaxpr, context: EvalContext, storage: Storage) -> list[Segment]:
     """Maximal runs of equations of one unit (or of none), with the outputs that others read."""
 
     views = _possible_views(jaxpr, storage)
@@ -73,7 +79,7 @@ def split_at_units(jaxpr: Any, context: EvalContext, storage: Storage) -> list[S
         nested = _holds_unit(eqn, context.units) or _scans_over(eqn, views)
         return ("nested", index) if nested else None
 
-    def run(k: Any, eqns: list[Any]) -> Segment:
+    def run(k: Any, eqns: list[JaxprEqn]) -> Segment:
         nested = isinstance(k, tuple)
         return Segment(eqns, 0 if nested or k is None else 1, nested)
 
@@ -115,7 +121,7 @@ def _together(segments: list[Segment], every: int) -> list[Segment]:
     return done
 
 
-def _holds_unit(eqn: Any, units: Units) -> bool:
+def _holds_unit(eqn: JaxprEqn, units: Units) -> bool:
     return any(
         units.of(inner) is not None or _holds_unit(inner, units)
         for body in sliceable_bodies(eqn)
@@ -123,7 +129,7 @@ def _holds_unit(eqn: Any, units: Units) -> bool:
     )
 
 
-def _holds_lookup(eqn: Any, storage: Storage, context: EvalContext) -> bool:
+def _holds_lookup(eqn: JaxprEqn, storage: Storage, context: EvalContext) -> bool:
     """Whether an equation is, or calls, a lookup that does not need the table gathered."""
     if eqn.primitive.name == "gather":
         table = eqn.invars[0]
@@ -139,7 +145,7 @@ def _holds_lookup(eqn: Any, storage: Storage, context: EvalContext) -> bool:
     return bool(passed) and any(_holds_lookup(e, passed, context) for e in body.jaxpr.eqns)
 
 
-def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:
+def _possible_views(jaxpr: Jaxpr, storage: Storage) -> set[Any]:
     """The stored parameters of a program and the variables that may be views of them."""
     found = set(storage)
     for eqn in jaxpr.eqns:
@@ -148,7 +154,7 @@ def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:
     return found
 
 
-def _scans_over(eqn: Any, stored: set[Any]) -> bool:
+def _scans_over(eqn: JaxprEqn, stored: set[Any]) -> bool:
     """Whether an equation is a scan over the slices of a stored parameter."""
     if eqn.primitive.name != "scan":
         return False

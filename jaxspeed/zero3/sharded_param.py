@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.placement.codec import (
     PLAIN,
     Codec,
+    EncodedArray,
     Stored,
     StoredValue,
-    array_spec,
     pad,
     unpad,
 )
@@ -45,6 +45,7 @@ class ShardedParam:
     grad_sharding: NamedSharding | None = None  # of its gradient, where that differs
     codec: Codec = PLAIN
     parts: tuple[tuple[str, ShardedParam], ...] = ()  # the arrays that a codec stores, by name
+    blocks: tuple[int, ...] = ()  # of such an array: those of `EncodedArray`
 
     @property
     def on_host(self) -> bool:
@@ -88,7 +89,12 @@ class ShardedParam:
         of_grad = along(self.grad_sharding) if self.grad_sharding else None
         gathered, sharding = along(self.gathered), along(self.sharding)
         return replace(
-            self, shape=shape, gathered=gathered, sharding=sharding, grad_sharding=of_grad
+            self,
+            shape=shape,
+            gathered=gathered,
+            sharding=sharding,
+            grad_sharding=of_grad,
+            blocks=tuple(self.blocks[d] for d in dims if d is not None) if self.blocks else (),
         )
 
     def layer(self) -> ShardedParam:
@@ -100,7 +106,7 @@ class ShardedParam:
         """The parameter as layers read it, from its gathered arrays."""
         if not self.parts:
             return arrays
-        return unpad(self.codec.decode(arrays, self.dtype), self.shape)
+        return unpad(self.codec.decode(arrays, self.shape, self.dtype), self.shape)
 
     def read(self, stored: Stored) -> jax.Array:
         """The parameter as layers read it: cast on the shard, then gathered, then unpadded.
@@ -131,13 +137,14 @@ def encoded(param: ShardedParam, value: StoredValue) -> ShardedParam:
     if value.codec == PLAIN:
         return param
 
-    def part(array: jax.ShapeDtypeStruct) -> ShardedParam:
-        spec = array_spec(array.shape, value.padded, param.gathered)
-        at = param.gathered
+    def part(name: str, array: EncodedArray) -> ShardedParam:
+        at, stored = param.gathered, value.arrays[name].sharding
+        spec = array.spec(value.padded, at)
         gathered = NamedSharding(at.mesh, spec, memory_kind=at.memory_kind)
-        return ShardedParam(array.shape, array.dtype, gathered, array.sharding, trainable=False)
+        how = ShardedParam(array.shape, array.dtype, gathered, stored, trainable=False)
+        return replace(how, blocks=array.blocks)
 
-    parts = tuple((name, part(array)) for name, array in value.arrays.items())
+    parts = tuple((name, part(name, array)) for name, array in value.parts.items())
     return replace(param, codec=value.codec, parts=parts)
 
 

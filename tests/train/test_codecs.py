@@ -4,6 +4,7 @@ The references are plain JAX on one device: they round the base once, and the mo
 step, as the codec does. Blocks are of two numbers, which no sharding here divides.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxspeed
 from jaxspeed.config import load_config
 from jaxspeed.engine.engine import Engine
+from jaxspeed.engine.oom_help import _otherwise, stored_bytes
 from jaxspeed.errors import ModelError, PlacementError
-from jaxspeed.placement import build_mesh
+from jaxspeed.placement import Leaf, build_mesh, build_table
 from jaxspeed.placement.codec import CodecRule, StoredValue
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.paths import flat_with_paths
@@ -26,11 +28,12 @@ from jaxspeed.train.build import build_program
 from tests.checkpoint import states
 from tests.engine import tiny
 from tests.support.covering import covering
-from tests.support.int8_blocks import Int8Blocks, Int8Rows, rounded
+from tests.support.int8_blocks import Int8Blocks, Int8Leaf, Int8Rows, rounded
 
 LAYERS, WIDTH, RANK, STEPS, LR, MOMENTUM = 3, 16, 4, 3, 0.05, 0.9
 INT8, FOURS = Int8Blocks(2), Int8Blocks(4)
 BASE, MOMENTS = CodecRule("param", "w", INT8), CodecRule("opt", "**", INT8)
+OF_HEAD = CodecRule("opt", "head", Int8Leaf(2))  # alike, with an array of the entire leaf
 TRAINED = ("down", "up", "head")
 
 
@@ -100,7 +103,7 @@ def sections(form: str, stage: int, tensor: int = 1, offload: str = "", **more: 
     }
 
 
-def engine(form: str, stage: int, codecs: Any = (BASE, MOMENTS), **more: Any) -> Engine:
+def engine(form: str, stage: int, codecs: Any = (BASE, OF_HEAD, MOMENTS), **more: Any) -> Engine:
     pair = (partial(init, stacked=form != "listed"), FORMS[form])
     config = load_config(sections(form, stage, **more))
     program = build_program(config, pair, loss, trainable=TRAINED, codecs=codecs)
@@ -188,6 +191,7 @@ def test_the_table_and_the_estimate_have_the_bytes_of_the_codes():
     bytes_ = [e.placements.bytes_by_role() for e in (made, wide)]
     assert bytes_[1]["param"][0] - bytes_[0]["param"][0] == 4 * size - codes
     assert bytes_[1]["param"][1] - bytes_[0]["param"][1] == (4 * size - codes) // 8
+    assert stored_bytes(_otherwise(made.program, 3)) == stored_bytes(made.placements)
     assert "int8 blocks of 2 of f32" in str(made.placements)
     estimates = [
         {c.name: c.bytes for c in memory_of(e.program, batch()).components if c.lasting}
@@ -243,11 +247,33 @@ def test_the_arrays_of_a_value_have_its_sharding_unless_their_blocks_cover_sever
 
     assert specs(FOURS)["scales"] == ((8, 4, 2), PartitionSpec("data", None, "tensor"))
     assert specs(Int8Blocks(8))["scales"] == ((8, 4, 2), PartitionSpec("data", None, "tensor"))
-    assert specs(Int8Rows())["scales"] == ((8, 4, 1), PartitionSpec("data", None, None))
+    assert specs(Int8Rows())["scales"] == ((8, 4), PartitionSpec("data", None))
+    assert specs(Int8Leaf(8))["factor"] == ((1,), PartitionSpec(None))
     assert specs(Int8Rows())["codes"] == ((8, 4, 8), PartitionSpec("data", None, "tensor"))
     own = NamedSharding(mesh, PartitionSpec("data"))
     layers = StoredValue((8,), (8,), np.dtype("float32"), own, FOURS, 1)
     assert layers.arrays["scales"].shape == (8,), "a block stays inside a layer"
+
+
+def test_a_codec_may_have_the_same_codes_on_every_mesh():
+    """ZeRO pads the dim that it shards, so that a shard ends where a block does."""
+    leaf = Leaf("w", (12, 10), jnp.dtype("float32"), (None, "mlp"), trainable=False)
+    x = jax.random.normal(jax.random.key(0), leaf.shape)
+    codec = Int8Leaf(4)
+    rules, found = (CodecRule("param", "w", codec),), []
+    for sizes in ({"data": 8}, {"data": 4, "tensor": 2}, {"data": 1}):
+        mesh = build_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+        table = build_table([leaf], mesh, stage=3, codecs=rules)
+        value = table.stored(table["w"], table["w"].source)
+        stored = jax.jit(value.encode, out_shardings=value.shardings)(x)
+        np.testing.assert_allclose(jax.jit(value.decode)(stored), rounded(x, codec), rtol=1e-6)
+        found.append({"codes": stored["codes"][:12, :10], "scales": stored["scales"][:12, :3]})
+        assert stored["factor"].sharding.is_fully_replicated
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(found[0]))
+    wide = Leaf("w", (3, 20), jnp.dtype("float32"), trainable=False)
+    row = build_table([wide], build_mesh({"data": 8}), stage=3, codecs=rules)["w"]
+    assert row.shape(row.source) == (3, 32), "eight shards of a block"
 
 
 @pytest.mark.parametrize("tensor", covering([1, 2], [2]))
@@ -255,7 +281,7 @@ def test_padding_stays_in_the_stored_arrays(tensor):
     """Dims of 12 and 7 over 8 and 4 shards."""
     config = tiny.config(3, mesh={"tensor": tensor}, parallel={"logical_axes": states.NAMES})
     config["optimizer"] = {"type": "SGD", "params": {"lr": LR, "momentum": MOMENTUM}}
-    codecs = (CodecRule("param", "narrow/kernel", Int8Rows()), CodecRule("opt", "**", FOURS))
+    codecs = (CodecRule("param", "narrow/kernel", Int8Rows()), CodecRule("opt", "**", Int8Leaf()))
     program = build_program(
         load_config(config),
         states.Awkward,
@@ -270,6 +296,31 @@ def test_padding_stays_in_the_stored_arrays(tensor):
     for _ in range(2):
         assert made.check(samples).ok
         made.train_batch(samples)
+
+
+def test_padded_rows_are_streamed_with_their_scales():
+    """Seven rows over eight shards, updated a row at a time, with a scale for each row."""
+    pair = (
+        lambda key: {"up": jax.random.normal(key, (7, 12)), "down": jnp.ones((12, 2))},
+        lambda params, x: jnp.tanh(x[:, :7] @ params["up"]) @ params["down"],
+    )
+    config = {**sections("listed", 3, offload="optimizer"), "parallel": {}}
+    rules = (CodecRule("opt", "up", Int8Rows()),)
+    program = build_program(load_config(config), pair, loss, codecs=rules)
+    made = Engine(program, program.init(3))
+    row = program.table["up"]
+    assert row.shape(row.opt) == (8, 12)
+    plan = program.update.streamed.plan(row, program.update.streamed.layouts(row))
+    assert plan.dim == 0 and plan.num_shards == 8
+    for step in range(2):
+        assert made.check(batch(step)).ok
+        made.train_batch(batch(step))
+    (moment,) = [x for p, x in program.layout.flat(made.state.opt).items() if p.endswith("up")]
+    assert is_encoded(moment) and moment["scales"].shape == (8,)
+    exact = program.layout.logical(jax.device_get(made.state.opt))
+    (value,) = [x for path, x in by_name(exact).items() if path.endswith("up")]
+    np.testing.assert_allclose(value, rounded(value, Int8Rows()), rtol=1e-6)
+    assert np.abs(value).min() < np.abs(value).max()
 
 
 def test_evaluation_and_the_average_read_decoded_values():

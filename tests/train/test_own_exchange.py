@@ -48,7 +48,7 @@ def trained(exchange: Exchange, **more: Any) -> tuple[Engine, dict[str, np.ndarr
     program = build_program(config, tiny.PAIR, tiny.squared_error, exchange=exchange)
     engine = Engine(program, program.init(0))
     for step in range(2):
-        engine.train_batch(tiny.batch(seed=step))
+        engine.train_batch(tiny.batch(program.batch.train, seed=step))
     return engine, {path: np.asarray(x) for path, x in engine.parameters.items()}
 
 
@@ -85,6 +85,25 @@ def test_a_matmul_that_gathers_its_own_weight_asks_it_too(monkeypatch):
     assert counting.counts["scattered"] > 0
     assert counting.counts["calls"] >= 2 * counting.counts["scattered"]
     same(found, trained(BY_CONSTRAINT, **REMAT)[1])
+
+
+@pytest.mark.full
+def test_stages_embedding_and_head_of_a_pipeline_ask_it():
+    more = {
+        "mesh": {"pipe": 2},
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 2,
+    }
+    seen: set[tuple[int, ...]] = set()
+
+    class Seeing(Counting):
+        def gather(self, stored: Any, shards: Any, place: Any) -> list[Any]:
+            seen.update(s.shape for s in stored)
+            return super().gather(stored, shards, place)
+
+    _, found = trained(Seeing(), **more)
+    assert {(8, 8), (8, 1)} <= seen, "a layer of a stage, and the head"
+    same(found, trained(BY_CONSTRAINT, **more)[1])
 
 
 def test_the_order_of_simulated_devices_is_a_wrapper_around_any_exchange():
