@@ -17,8 +17,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
 LAYERS = (
     "lazy_names.py",
     "errors.py",
+    "axes.py",
     "known_jax_bugs",
     "communication.py",
+    "metric_names.py",
     "launch",
     "config",
     "hardware",
@@ -40,6 +42,7 @@ LAYERS = (
     "generation",
     "hlo",
     "metrics",
+    "planner/trace",
     "planner/memory",
     "planner/time",
     "engine",

@@ -163,12 +163,13 @@ def _hf_form(given: argparse.Namespace) -> "HFForm":
                 f"{run}: its config names no model; engine.save_pretrained exports it"
             )
     from jaxspeed.config import load_config
+    from jaxspeed.data.tokenizer import FILES
     from jaxspeed.interop.exporting import hf_form
     from jaxspeed.objective.config_model import resolve_model
 
     loaded = load_config(config)
     model, _ = resolve_model(loaded)
-    return hf_form(loaded, model, [run / "tokenizer.json"])
+    return hf_form(loaded, model, [run / name for name in FILES])
 
 
 def _verify(given: argparse.Namespace) -> int:

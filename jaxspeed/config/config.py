@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import PrivateAttr
 
+from jaxspeed.axes import PIPE, data_ranks
 from jaxspeed.config.remat import Recompute, recompute_of
 from jaxspeed.config.schema import Settings
 
@@ -153,11 +154,15 @@ class Config(Settings):
         """What the backward pass of a pipeline stage recomputes, from all keys for it."""
         return self.parallel.pipeline_recompute
 
+    def batch_on(self, sizes: Mapping[str, int]) -> "Batch":
+        """Solve for the batch triple on a mesh with these sizes of all axes."""
+        return self.batch(data_ranks(sizes), sizes[PIPE])
+
     def batch(self, data_parallel_size: int, pipe: int | None = None) -> "Batch":
         """Solve for the batch triple with so many data ranks and pipeline stages.
 
         Args:
-          data_parallel_size: mesh.replica x mesh.data.
+          data_parallel_size: number of shards of the samples: mesh.replica x mesh.data.
           pipe: number of stages; needed only if the config does not set it.
 
         Raises:

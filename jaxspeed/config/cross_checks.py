@@ -8,7 +8,6 @@ from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
 from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS
-from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
 from jaxspeed.config.run_sections import SourceSection
@@ -67,14 +66,9 @@ def _batch(settings: Settings) -> Iterator[Problem]:
         return
     # A number of stages that depends on the devices is checked when these are known.
     stages = stages_of(settings, max(settings.mesh.pipe, 1))
-    problem = batch_problem(batch_keys(settings, data_ranks(settings.mesh), stages))
+    problem = batch_problem(batch_keys(settings, settings.mesh.ranks, stages))
     if problem:
         yield problem
-
-
-def data_ranks(mesh: Mesh) -> int | None:
-    """Data-parallel size, replica x data, where the mesh sets both."""
-    return None if -1 in (mesh.replica, mesh.data) else mesh.replica * mesh.data
 
 
 def _elasticity(settings: Settings) -> Iterator[Problem]:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from jaxspeed.axes import DATA, axis_names, product, sample_axes
 from jaxspeed.config.batch import Stages
-from jaxspeed.config.parallelism import AXES, Mesh
+from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.verdicts import shown
@@ -40,7 +41,7 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
         problems += _split_ranks(sizes, settings.data_parallel_size)
 
     sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
-    open_axes = [axis for axis in AXES if sizes.get(axis) == -1]
+    open_axes = [axis for axis in axis_names() if sizes.get(axis) == -1]
     if len(open_axes) > 1:
         found = " and ".join(f"mesh.{axis} -1" for axis in open_axes)
         problems.append(
@@ -50,21 +51,21 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
 
 
 def _split_ranks(sizes: dict[str, int], ranks: int) -> list[Problem]:
-    """Fill replica and data from their product."""
-    key = "data_parallel_size"
-    replica, data = sizes.get("replica", 1), sizes.get("data", -1)
-    if replica == -1 and data == -1:
+    """Fill in the axes that shard samples from the product of their sizes."""
+    own = {axis: sizes.get(axis, -1 if axis == DATA else 1) for axis in sample_axes()}
+    unset = [axis for axis, size in own.items() if size == -1]
+    known = product(set(own).difference(unset), own)
+    if len(unset) > 1:
         return []
-    if replica == -1 or data == -1:
-        open_axis, known = ("replica", data) if replica == -1 else ("data", replica)
-        if ranks % known == 0:
-            sizes[open_axis] = ranks // known
-            return []
-    elif replica * data == ranks:
+    if unset and ranks % known == 0:
+        sizes[unset[0]] = ranks // known
         return []
-    if replica == 1:
-        return [_twice("mesh.data", data, key, ranks)]
-    return [_twice("mesh.replica x mesh.data", f"{_size(replica)} x {_size(data)}", key, ranks)]
+    if not unset and known == ranks:
+        return []
+    used = [axis for axis, size in own.items() if size != 1 or axis == DATA]
+    here = " x ".join(f"mesh.{axis}" for axis in used)
+    found = " x ".join(_size(own[axis]) for axis in used)
+    return [_twice(here, found, "data_parallel_size", ranks)]
 
 
 def _size(size: int) -> str:
@@ -77,7 +78,7 @@ def _twice(here: str, size: Any, key: str, other: int) -> Problem:
 
 
 def _set_in(mesh: Mesh) -> list[str]:
-    return [axis for axis in AXES if axis in mesh.model_fields_set]
+    return [axis for axis in axis_names() if axis in mesh.model_fields_set]
 
 
 # -- offload ---------------------------------------------------------------------------------------

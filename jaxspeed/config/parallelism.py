@@ -1,10 +1,11 @@
 """Sections `mesh`, `parallel`, `pipeline` and `activation_checkpointing`."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, Strict, create_model
 from pydantic_core import PydanticCustomError
 
+from jaxspeed.axes import AXES, DATA, Axis, data_ranks, sample_axes
 from jaxspeed.config.remat import Remat, bytes_of
 from jaxspeed.config.types import (
     LARGEST,
@@ -22,8 +23,6 @@ from jaxspeed.config.types import (
 )
 from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
-AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
-
 
 def _axis_size(value: Any) -> Any:
     value = integral(value)
@@ -40,7 +39,6 @@ def _is_size(value: Any) -> bool:
 AxisSize = Annotated[int, BeforeValidator(_axis_size)]
 
 
-_UNBUILT_AXIS = "This axis is not built; leave it at 1 and put the devices on data or tensor."
 _PARTITIONED = (
     "DeepSpeed partitions activations and gradients between stages over the model-parallel ranks, "
     "and gathers them on arrival. Here they are sharded over tensor with "
@@ -57,22 +55,31 @@ _SYNCHRONOUS = ("parallel.max_staleness", (None,))
 _SERVER = ("parallel.data_reduction", ("parameter_server",))
 
 
-class Mesh(Section):
+class _Mesh(Section):
     """Number of devices of each axis; one may be -1, for the remaining devices."""
 
-    pipe: AxisSize = honoured(
-        1, "Number of pipeline stages, over which the model's repeated blocks are partitioned."
-    )
-    replica: AxisSize = honoured(
-        1, "Replicas of the ZeRO-sharded state; a data axis for the batch."
-    )
-    data: AxisSize = honoured(-1, "The batch and ZeRO's state are sharded over it.")
-    seq: AxisSize = refused(1, _UNBUILT_AXIS)
-    expert: AxisSize = refused(1, _UNBUILT_AXIS)
-    tensor: AxisSize = honoured(
-        1,
-        "Weights are sharded over it: by layer_specs or a preset, by the model's logical axes, or "
-        "as inferred from the traced program.",
+    if TYPE_CHECKING:
+
+        def __getattr__(self, axis: str) -> int: ...
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of shards of a batch's samples; None if that depends on the devices."""
+        sizes = self.model_dump()
+        return None if any(sizes[axis] == -1 for axis in sample_axes()) else data_ranks(sizes)
+
+
+def _size_field(name: str, axis: Axis) -> Any:
+    declared = honoured if axis.built else refused
+    return AxisSize, declared(-1 if name == DATA else 1, axis.about)
+
+
+if TYPE_CHECKING:
+    Mesh = _Mesh
+else:
+    _fields = {name: _size_field(name, axis) for name, axis in AXES.items()}
+    Mesh = create_model(
+        "Mesh", __base__=_Mesh, __module__=__name__, __doc__=_Mesh.__doc__, **_fields
     )
 
 

@@ -384,7 +384,7 @@ class Data(SourceSection):
     tokenizer: Text = honoured(
         "bytes",
         "bytes, bpe (trained on the corpus and saved with the run), or the path of a "
-        "tokenizer.json.",
+        "tokenizer.json or tokenizer.model.",
     )
     vocab_size: Count | None = honoured(None, "Vocabulary size of bpe; the model's by default.")
     seq_len: Count | None = honoured(None, "Tokens per sample; the model's positions by default.")

@@ -7,24 +7,18 @@ from jaxspeed.config.run_sections import Data
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import Opened
 from jaxspeed.data.sources import Texts
-from jaxspeed.data.tokenizer import (
-    BPETokenizer,
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    read_tokenizer,
-)
+from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, read_tokenizer
 from jaxspeed.errors import DataError
 
 
 def choose_tokenizer(
-    data: Data, limits: ModelLimits, opened: Sequence[Opened], saved: bytes | None
+    data: Data, limits: ModelLimits, opened: Sequence[Opened], saved: Tokenizer | None
 ) -> Tokenizer | None:
     """The tokenizer saved with the run, or of token files that are read, or of the config."""
     documents = [d for each in opened if isinstance(each, list) for d in each]
     if not documents and not any(isinstance(each, Texts) for each in opened):
         return None
-    tokenizer = load_tokenizer(saved) if saved else None
+    tokenizer = saved
     for each in documents:
         if each.tokenizer is None:
             continue

@@ -52,7 +52,7 @@ def build(
     image_shape: tuple[int, int, int] | None = None,
     classes: int | None = None,
     seed: int,
-    tokenizer_file: bytes | None = None,
+    tokenizer: Tokenizer | None = None,
     batch_size: int | None = None,
 ) -> Corpus:
     """Open the sources of `data` for a model with this kind of samples and these limits.
@@ -61,7 +61,7 @@ def build(
       data: the section of the config.
       sample, seq_len, vocab_size, image_shape, classes: known limits of the model (`ModelLimits`).
       seed: of the order, if `data.seed` is unset.
-      tokenizer_file: the tokenizer of a resumed run; then none is trained.
+      tokenizer: that of a resumed run; then none is trained or read.
       batch_size: minimum number of training samples.
 
     Raises:
@@ -70,7 +70,7 @@ def build(
     limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes)
     sources: Sequence[SourceSection] = data.mixture or [data]
     opened = [open_source(source, limits) for source in sources]
-    tokenizer = choose_tokenizer(data, limits, opened, tokenizer_file)
+    tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
     parts = [_part(data, source, limits, each, tokenizer) for source, each in zip(sources, opened)]
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
@@ -80,7 +80,7 @@ def build(
     _check_sizes(data, parts, train, batch_size)
     identity = {
         "parts": [[p.digest, w] for p, w in zip(parts, weights)],
-        "tokenizer": tokenizer.to_bytes().decode() if tokenizer else None,
+        "tokenizer": tokenizer.to_bytes().decode(errors="surrogateescape") if tokenizer else None,
         "seq_len": train.tokens_each,
         "order": [seed, data.shuffle, data.held_out, data.document_masks],
     }

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.data.tokenizer import Tokenizer, load_tokenizer
+from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_file
 from jaxspeed.errors import DataError
 
 log = logging.getLogger("jaxspeed")
 FORMAT = 1
-HEADER, TOKENS, OFFSETS, TOKENIZER = "header.json", "tokens.npy", "offsets.npy", "tokenizer.json"
+HEADER, TOKENS, OFFSETS = "header.json", "tokens.npy", "offsets.npy"
 VERIFIED = ".verified.json"
 _BLOCK = 1 << 24  # tokens that are hashed at once
 _LONG = 1 << 30  # bytes that take so long to read that it is logged
@@ -135,7 +135,7 @@ def _write_files(
         raise DataError(f"data tokenize: {name} holds no text")
     offsets = np.asarray(ends, np.int64)
     np.save(folder / OFFSETS, offsets)
-    (folder / TOKENIZER).write_bytes(tokenizer.to_bytes())
+    (folder / tokenizer.file).write_bytes(tokenizer.to_bytes())
     header = {
         "format": FORMAT,
         "name": name,
@@ -192,10 +192,11 @@ def _read_folder(folder: Path) -> Documents:
             )
         tokens = np.load(folder / TOKENS, mmap_mode="r")
         offsets = np.load(folder / OFFSETS, mmap_mode="r")
-        tokenizer = load_tokenizer((folder / TOKENIZER).read_bytes(), str(folder / TOKENIZER))
+        file = tokenizer_file(folder)
+        tokenizer = read_tokenizer(file) if file else None
         name, digest = f"{header['name']}, tokenized", str(header["digest"])
         largest = int(header["largest"])
-        problem = _problem(folder, header, tokens, offsets)
+        problem = _problem(folder, header, tokens, offsets) if file else f"it has no {FILES[0]}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, DataError):
             raise

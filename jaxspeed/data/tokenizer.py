@@ -1,7 +1,7 @@
 """Tokenizers: bytes, byte-pair encoding, any tokenizer.json, and SentencePiece's tokenizer.model.
 
-A run saves its tokenizer as a tokenizer.json in every case, also one trained here: other libraries
-can read it.
+A run saves its tokenizer as a file that other libraries read: SentencePiece's as a tokenizer.model,
+any other as a tokenizer.json, also one trained here.
 """
 
 import functools
@@ -16,7 +16,6 @@ import numpy as np
 import tokenizers
 
 from jaxspeed.data.files import read_bytes
-from jaxspeed.data.sentencepiece_model import tokenizer_json
 from jaxspeed.errors import DataError
 
 # A byte that no text contains ends a document: 256 ids are enough for bytes.
@@ -26,10 +25,15 @@ FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is 
 
 
 class Tokenizer(Protocol):
-    """Encodes text to ids and back; `end` is the end-of-document id, if there is one."""
+    """Encodes text to ids and back; `end` is the end-of-document id, if there is one.
+
+    `file` is the name of the file that holds `to_bytes()`: one of FILES.
+    """
 
     @property
     def name(self) -> str: ...
+    @property
+    def file(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -43,6 +47,7 @@ class ByteTokenizer:
     """The bytes of UTF-8 as ids."""
 
     name = "bytes"
+    file = "tokenizer.json"
     vocab_size = 256
     end = END
 
@@ -53,11 +58,13 @@ class ByteTokenizer:
         return _join(bytes([i]) for i in ids if END < i < 256)
 
     def to_bytes(self) -> bytes:
-        return _tokenizer_json(_byte_ids(), [], OLD_WORDS)  # as in the fingerprint of old runs
+        return _tokenizer_json(_byte_ids(), [])
 
 
 class LibraryTokenizer:
     """Any tokenizer.json, through the library `tokenizers`."""
+
+    file = "tokenizer.json"
 
     def __init__(self, content: bytes, name: str) -> None:
         try:
@@ -85,17 +92,50 @@ class LibraryTokenizer:
         return self._content
 
 
+class SentencePieceTokenizer:
+    """A SentencePiece model of any kind, through the library `sentencepiece`."""
+
+    file = "tokenizer.model"
+
+    def __init__(self, content: bytes, name: str) -> None:
+        try:
+            import sentencepiece
+        except ImportError:
+            raise DataError(
+                f"data.tokenizer: {name!r} needs the library sentencepiece, which is not "
+                "installed: pip install 'jaxspeed[sentencepiece]'"
+            ) from None
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(content)
+        except Exception as error:  # the library raises what the error code of its C++ maps to
+            raise DataError(
+                f"data.tokenizer: {name!r} is not a SentencePiece model: {error}"
+            ) from None
+        self._content = content
+        self.name = name
+        self.vocab_size: int = self._model.vocab_size()
+        end = self._model.eos_id()
+        self.end: int | None = end if end >= 0 else None
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.asarray(self._model.encode(_SURROGATE.sub("\ufffd", text)), np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+
+    def to_bytes(self) -> bytes:
+        return self._content
+
+
 class BPETokenizer(LibraryTokenizer):
     """Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909) over bytes, as trained here.
 
-    `content` is what `to_bytes` returned, of this version or of one that split words by Python's
-    `re`: the ids are the same.
+    `content` is what `to_bytes` returned.
     """
 
     def __init__(self, content: bytes) -> None:
-        words = {"pre_tokenizer": _pre_tokenizer(WORDS)}
-        super().__init__(json.dumps(json.loads(content) | words).encode(), "bpe")
-        self._content = content  # as saved: it is in the fingerprint of the run
+        super().__init__(content, "bpe")
         self.name = f"bpe, {self.vocab_size} ids"
         self.end = END
 
@@ -109,7 +149,7 @@ class BPETokenizer(LibraryTokenizer):
             raise DataError(
                 f"data.vocab_size is {vocab_size}; bpe needs at least 256 (one id for each byte)"
             )
-        learner = tokenizers.Tokenizer.from_str(_tokenizer_json(_byte_ids(), [], WORDS).decode())
+        learner = tokenizers.Tokenizer.from_str(_tokenizer_json(_byte_ids(), []).decode())
         # As "special tokens" the bytes get the ids 0 to 255 in their order.
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -119,7 +159,7 @@ class BPETokenizer(LibraryTokenizer):
         )
         learner.train_from_iterator(_first(texts, TRAINED_ON), trainer)
         model = json.loads(learner.to_str())["model"]
-        return cls(_tokenizer_json(model["vocab"], model["merges"], WORDS))
+        return cls(_tokenizer_json(model["vocab"], model["merges"]))
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([self._encode_part(part) for part in _parts(text)])
@@ -170,57 +210,69 @@ ENDS = (
 )
 
 
-def load_tokenizer(content: bytes, name: str = "the tokenizer saved with the run") -> Tokenizer:
-    """A tokenizer from its `to_bytes`, or from any tokenizer.json."""
+def load_tokenizer(content: bytes, name: str = "the content given") -> Tokenizer:
+    """The tokenizer of a tokenizer.json: this module's own, or any other."""
     try:
         read = json.loads(content)
         model = read["model"]
     except (ValueError, KeyError, TypeError):
         raise DataError(f"data.tokenizer: {name!r} is not a tokenizer.json") from None
-    if read.get("pre_tokenizer") not in (_pre_tokenizer(WORDS), _pre_tokenizer(OLD_WORDS)):
+    if read.get("pre_tokenizer") == _split_by(_OLD_WORDS):
+        raise DataError(
+            f"data.tokenizer: {name!r} was saved by an earlier version of jaxspeed, whose "
+            "tokenizers are not read; tokenize the text again (`jaxspeed data tokenize`), and "
+            "begin a new run: run.init_from takes the weights of the old one"
+        )
+    if read.get("pre_tokenizer") != _split_by(WORDS):
         return LibraryTokenizer(content, name)
     return BPETokenizer(content) if model["merges"] else ByteTokenizer()
 
 
-def read_tokenizer(path: str) -> Tokenizer:
+def tokenizer_file(folder: Path) -> Path | None:
+    """The file of the tokenizer in a folder, if there is one."""
+    return next((folder / name for name in FILES if (folder / name).is_file()), None)
+
+
+def read_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer in a file, or in a folder's tokenizer.json or tokenizer.model."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = next((file / name for name in FILES if (file / name).is_file()), file)
-    if not file.is_file():
+    given = Path(path).expanduser()
+    file = tokenizer_file(given) if given.is_dir() else given
+    if file is None or not file.is_file():
         raise DataError(
-            f"data.tokenizer: {path!r} is neither bytes, bpe nor the path of a {' or '.join(FILES)}"
+            f"data.tokenizer: {str(path)!r} is neither bytes, bpe nor the path of a "
+            f"{' or '.join(FILES)}"
         )
     content = read_bytes(file)
-    return load_tokenizer(
-        tokenizer_json(content, path) if file.suffix == ".model" else content, path
-    )
+    if file.suffix == ".model":
+        return SentencePieceTokenizer(content, str(path))
+    return load_tokenizer(content, str(path))
 
 
 # -- in Hugging Face's format -------------------------------------------------------------------
 
 # Words as GPT-2 splits them: a space belongs to the word after it. Lengths are bounded, or a line
 # of a million dashes would be slow. Every character is in exactly one word. Letters, digits and
-# whitespace are those of Python's `re`, by which words were split before the library did it: other
-# than Oniguruma's \w, Python's has no marks, and its \s has the four separators of ASCII.
+# whitespace are those of Python's `re`: other than Oniguruma's \w, Python's has no marks, and its
+# \s has the four separators of ASCII.
 _LETTER, _SPACE = r"\p{L}\p{Nl}\p{No}", r"\s\x1c-\x1f"
 WORDS = (
     rf" ?[{_LETTER}]{{1,32}}| ?\p{{Nd}}{{1,3}}| ?[^{_LETTER}\p{{Nd}}{_SPACE}]{{1,32}}"
     rf"|[{_SPACE}]{{1,64}}(?![^{_SPACE}])|[{_SPACE}]{{1,64}}"
 )
-OLD_WORDS = r" ?[^\W\d_]{1,32}| ?\d{1,3}| ?(?:[^\w\s]|_){1,32}|\s{1,64}(?!\S)|\s{1,64}"
+# The pattern in files that are refused: Oniguruma gives its classes other characters.
+_OLD_WORDS = r" ?[^\W\d_]{1,32}| ?\d{1,3}| ?(?:[^\w\s]|_){1,32}|\s{1,64}(?!\S)|\s{1,64}"
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 _BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
 
-def _pre_tokenizer(words: str) -> dict[str, Any]:
+def _split_by(words: str) -> dict[str, Any]:
     split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", **_BYTE_LEVEL}]}
 
 
-def _tokenizer_json(vocab: dict[str, int], merges: Sequence[Sequence[str]], words: str) -> bytes:
+def _tokenizer_json(vocab: dict[str, int], merges: Sequence[Sequence[str]]) -> bytes:
     model = {
         "type": "BPE",
         "dropout": None,
@@ -239,7 +291,7 @@ def _tokenizer_json(vocab: dict[str, int], merges: Sequence[Sequence[str]], word
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": _pre_tokenizer(words),
+        "pre_tokenizer": _split_by(WORDS),
         "post_processor": None,
         "decoder": {"type": "ByteLevel", **_BYTE_LEVEL},
         "model": model,

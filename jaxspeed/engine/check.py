@@ -40,9 +40,9 @@ from jaxspeed.objective.train_state import (
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.memory_kinds import on_device
-from jaxspeed.placement.mesh import without_ynnpack
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.program import Program
+from jaxspeed.train.xla_options import without_ynnpack
 
 # (state, batch) -> (reduced gradients, variables after the batch).
 Reduced = Callable[[TrainState, Any], tuple[Sums, Any]]

@@ -24,6 +24,7 @@ from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.engine.step_report import compiled_report
+from jaxspeed.errors import JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
@@ -142,7 +143,16 @@ class Engine:
         """The compiled step as a function: `state, metrics = step(state, batch)`.
 
         It donates its state.
+
+        Raises:
+          JaxspeedError: a step is several programs.
         """
+        names = ", ".join(phase.name for phase in self.program.phases)
+        if len(self.program.phases) > 1:
+            raise JaxspeedError(
+                f"engine.step: a step is several programs here ({names}), so there is no one "
+                "function; call engine.train_batch"
+            )
         return self._from_file or self.program.step
 
     def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:

@@ -20,9 +20,9 @@ from jaxspeed.offload.transfer_report import (
     TransferReport,
 )
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.planner.memory import Step, read_step
-from jaxspeed.planner.memory.trace_ir import all_ops
 from jaxspeed.planner.time import device_flops, host_transfers
+from jaxspeed.planner.trace import Step, read_step
+from jaxspeed.planner.trace.trace_ir import all_ops
 from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")
@@ -51,7 +51,7 @@ def transfer_of(program: Program, batch: Any) -> TransferReport | None:
     offloads = recompute.on_host or recompute.offload or recompute.budget is not None
     if offloads or program.table.host_bytes_by_role():
         return transfer_in(read_step(program, batch))
-    traced, _ = program.traced_step(batch)
+    traced = program.phases[0].trace(batch)
     if not any(contains(eqn, _recomputes) for eqn in traced.jaxpr.eqns):
         raise JaxspeedError(_bug("the traced step", [NO_REMAT]))
     return None

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxspeed.axes import PIPE, TENSOR
 from jaxspeed.communication import Communication
 from jaxspeed.config.run_sections import CommsLogger
 from jaxspeed.errors import RunError
@@ -91,8 +92,8 @@ def flops_lines(
     parameters = sum(math.prod(row.leaf.shape) for row in program.table)
     samples, devices = program.batch.train, program.mesh.size
     yield f"world size {devices} ({mesh_text(mesh)})"
-    yield f"data parallel size {mesh['replica'] * mesh['data']}"
-    yield f"model parallel size {mesh['tensor'] * mesh['pipe']}"
+    yield f"data parallel size {program.table.ranks}"
+    yield f"model parallel size {mesh[TENSOR] * mesh[PIPE]}"
     yield f"batch size per device {program.batch.micro * program.batch.accumulation}"
     yield f"params of model {scaled_text(parameters, '')}"
     if forward is not None:

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
-from jaxspeed.train.program import Program
+from jaxspeed.train.program import Program, StepPhase
 from jaxspeed.train.staged_init import compile_beside
 
 
@@ -18,24 +19,40 @@ def compiled_report(
     extra: Any = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> CompiledReport:
-    """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes."""
+    """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes.
+
+    Of several phases it is that of the first, which has the others' reports.
+    """
     batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
-    traced, mesh = program.traced_step(batch)
-    transfer = None if program.serving else transfer_of(program, batch)
-    loaded = from_file.compiled(batch) if from_file else None
-    start = time.perf_counter()
-    compiled = loaded or compile_beside(traced.lower(), meanwhile)
-    timed = None if loaded else _timed(time.perf_counter() - start)
-    if program.serving:
-        return report(compiled, mesh, timed)
-    waiting = program.table.host_bytes_by_role()
-    schedule = program.pipeline_report(batch)
-    kept = program.kept_report(batch)
-    made = report(compiled, mesh, timed, schedule, transfer, waiting, kept)
+    first, *rest = program.phases
+    if rest:
+        others = {phase.name: _compiled(phase, batch) for phase in rest}
+        return replace(_compiled(first, batch, meanwhile), phase=first.name, others=others)
+    made = _compiled(
+        first,
+        batch,
+        meanwhile,
+        from_file.compiled(batch) if from_file else None,
+        pipeline=program.pipeline_report(batch),
+        transfer=transfer_of(program, batch),
+        waiting=program.table.host_bytes_by_role(),
+        kept=program.kept_report(batch),
+    )
     check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
     return made
 
 
-def _timed(seconds: float) -> float | None:
-    """The compile time; None under 1 ms: jit cache hit."""
-    return seconds if seconds > 1e-3 else None
+def _compiled(
+    phase: StepPhase,
+    batch: Any,
+    meanwhile: Callable[[], None] | None = None,
+    loaded: Any = None,
+    **more: Any,
+) -> CompiledReport:
+    """The report of one program; its compile time unless it was loaded or is in jit's cache."""
+    traced = phase.trace(batch)
+    start = time.perf_counter()
+    compiled = loaded or compile_beside(traced.lower(), meanwhile)
+    seconds = time.perf_counter() - start
+    measured = seconds if not loaded and seconds > 1e-3 else None
+    return report(compiled, phase.mesh, measured, **more)

@@ -14,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.axes import batch_entries
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.sampling_rules import draw
 from jaxspeed.objective.caching import cache_names, call_parameters
 from jaxspeed.objective.loss import Outputs
 from jaxspeed.objective.protocol import CachedModel
 from jaxspeed.objective.train_state import Arrays
-from jaxspeed.placement.mesh import DATA_AXES, compiler_options
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
+from jaxspeed.train.xla_options import compiler_options
 
 # What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;
 # for a repetition penalty the "text" [rows, length], filled up with NO_TOKEN.
@@ -137,7 +138,7 @@ class ForwardPrograms:
     @property
     def _rows(self) -> NamedSharding:
         """Of arrays with one row for each sequence."""
-        return NamedSharding(self._program.mesh, PartitionSpec(DATA_AXES))
+        return NamedSharding(self._program.mesh, PartitionSpec(*batch_entries(1)))
 
     @property
     def _replicated(self) -> NamedSharding:
@@ -153,7 +154,7 @@ class ForwardPrograms:
             names = cache_names(path, len(shape.shape))
             spec = [*model_sharding(shape.shape, names, mesh.shape).spec]
             if "batch" in names:
-                spec[names.index("batch")] = DATA_AXES
+                spec[names.index("batch")] = batch_entries(1)[0]
             places[path] = NamedSharding(mesh, PartitionSpec(*spec))
         return places
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +57,8 @@ class CompiledReport:
       waiting: {role: bytes in host memory} from the placement table.
       no_text: why there is no text.
       kept: residuals that units save; None if the config sets no policy.
+      phase: the name of this program, if a step is several.
+      others: the reports of the others, by name.
     """
 
     argument_bytes: int
@@ -81,6 +83,8 @@ class CompiledReport:
     no_text: str | None = None
     kept: ResidualReport | None = None
     replicated_flops: int | None = None
+    phase: str | None = None
+    others: Mapping[str, "CompiledReport"] = field(default_factory=dict)
 
     def __rich__(self) -> Group:
         # A pipeline's loop over micro-batches runs tick by tick.
@@ -98,6 +102,7 @@ class CompiledReport:
             parts.append(self.pipeline.costs())
         if self.collectives:
             parts.append(_collective_table(self.collectives, trip))
+        parts += [replace(other, phase=name) for name, other in self.others.items()]
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -108,6 +113,10 @@ class CompiledReport:
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("pipeline", "transfer", "waiting", "kept"):  # not from the compiler
             del own[name]
+        if own.pop("others"):
+            own["others"] = {name: other.figures() for name, other in self.others.items()}
+        elif self.phase is None:
+            del own["phase"]
         for key, name in (("tells_host", "separates_host"), ("untold", "no_text")):  # stable keys
             own[key] = own.pop(name)
         found = self.collectives
@@ -203,12 +212,14 @@ def _platform(mesh: Mesh | AbstractMesh) -> str | None:
 
 
 def _summary(report: CompiledReport) -> Table:
+    of_phase = f", {report.phase}" if report.phase else ""
+    title = f"compiled{of_phase}, per device (from the compiler)"
     table = Table(
-        title="compiled, per device (from the compiler)",
+        title=title,
         title_justify="left",
         show_header=False,
         box=None,
-        min_width=44,
+        min_width=max(44, len(title)),
     )
     table.add_column("what")
     table.add_column("how much", justify="right")

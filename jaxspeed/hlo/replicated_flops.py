@@ -27,7 +27,7 @@ from jaxspeed.hlo.cost import own_flops
 from jaxspeed.hlo.parser import Computation, Instruction, Module, parse
 from jaxspeed.hlo.replica_groups import axes_of, replica_groups, source_target_pairs, tiles_of
 from jaxspeed.hlo.trip_counts import walk
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.placement.specs import spec_axes
 
 Axes = frozenset[str]
@@ -65,7 +65,7 @@ def replicated_flops(
 
     `arguments` are the shardings of the program's parameters, which jaxlib 0.12 does not print.
     """
-    data = {axis for axis in DATA_AXES if mesh.shape.get(axis, 1) > 1}
+    data = set(free_sample_axes(mesh=mesh))
     module = parse(program)
     if not data or module.devices == 1:
         return 0

@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import Data
-from jaxspeed.data.sentencepiece_model import tokenizer_json
-from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer
+from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_file
 from jaxspeed.errors import DataError, PretrainedError
 from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
@@ -74,7 +73,7 @@ def data_section(config: Config) -> Data:
     if "tokenizer" in data.model_fields_set:
         return data
     folder = PretrainedFolder(config.model.pretrained).path
-    if any((folder / name).is_file() for name in FILES):
+    if tokenizer_file(folder):
         return data.model_copy(update={"tokenizer": str(folder)})
     if (folder / "vocab.json").is_file():
         raise PretrainedError(
@@ -89,23 +88,17 @@ def tokenizer_of(weights: Any) -> Tokenizer | None:
     """The tokenizer of the folder that a model's weights are from, if there is one."""
     if not isinstance(weights, FolderWeights):
         return None
-    folder = weights.folder.path
-    there = any((folder / name).is_file() for name in FILES)
-    return read_tokenizer(str(folder)) if there else None
+    file = tokenizer_file(weights.folder.path)
+    return read_tokenizer(file) if file else None
 
 
 def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:
     """Raise PretrainedError if the folder's tokenizer has ids that the model lacks."""
-    path = next((folder.path / name for name in FILES if (folder.path / name).is_file()), None)
+    path = tokenizer_file(folder.path)
     if path is None:
         return
     try:
-        read = path.read_bytes()
-        content = json.loads(tokenizer_json(read, str(path)) if path.suffix == ".model" else read)
-        vocab = content["model"]["vocab"]
-        ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
-        ids += [token["id"] for token in content.get("added_tokens") or ()]
-        largest = max(ids, default=0)
+        largest = _largest_id(path)
     except DataError as error:
         raise PretrainedError(str(error)) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,3 +107,14 @@ def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:
         raise PretrainedError(
             f"{path}: has ids up to {largest:,}, but vocab_size in config.json is {vocab_size:,}"
         )
+
+
+def _largest_id(path: Path) -> int:
+    """The largest id of a tokenizer; a tokenizer.json need not be one that can be loaded."""
+    if path.suffix == ".model":
+        return read_tokenizer(path).vocab_size - 1
+    content = json.loads(path.read_bytes())
+    vocab = content["model"]["vocab"]
+    ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
+    ids += [token["id"] for token in content.get("added_tokens") or ()]
+    return max(ids, default=0)

@@ -3,10 +3,10 @@
 Plain records in, files and lines out; independent of the engine.
 """
 
+from jaxspeed.metric_names import NAMES
 from jaxspeed.metrics.format import sparkline
 from jaxspeed.metrics.ledger import PHASES, TimeLedger
 from jaxspeed.metrics.loss_curve import draw_loss
-from jaxspeed.metrics.metric_names import NAMES
 from jaxspeed.metrics.mfu import (
     ModelFlops,
     language_flops,

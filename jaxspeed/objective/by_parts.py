@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
+from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
-from jaxspeed.placement.mesh import DATA_AXES
 
 log = logging.getLogger("jaxspeed")
 
@@ -84,7 +84,7 @@ def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
         if one.own_axes.collective:
             names = ", ".join(one.own_axes.collective)
             return ByParts(f"the loss reduces over {names}: the entire micro-batch")
-        analysis = Analysis((count, 2 * count), frozenset(DATA_AXES))
+        analysis = Analysis((count, 2 * count), frozenset(summing_axes()))
         jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
         known = map(analysis.constant, one.closed.consts, two.closed.consts)
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)

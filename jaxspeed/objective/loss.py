@@ -13,42 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
+from jaxspeed.metric_names import NAMES
 
 FORMS = "it may return a scalar loss, (sum, weight), or either of them with a dict of metrics"
-OWN_METRICS = (  # metrics of the step, which those of a loss must not hide
-    "loss",
-    "weight",
-    "grad_norm",
-    "grad_norm_clipped",
-    "lr",
-    "muon_lr",
-    "adam_lr",
-    "loss_scale",
-    "skipped",
-    "skipped_steps",
-    "nonfinite_losses",
-    "version",  # these and the next are a parameter server's
-    "virtual_seconds",
-    "accepted",
-    "dropped",
-    "waited",
-    "staleness_mean",
-    "staleness_max",
-    "step",  # these and the rest are the run's
-    "eval_loss",
-    "tokens",
-    "samples",
-    "tokens_per_second",
-    "samples_per_second",
-    "step_seconds",
-    "data_seconds",
-    "compile_seconds",
-    "model_flops_per_second",
-    "mfu",
-    "mfu_formula",
-    "bytes_in_use",
-    "peak_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -97,10 +64,10 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
         for name, value in metrics.items()
     }
     for name, value in shown.items():
-        if name in OWN_METRICS:
+        if name in NAMES:
             raise ModelError(
                 f"loss_fn's metric {name!r} has the name of one of the step's own "
-                f"({', '.join(OWN_METRICS)}); give it another"
+                f"({', '.join(NAMES)}); give it another"
             )
         if value.shape:
             raise ModelError(

@@ -5,7 +5,6 @@ executed. Where parameters are stored as layers read them, it is executed unchan
 sharded or in another dtype (ZeRO 3), each unit gathers its parameters.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,8 +24,7 @@ from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.objective.train_state import Arrays, pad, unpad
-from jaxspeed.ops.free_axes import free_axes
-from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
+from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
@@ -154,9 +152,7 @@ class Objective:
 
     def _shared_by(self) -> tuple[int, str]:
         """(number of shards of activations over data ranks, device kind)."""
-        free = free_axes()
-        num_shards = math.prod(free.get(axis, 1) for axis in DATA_AXES)
-        return num_shards, self.table.mesh.devices.flat[0].device_kind
+        return free_sample_shards(), self.table.mesh.devices.flat[0].device_kind
 
     def _as_stored(self, written: Arrays) -> Arrays:
         """Convert what the loss wrote, parameters to the table's storage.
@@ -205,7 +201,7 @@ class Objective:
     def by_parts(self, rest: tuple[Any, ...], train: bool) -> ByParts:
         """Whether the loss of a micro-batch of these shapes is the sum of its parts'."""
         variables, batch = self._shapes(rest)
-        ranks = data_parallel_size(self.table.mesh)
+        ranks = self.table.ranks
         return self.traces.by_parts(variables, batch, train, ranks)
 
     def samples(self, batch: Any) -> int | None:
@@ -217,7 +213,7 @@ class Objective:
             return None
         sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
         size = sizes.pop() if len(sizes) == 1 else None
-        return size if size and size % data_parallel_size(self.table.mesh) == 0 else None
+        return size if size and size % self.table.ranks == 0 else None
 
     def cast(self, x: Any) -> Any:
         if self.compute_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):

@@ -18,8 +18,8 @@ import flax.linen as nn
 import jax
 from jax.sharding import NamedSharding
 
+from jaxspeed.axes import axis_names
 from jaxspeed.errors import ModelError
-from jaxspeed.placement.mesh import AXES
 
 _COLLECTIVE = re.compile(r"unbound axis name: (\w+)")
 # Of a constraint by a PartitionSpec, with another mesh in context or with none.
@@ -96,7 +96,7 @@ def _own_constraints_dropped() -> Iterator[set[str]]:
         own = [
             at
             for at in jax.tree.leaves(shardings)
-            if isinstance(at, NamedSharding) and not {*at.mesh.axis_names} <= {*AXES}
+            if isinstance(at, NamedSharding) and not {*at.mesh.axis_names} <= {*axis_names()}
         ]
         if not own:
             try:

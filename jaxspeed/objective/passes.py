@@ -18,7 +18,6 @@ from jaxspeed.jaxpr.traverse import forwarded, is_var
 from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
-from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.zero3 import Units
@@ -40,14 +39,14 @@ class PartContext:
       specs: of the parameters as layers read them, by path.
       layout: of activations at shard boundaries.
       units: those by which the program is evaluated; None for none.
-      sample_axes: that shard the samples of this part.
+      also: axes that shard the samples of this part beside those of all samples.
     """
 
     mesh: Mesh
     specs: Mapping[str, PartitionSpec]
     layout: ActivationLayout
     units: Units | None
-    sample_axes: tuple[str, ...] = DATA_AXES
+    also: tuple[str, ...] = ()
 
 
 def prune(program: LossProgram, context: TraceContext) -> LossProgram:
@@ -84,8 +83,8 @@ def draws(program: LossProgram, context: PartContext) -> LossProgram:
     """Shard random numbers like the samples for which they are drawn."""
     shapes = [shape_of(v) for v in program.batch]
     sizes = {shape[0] for shape in shapes if shape}
-    shared = shared_sizes(sizes, context.mesh, context.sample_axes)
-    jaxpr = with_draws_sharded(program.closed.jaxpr, shared, context.mesh, context.sample_axes)
+    shared = shared_sizes(sizes, context.mesh, context.also)
+    jaxpr = with_draws_sharded(program.closed.jaxpr, shared, context.mesh, context.also)
     return program.rewritten(jaxpr)
 
 

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, is_var
+from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.mesh import DATA_AXES
-from jaxspeed.tensor_parallel.activation_layout import context_mesh, sample_axes
+from jaxspeed.tensor_parallel.activation_layout import context_mesh
 
 DRAWS = ("random_bits", "random_gamma")  # all of jax.random comes down to these, on keys
 
@@ -32,16 +32,19 @@ class Kind(enum.IntEnum):
     OTHER = 2  # anything else
 
 
-def shared_sizes(
-    sizes: Collection[int], mesh: Any, axes: Sequence[str] = DATA_AXES
-) -> frozenset[int]:
-    """Numbers of samples that divide over those of `axes` that are automatic here."""
+def _axes(size: int, mesh: Any, also: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which so many rows are drawn: `also` too, if these divide them."""
+    return free_sample_axes(size, mesh, also) or free_sample_axes(size, mesh)
+
+
+def shared_sizes(sizes: Collection[int], mesh: Any, also: tuple[str, ...] = ()) -> frozenset[int]:
+    """Numbers of samples that divide over the axes that shard samples and are automatic here."""
     mesh = context_mesh(mesh)
-    return frozenset(size for size in sizes if sample_axes(mesh, size, axes))
+    return frozenset(size for size in sizes if _axes(size, mesh, also))
 
 
 def with_draws_sharded(
-    jaxpr: Jaxpr, sizes: Collection[int], mesh: Any, axes: Sequence[str] = DATA_AXES
+    jaxpr: Jaxpr, sizes: Collection[int], mesh: Any, also: tuple[str, ...] = ()
 ) -> Jaxpr:
     """Constrain the draws of a traced loss on dim 0, where its size is one of `sizes`.
 
@@ -50,13 +53,13 @@ def with_draws_sharded(
     """
     if not sizes:
         return jaxpr
-    return _Draws(sizes, context_mesh(mesh), axes).run(jaxpr)
+    return _Draws(sizes, context_mesh(mesh), also).run(jaxpr)
 
 
 class _Draws(Rewriter[Kind]):
-    def __init__(self, sizes: Collection[int], mesh: Any, axes: Sequence[str]) -> None:
+    def __init__(self, sizes: Collection[int], mesh: Any, also: tuple[str, ...]) -> None:
         super().__init__()
-        self.sizes, self.mesh, self.axes = sizes, mesh, axes
+        self.sizes, self.mesh, self.also = sizes, mesh, also
 
     def constant(self, atom: Atom) -> Kind:
         return Kind.OTHER if is_var(atom) else Kind.CONSTANT
@@ -80,7 +83,7 @@ class _Draws(Rewriter[Kind]):
 
     def _constrained(self, drawn: jax.Array) -> jax.Array:
         rest = [PartitionSpec.UNCONSTRAINED] * (drawn.ndim - 1)
-        rows = sample_axes(self.mesh, drawn.shape[0], self.axes)
+        rows = _axes(drawn.shape[0], self.mesh, self.also) or None
         return constrain(drawn, NamedSharding(self.mesh, PartitionSpec(rows, *rest)), "draw")
 
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxspeed.axes import product, storing_axes
 from jaxspeed.optim import LossScale
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Placement, Row
-from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
+from jaxspeed.placement.specs import as_entry, by_dim, num_shards, spec_axes
 from jaxspeed.placement.table import PlacementTable
 
 Arrays = dict[str, Any]
@@ -125,7 +126,6 @@ def _place(
 
 
 LARGE = 1 << 20  # bytes
-DATA = "data"  # the axis over which ZeRO shards
 
 
 def _spec_by_shape(
@@ -134,8 +134,8 @@ def _spec_by_shape(
     """The axes of a leaf of the optimizer's state that has not its parameter's shape.
 
     Dims that are the parameter's, by order and size, have its axes where these divide them (so
-    that factored moments lie where the gradient does). If no dim is over `data` then, and moments
-    are sharded (from stage 1 on), the largest dim that `data` divides is.
+    that factored moments lie where the gradient does). If moments are sharded over ZeRO's axes
+    (from stage 1 on), the largest dim that those divide which are not among these is, too.
     """
     entries: list[Any] = [None] * len(shape)
     if row is not None and row.opt is not None:
@@ -147,12 +147,13 @@ def _spec_by_shape(
             first = at + 1
             if entry and size % num_shards(entry, table.mesh.shape) == 0:
                 entries[at] = entry
-    axes = {axis for entry in entries for axis in entry_axes(entry)}
-    ranks = table.mesh.shape[DATA]
-    shards_moments = any(r.opt and DATA in spec_axes(r.opt.spec) for r in table)
+    sizes = table.mesh.shape
+    axes = tuple(axis for axis in storing_axes(entries) if sizes[axis] > 1)
+    stored = {axis for r in table if r.opt for axis in spec_axes(r.opt.spec)}
+    ranks = product(axes, sizes)
     free = [d for d, n in enumerate(shape) if entries[d] is None and n % ranks == 0]
-    if shards_moments and DATA not in axes and free:
-        entries[max(free, key=lambda d: shape[d])] = DATA
+    if axes and stored.issuperset(axes) and free:
+        entries[max(free, key=lambda d: shape[d])] = as_entry(axes)
     return jax.sharding.PartitionSpec(*entries)
 
 

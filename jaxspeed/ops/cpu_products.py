@@ -29,7 +29,7 @@ import jax
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.axes import data_ranks
 
 # How many times as wide the wide operand is where the narrow one is transposed.
 WIDE = 8
@@ -94,6 +94,4 @@ def _only_samples_are_sharded() -> bool:
     in programs that are not of this package, it is unknown what is sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and math.prod(mesh.shape.values()) == math.prod(
-        mesh.shape.get(axis, 1) for axis in DATA_AXES
-    )
+    return not mesh.empty and mesh.size == data_ranks(mesh.shape)

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-TENSOR = "tensor"
+from jaxspeed.axes import TENSOR, axes_of_dim, product, sample_axes
 
 
 def free_axes(mesh: Any = None) -> dict[str, int]:
@@ -17,6 +17,25 @@ def free_axes(mesh: Any = None) -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in kinds if kind is not AxisType.Manual}
+
+
+def free_sample_axes(
+    size: int | None = None, mesh: Any = None, also: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """The axes that shard the samples here, outermost first; none if they do not divide `size`.
+
+    Args:
+      mesh: by default the context's.
+      also: axes that shard the samples of this array as well.
+    """
+    free = free_axes(mesh)
+    axes = tuple(axis for axis in (*sample_axes(), *also) if free.get(axis, 1) > 1)
+    return axes if size is None or size % product(axes, free) == 0 else ()
+
+
+def free_sample_shards(mesh: Any = None) -> int:
+    """The number of shards of the samples here."""
+    return product(sample_axes(), free_axes(mesh))
 
 
 def tensor_parts() -> int:
@@ -27,7 +46,7 @@ def tensor_parts() -> int:
 def vocabulary_axes() -> tuple[str, ...]:
     """The axes that shard a vocabulary: tensor, and pipe, whose stages share the head."""
     free = free_axes()
-    return tuple(axis for axis in ("pipe", TENSOR) if free.get(axis, 1) > 1)
+    return tuple(axis for axis in axes_of_dim("vocab") if free.get(axis, 1) > 1)
 
 
 def vocabulary_parts() -> int:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.ops.free_axes import TENSOR, free_axes
+from jaxspeed.axes import TENSOR, product
+from jaxspeed.ops.free_axes import free_axes, free_sample_axes
 from jaxspeed.ops.mask import Segments
-
-BATCH_AXES = ("replica", "data")
 
 
 def over_batch_and_heads(
@@ -28,7 +26,7 @@ def over_batch_and_heads(
 ) -> Any:
     """Run `kernel(q, k, v, segments, *more, **options)` on each device of the context's mesh.
 
-    The batch is sharded over `BATCH_AXES` and the heads over `tensor`, as far as they divide;
+    The samples are sharded over their axes and the heads over `tensor`, as far as they divide;
     everything else is replicated. Axes that are already manual, inside a `shard_map`, are left
     alone: there the arrays are shards already. Arrays of `more` and results, whose ranks are
     `out_ranks`, are of rank 4 [batch, seq, heads, head_dim] or of rank 3 [batch, heads, seq].
@@ -39,9 +37,8 @@ def over_batch_and_heads(
         return kernel(q, k, v, segments, *more)
 
     batch_axes: tuple[str, ...] = ()
-    for name in BATCH_AXES:
-        parts = math.prod(free[axis] for axis in batch_axes) * free.get(name, 1)
-        if free.get(name, 1) > 1 and q.shape[0] % parts == 0:
+    for name in free_sample_axes():
+        if q.shape[0] % product((*batch_axes, name), free) == 0:
             batch_axes += (name,)
 
     divides = q.shape[2] % free.get(TENSOR, 1) == 0 == k.shape[2] % free.get(TENSOR, 1)

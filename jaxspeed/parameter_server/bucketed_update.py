@@ -6,7 +6,7 @@ another (read from its traced program, as for state in host memory).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -115,10 +115,13 @@ class BucketedUpdate:
         owner = buckets.streamed.owner
         self._shared = {path: x for path, x in self._opt.items() if owner(path) is None}
 
+    def arguments(self, paths: Iterable[str]) -> tuple[Any, ...]:
+        """What `update` takes before the gradients of these parameters."""
+        return {path: self._arrays(path) for path in paths}, self._shared
+
     def bucket(self, grads: Arrays) -> Arrays:
         """Update some parameters; return them as workers pull them."""
-        arrays = {path: self._arrays(path) for path in grads}
-        made, published, squares = self.buckets.update(arrays, self._shared, grads)
+        made, published, squares = self.buckets.update(*self.arguments(grads), grads)
         self._after |= made
         self._read |= published
         self._squares.append(squares)

@@ -8,7 +8,7 @@ them.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.axes import axis_names
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
-from jaxspeed.errors import BatchError, ConfigError, JaxspeedError, PlacementError
+from jaxspeed.errors import BatchError, ConfigError, PlacementError
 from jaxspeed.objective.batches import WithExtra
 from jaxspeed.parameter_server.bucketed_update import bucket_paths
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker import WorkerStep, wire_of
-from jaxspeed.placement.mesh import AXES, apart
+from jaxspeed.placement.mesh import build_mesh, checked_devices
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.build import build_program
-from jaxspeed.train.gradients import batch_specs
-from jaxspeed.train.program import Program, ServerTraffic
+from jaxspeed.train.program import Program, ServerTraffic, StepPhase
 
 Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 
@@ -94,13 +94,6 @@ class ServedProgram(Program):
         parts = x.reshape(self.workers, replicas, count, -1, *x.shape[1:])
         return np.swapaxes(parts, 1, 2).reshape(x.shape)
 
-    @property
-    def step(self) -> Any:
-        raise JaxspeedError(
-            'engine.step: with parallel.data_reduction "parameter_server" a step is several '
-            "programs on several meshes, so there is no one function; call engine.train_batch"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProgram(ServedProgram):
@@ -140,10 +133,10 @@ class LocalProgram(ServedProgram):
         return Mesh(devices, ("data", "tensor"))
 
     def batch_shardings(self, batch: Any) -> Any:
-        def at(spec: PartitionSpec) -> NamedSharding:
-            return NamedSharding(self.batch_mesh, PartitionSpec(*["data"] * len(spec)))
+        def at(x: Any) -> NamedSharding:
+            return NamedSharding(self.batch_mesh, PartitionSpec(*["data"] * bool(x.shape)))
 
-        return jax.tree.map(at, batch_specs(batch))
+        return jax.tree.map(at, batch)
 
     def parts(self, placed: Any) -> list[Any]:
         """The workers' parts of a sharded batch, by worker."""
@@ -167,10 +160,52 @@ class LocalProgram(ServedProgram):
     def _sent_elements(self, row: Row) -> int:
         return math.prod(row.shape(row.source))
 
-    def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
-        """One worker's computation: the step without the update."""
-        worker = self.worker(0)
-        return worker.gradients.trace(*worker.abstract(batch, self.workers)), worker.program.mesh
+    @property
+    def phases(self) -> tuple[StepPhase, ...]:
+        """A worker's gradients, then the servers' update; in buckets there is one for each."""
+        worker, mesh = self.worker(0), self.mesh
+
+        def of_worker(batch: Any) -> tuple[Any, ...]:
+            return worker.abstract(batch, self.workers)
+
+        def updates(paths: Sequence[str], batch: Any) -> tuple[Any, ...]:
+            pushed = jax.eval_shape(worker.gradients, *of_worker(batch))
+            return self.server.abstract(pushed, paths)
+
+        gradients = StepPhase(
+            "gradients of a worker", worker.gradients, worker.program.mesh, of_worker
+        )
+        if self.server.buckets is None:
+            every = [row.path for row in self.table if row.leaf.trainable]
+            return gradients, StepPhase("update", self.server.apply, mesh, partial(updates, every))
+        update, parts = self.server.buckets.update, self.server.bucket_paths
+        return gradients, *(
+            StepPhase(f"update {number} of {len(parts)}", update, mesh, partial(updates, paths))
+            for number, paths in enumerate(parts, 1)
+        )
+
+
+def apart(
+    devices: Sequence[jax.Device] | None, servers: int
+) -> tuple[list[jax.Device], list[jax.Device]]:
+    """Split devices into (workers, servers); the last ones are the servers."""
+    found = checked_devices(jax.devices() if devices is None else devices)
+    if servers >= len(found):
+        works = f"at most {len(found) - 1} would do" if len(found) > 1 else "more devices would do"
+        raise PlacementError(
+            f"parallel.servers is {servers} of {len(found)} devices, and at least one has to be a "
+            f"worker: {works}"
+        )
+    return found[:-servers], found[-servers:]
+
+
+def batch_of(config: Config) -> Batch:
+    """The batch of a config on all visible devices."""
+    if config.parallel.data_reduction == "parameter_server":
+        on_workers, _ = apart(None, config.parallel.servers)
+        return config.batch(len(on_workers) // config.mesh.tensor, 1)
+    mesh = build_mesh(config.mesh.model_dump(), None)
+    return config.batch_on(mesh.shape)
 
 
 def build(
@@ -229,7 +264,9 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
     own = worker_config(config, batch)
     # Programs of one device run on any; those of a mesh only there.
     programs = tuple(built(own, group) for group in (groups if each > 1 else groups[:1]))
-    alone = [Mesh(np.array(g).reshape(programs[0].mesh.devices.shape), AXES) for g in groups]
+    alone = [
+        Mesh(np.array(g).reshape(programs[0].mesh.devices.shape), axis_names()) for g in groups
+    ]
     factor = gradient_factor(config, workers)
     return LocalProgram(
         config=config,

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.objective.train_state import Arrays, TrainState, wide_dtype
 from jaxspeed.optim import global_norm
-from jaxspeed.parameter_server.bucketed_update import UpdateBuckets
+from jaxspeed.parameter_server.bucketed_update import BucketedUpdate, UpdateBuckets
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.train.program import Metrics, Program
 
@@ -114,6 +114,24 @@ class ServerStep:
             return {**sources, **compiled({row.path: sources[row.path] for row in rows})}
 
         return publish
+
+    def abstract(self, pushed: Sums, paths: Sequence[str]) -> tuple[Any, ...]:
+        """The argument shapes of `apply`, or of an update of the bucket of these paths."""
+        table, state, mesh = self.program.table, self.program.state, self.program.mesh
+
+        def at(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+        def as_it_arrives(path: str) -> jax.ShapeDtypeStruct:
+            row = table[path]
+            return at(row.shape(row.source), wide_dtype(row), row.source.spec)
+
+        grads = {path: as_it_arrives(path) for path in paths}
+        if self.buckets is not None:
+            return (*BucketedUpdate(self.buckets, state).arguments(paths), grads)
+        scalars = pushed._replace(grads={})
+        sums = jax.tree.map(lambda x: at(x.shape, x.dtype, PartitionSpec()), scalars)
+        return state, sums._replace(grads=grads), jnp.float32(1), None
 
     @cached_property
     def buckets(self) -> UpdateBuckets | None:

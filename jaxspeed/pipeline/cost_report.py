@@ -5,6 +5,7 @@ K stages with v chunks each, M micro-batches; d data ranks. The stages run one p
 chunk and the head's communication are counted once a tick, busy or not.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.axes import PIPE
 from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.pipeline.gantt import gantt
@@ -64,7 +66,7 @@ class PipelineReport:
       layers: of the model.
       rows: layers of a chunk, padding included.
       recompute, gather: `parallel.pipeline_recompute` and `parallel.pipeline_gather`.
-      data: the ranks over which ZeRO shards.
+      stored_over: the axes over which ZeRO shards, with their sizes.
       weight_bytes: of a stage, as its layers read them.
       gathered_bytes: of one layer, gathered by ZeRO 3; 0 without.
       reduced_bytes: gradients of one layer that ZeRO 2 and 3 reduce-scatter in each tick.
@@ -79,7 +81,7 @@ class PipelineReport:
     rows: int
     recompute: str
     gather: str
-    data: int
+    stored_over: Mapping[str, int]
     weight_bytes: int
     gathered_bytes: int = 0
     reduced_bytes: int = 0
@@ -108,8 +110,8 @@ class PipelineReport:
         """Messages in both directions, one in each tick that has that direction."""
         kind, plan = "collective-permute", self.schedule
         return (
-            self._sends(kind, "pipe", self.forward_bytes, plan.forward_units),
-            self._sends(kind, "pipe", self.backward_bytes, plan.backward_units),
+            self._sends(kind, self._over_stages, self.forward_bytes, plan.forward_units),
+            self._sends(kind, self._over_stages, self.backward_bytes, plan.backward_units),
         )
 
     @property
@@ -166,25 +168,29 @@ class PipelineReport:
         gathers = plan.forward_units + GATHERS[self.recompute] * plan.backward_units
         return {
             "tick": WeightGathers(
-                self.gathered_bytes, self._sends("all-gather", "data", chunk, gathers)
+                self.gathered_bytes, self._sends("all-gather", self.stored_over, chunk, gathers)
             ),
-            "step": WeightGathers(stage, self._sends("all-gather", "data", stage, 1)),
+            "step": WeightGathers(stage, self._sends("all-gather", self.stored_over, stage, 1)),
         }
 
     @property
     def reduced_sent(self) -> float:
         """Bytes sent in a step to reduce-scatter gradients in each backward tick."""
         chunk, ticks = self.rows * self.reduced_bytes, self.schedule.backward_units
-        return ring_bytes(self._sends("reduce-scatter", "data", chunk, ticks))
+        return ring_bytes(self._sends("reduce-scatter", self.stored_over, chunk, ticks))
 
     @property
     def moved_sent(self) -> float:
         """Bytes sent in a step by the all-to-alls: (K-1)/K of their input."""
-        return ring_bytes(self._sends("all-to-all", "pipe", self.moved_bytes, 1))
+        return ring_bytes(self._sends("all-to-all", self._over_stages, self.moved_bytes, 1))
 
-    def _sends(self, kind: str, axis: str, payload: int, runs: int) -> Communication:
-        size = {"pipe": self.schedule.stages, "data": self.data}[axis]
-        return Communication(kind, (axis,), payload, runs, "formula", group_size=size)
+    @property
+    def _over_stages(self) -> Mapping[str, int]:
+        return {PIPE: self.schedule.stages}
+
+    def _sends(self, kind: str, over: Mapping[str, int], payload: int, runs: int) -> Communication:
+        size = math.prod(over.values())
+        return Communication(kind, tuple(over), payload, runs, "formula", group_size=size)
 
     @property
     def _slots(self) -> int:

@@ -4,22 +4,20 @@ A vocabulary that they read is sharded over `pipe` (and `tensor`): each stage lo
 multiplies its shard of the rows. Otherwise the samples are sharded over `pipe` too, if divisible.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.axes import PIPE
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import ClosedJaxpr
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.passes import PartContext, after_split
-from jaxspeed.ops.free_axes import free_axes
-from jaxspeed.pipeline.stage_shard_map import PIPE
+from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 from jaxspeed.zero3 import EvalContext, run_segmented
@@ -60,38 +58,37 @@ def _run(
     activations = [v for v in given if v not in split.index]
     samples = [*(v for v in split.program.batch if v in read), *activations]
     specs = {path: table[path].read.spec for path in paths}
-    sample_axes: tuple[str, ...] = DATA_AXES
+    also: tuple[str, ...] = ()
     if not any(PIPE in spec_axes(spec) for spec in specs.values()):
         given |= {v: _shard_over_stages(given[v]) for v in samples}
-        sample_axes = (*DATA_AXES, PIPE)
+        also = (PIPE,)
     storage = {v: split.objective.stored(table[p]) for p, v in paths.items() if table[p].gathered}
     units = split.program.units
     closed = ClosedJaxpr(jaxpr.replace(invars=list(given)), ())
     part = split.program.part(closed, paths, samples)
     by_unit = units if storage else None
-    part = after_split(part, PartContext(table.mesh, specs, style, by_unit, sample_axes))
+    part = after_split(part, PartContext(table.mesh, specs, style, by_unit, also))
     context = EvalContext(units, split.samples)
     return run_segmented(part.closed.jaxpr, (), list(given.values()), storage, context)
 
 
 def _shard_over_stages(x: Any) -> Any:
     """Shard samples over the stages as well as the data ranks."""
-    at = _batch_sharding(x, (*DATA_AXES, PIPE))
+    at = _batch_sharding(x, (PIPE,))
     return x if at is None else constrain(x, at, "pipeline.samples")
 
 
 def _at_stage_boundary(split: SplitStep, x: Any) -> Any:
     """Shard an activation entering the first stage or leaving the last one."""
     of_samples = x.ndim and x.shape[0] == split.samples
-    at = _batch_sharding(x, DATA_AXES) if of_samples else None
+    at = _batch_sharding(x) if of_samples else None
     return x if at is None else constrain(x, at, "pipeline.between")
 
 
-def _batch_sharding(x: Any, axes: tuple[str, ...]) -> NamedSharding | None:
-    """Sharding of the first dim over those of `axes` that are not manual; None if indivisible."""
-    free = free_axes()
-    axes = tuple(axis for axis in axes if free.get(axis, 1) > 1)
-    if not axes or not x.ndim or x.shape[0] % math.prod(free[axis] for axis in axes):
+def _batch_sharding(x: Any, also: tuple[str, ...] = ()) -> NamedSharding | None:
+    """Sharding of the first dim over the samples' axes and `also`; None if indivisible."""
+    axes = free_sample_axes(x.shape[0], also=also) if x.ndim else ()
+    if not axes:
         return None
     entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
     return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*entries))

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxspeed.axes import PIPE
 from jaxspeed.pipeline.stage_layout import Arrays, OrderedExchanges
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.placement.stacks import UnlikeStages
-from jaxspeed.placement.table import PIPE, PlacementTable
+from jaxspeed.placement.table import PlacementTable
 
 
 class _Shard(NamedTuple):

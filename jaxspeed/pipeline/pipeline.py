@@ -18,7 +18,6 @@ from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.step_values import SplitStep
 from jaxspeed.pipeline.training import Training
 from jaxspeed.pipeline.unlike_program import UnlikeStage
-from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.stacks import UnlikeStages
 
 
@@ -72,7 +71,7 @@ class Pipeline:
             return SplitStep(self.objective, self.layout, *args)
 
         count, full = 1, split(1, 1)
-        ranks = data_parallel_size(self.objective.table.mesh)
+        ranks = self.objective.table.ranks
         if full.samples and full.program.is_sum and full.is_sum_of_parts:
             share = full.samples // ranks
             count = max(n for n in range(1, 4 * self.stages + 1) if share % n == 0)

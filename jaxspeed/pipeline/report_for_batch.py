@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.axes import DATA, PIPE, storing_axes
 from jaxspeed.objective.accumulate import micro_batch_shapes
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
@@ -14,10 +15,9 @@ from jaxspeed.pipeline.cost_report import PipelineReport
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.pipeline import Pipeline
 from jaxspeed.pipeline.step_values import split_program
-from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.specs import by_dim, num_shards, spec_axes
-from jaxspeed.placement.table import PIPE, PlacementTable
+from jaxspeed.placement.table import PlacementTable
 
 
 def pipeline_report(
@@ -28,6 +28,8 @@ def pipeline_report(
     Call it with the mesh in the context: the loss is traced.
     """
     table, own = pipeline.objective.table, pipeline.layout
+    sizes = table.mesh.shape
+    stored_over = {axis: sizes[axis] for axis in storing_axes() if sizes[axis] > 1}
     first = (
         pipeline.schedule(micro_batches),
         _carry(pipeline.objective, variables, batch, micro_batches),
@@ -35,7 +37,7 @@ def pipeline_report(
         own.rows,
         pipeline.recompute,
         pipeline.gather,
-        table.mesh.shape["data"],
+        stored_over or {DATA: 1},
     )
     if isinstance(own, PackedLayout):
         weights, gradients = own.packed_bytes
@@ -66,7 +68,7 @@ def _carry(
     traced = objective.trace((shapes, one, index, index), train=True)
     carry = split_program(traced, stack, one).carry
     samples = objective.samples(one)
-    ranks = data_parallel_size(mesh)
+    ranks = objective.table.ranks
     tensor = mesh.shape["tensor"] if objective.style.sequence_parallel else 1
 
     def share(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -95,11 +97,11 @@ class _LayerBytes:
 
     def gathered(self, row: Row) -> int:
         """Bytes gathered by ZeRO 3."""
-        return self.read(row) if "data" in _added(row, row.source) else 0
+        return self.read(row) if _added(row, row.source).intersection(storing_axes()) else 0
 
     def reduced(self, row: Row) -> int:
         """Bytes of gradients reduce-scattered by ZeRO 2 and 3."""
-        if row.grad is None or "data" not in _added(row, row.grad):
+        if row.grad is None or not _added(row, row.grad).intersection(storing_axes()):
             return 0
         in_layers = row.read.dtype if self.gathered(row) else row.grad.dtype
         return self.read(row, self.wire or in_layers)

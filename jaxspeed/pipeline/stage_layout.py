@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.axes import PIPE
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.rows import HOST, Placement, Row
 from jaxspeed.placement.specs import by_dim, sharded_dim, without_axes
 from jaxspeed.placement.stacks import Stack
-from jaxspeed.placement.table import PIPE, PlacementTable
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.zero3 import ShardedParam
 
 Arrays = dict[str, Any]

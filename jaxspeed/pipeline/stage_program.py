@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.axes import PIPE
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.split_loss import LossParts
 from jaxspeed.pipeline.stage_layout import StageLayout
-from jaxspeed.pipeline.stage_shard_map import PIPE
 from jaxspeed.pipeline.step_values import SplitStep, Values, at, inexact
 from jaxspeed.pipeline.tick_loops import StageWork
 from jaxspeed.placement.constrain import constrain

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.axes import PIPE
 from jaxspeed.placement.memory_kinds import in_memory_of, on_device
-
-PIPE = "pipe"
 
 
 def on_stages(

@@ -4,7 +4,6 @@ The loss is traced for each context: inside a stage, where `pipe` is manual, ker
 see another mesh than in the global view.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +16,11 @@ from jaxspeed.errors import ModelError
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays, unpad
-from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
 from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
-from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
 
@@ -137,8 +135,7 @@ def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | U
 
 def _lead(one: Any) -> int:
     """The first dim of messages between unlike stages: the samples if data ranks shard them."""
-    free = free_axes()
-    if math.prod(free.get(axis, 1) for axis in DATA_AXES) == 1:
+    if free_sample_shards() == 1:
         return 1
     sizes = {x.shape[0] for x in jax.tree.leaves(one) if x.shape}
     if len(sizes) == 1:

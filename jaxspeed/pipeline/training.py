@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxspeed.axes import PIPE
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.train_state import Arrays, pad
@@ -29,7 +30,6 @@ from jaxspeed.pipeline.evaluation import no_loss
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage, in_context
 from jaxspeed.pipeline.stage_shard_map import (
-    PIPE,
     broadcast_from,
     on_stages,
     read_slot,

@@ -7,7 +7,6 @@ The backward pass of a stage recomputes it within its branch: residuals that lea
 take the room of all stages' residuals.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,13 +19,12 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.jaxpr.traverse import ClosedJaxpr
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.passes import PartContext, after_split
-from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.ops.free_axes import free_sample_axes, free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.stage_shard_map import sum_over
 from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
 from jaxspeed.pipeline.unlike_stages import UnlikeParts
-from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.zero3 import EvalContext, Units, run_segmented
 
@@ -98,9 +96,7 @@ class UnlikeStage(Stage):
         """
         parts = self._parts
         at = len(self.names) + len(parts.context_reads)  # the place of the stage's number
-        free = free_axes()
-        axes = tuple(axis for axis in DATA_AXES if free.get(axis, 1) > 1)
-        ranks = math.prod(free[axis] for axis in axes)
+        axes, ranks = free_sample_axes(), free_sample_shards()
         count = parts.messages.lead
         split = self._of_samples(count // ranks)
         # One sample alone may be traced otherwise.

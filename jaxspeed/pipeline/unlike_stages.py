@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.primitives import RESHAPES
@@ -26,7 +27,6 @@ from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
 from jaxspeed.jaxpr.slicing import read_by, renamed, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.pipeline.partition_stages import uses_of_parameters
-from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.stacks import UnlikeStages
 
 _ALONE = (
@@ -177,7 +177,7 @@ class UnlikeParts:
             else free(v.aval.ndim)
             for v in jaxpr.invars
         ]
-        return Analysis(counts, frozenset(DATA_AXES)).run(jaxpr, twin.branches[stage], given)
+        return Analysis(counts, frozenset(summing_axes())).run(jaxpr, twin.branches[stage], given)
 
     def refuse_mixed_samples(self) -> None:
         """Refuse stages that a data rank cannot compute of its samples alone.

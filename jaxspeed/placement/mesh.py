@@ -1,8 +1,7 @@
-"""Device mesh with six fixed axis names: sizes, validation and layout over links."""
+"""Device mesh with the axes of `jaxspeed.axes`: sizes, validation and layout over links."""
 
 import functools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,20 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, Sharding
+from jax.sharding import AxisType, Mesh
 
+from jaxspeed.axes import DATA, axis_names, spanning_order
 from jaxspeed.errors import PlacementError
-
-AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
-DATA_AXES = ("replica", "data")  # the batch is sharded over these; ZeRO shards over `data` alone
 
 
 def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
     """Size of each axis, with the one that is -1 filled in from the device count."""
-    full = {axis: sizes.get(axis, -1 if axis == "data" else 1) for axis in AXES}
-    unknown = sorted(set(sizes) - set(AXES))
+    axes = axis_names()
+    full = {axis: sizes.get(axis, -1 if axis == DATA else 1) for axis in axes}
+    unknown = sorted(set(sizes) - set(axes))
     if unknown:
-        raise PlacementError(f"mesh has no axis {unknown[0]!r}; its axes are {', '.join(AXES)}")
+        raise PlacementError(f"mesh has no axis {unknown[0]!r}; its axes are {', '.join(axes)}")
     bad = [f"{axis}={size}" for axis, size in full.items() if size < 1 and size != -1]
     free = [axis for axis, size in full.items() if size == -1]
     if bad or len(free) > 1:
@@ -55,35 +53,21 @@ def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with all six axes over these devices (all of them by default).
+    """A mesh with all axes over these devices (all of them by default).
 
     Axes are of type Auto: foreign code carries no sharding annotations, and Explicit axes would
     make its reshapes and matmuls errors.
     """
-    devices = _checked(jax.devices() if devices is None else devices)
+    devices = checked_devices(jax.devices() if devices is None else devices)
     full = resolve_sizes(sizes, len(devices))
-    shape = tuple(full[axis] for axis in AXES)
+    shape = tuple(full.values())
     try:
-        return Mesh(laid_out(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(laid_out(shape, devices), tuple(full), axis_types=(AxisType.Auto,) * len(full))
     except NotImplementedError as error:  # a physical torus that cannot hold this shape
         raise PlacementError(
             f"mesh: {dict(full)} cannot be laid out on these {len(devices)} "
             f"{devices[0].device_kind} devices: {str(error).splitlines()[0]}"
         ) from None
-
-
-def apart(
-    devices: Sequence[jax.Device] | None, servers: int
-) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Split devices into (workers, servers); the last ones are the servers."""
-    found = _checked(jax.devices() if devices is None else devices)
-    if servers >= len(found):
-        works = f"at most {len(found) - 1} would do" if len(found) > 1 else "more devices would do"
-        raise PlacementError(
-            f"parallel.servers is {servers} of {len(found)} devices, and at least one has to be a "
-            f"worker: {works}"
-        )
-    return found[:-servers], found[-servers:]
 
 
 def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
@@ -110,13 +94,14 @@ def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 def _across(shape: Sequence[int], slices: int) -> list[int]:
     """Over how many slices each axis spans: first the axes that communicate least."""
-    sizes, parts = dict(zip(AXES, shape)), dict.fromkeys(AXES, 1)
-    for axis in ("replica", "pipe", "data", "expert", "seq", "tensor"):
+    sizes, parts = dict(zip(axis_names(), shape)), dict.fromkeys(axis_names(), 1)
+    for axis in spanning_order():
         parts[axis] = math.gcd(sizes[axis], slices // math.prod(parts.values()))
     return list(parts.values())
 
 
-def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
+def checked_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices as a list; PlacementError unless they are distinct JAX devices, at least one."""
     if not isinstance(devices, Iterable) or isinstance(devices, str):
         raise PlacementError(
             f"devices is a {type(devices).__name__}; it takes a sequence of JAX devices, as "
@@ -137,39 +122,6 @@ def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
 def simulated(mesh: Mesh) -> bool:
     """Whether the mesh is of CPU devices."""
     return mesh.devices.flat[0].platform == "cpu"
-
-
-def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for the programs of a mesh.
-
-    More simulated devices than cores do without YNNPACK: what it computes is set up when it first
-    runs, for each device anew. The first step of 24 unrolled blocks on eight devices takes 1.9
-    seconds of CPU time with it and 1.4 without, and later steps 1.0 with and without (jaxlib
-    0.12.0.1).
-    """
-    return without_ynnpack(mesh) if mesh.size > (os.cpu_count() or 1) else {}
-
-
-def without_ynnpack(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for programs of CPU devices without YNNPACK's kernels."""
-    known = jax.__version_info__ < (0, 13)  # XLA refuses options that it does not know
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and simulated(mesh) else {}
-
-
-def init_options(sharding: Sharding) -> dict[str, int]:
-    """XLA's options for a program of initialization, with results of this sharding.
-
-    LLVM's level 3, XLA:CPU's default, takes 1.3 times as long for random numbers as level 2, which
-    makes the same ones, bitwise, as fast (jaxlib 0.11.2 and 0.12.0.1).
-    """
-    device: jax.Device = next(iter(sharding.device_set))
-    default = not jax.config.read("jax_disable_most_optimizations")
-    return {"xla_backend_optimization_level": 2} if default and device.platform == "cpu" else {}
-
-
-def data_parallel_size(mesh: Mesh) -> int:
-    """Number of shards of the batch."""
-    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
 
 
 def in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:

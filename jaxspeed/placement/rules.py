@@ -9,29 +9,21 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from jaxspeed.axes import AXES, PIPE, TENSOR, sharding_axes
 from jaxspeed.config import match
 from jaxspeed.errors import ConfigError, PlacementError
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 # Logical dim -> mesh axis. A name that is not here (embed, head_dim, pos, ...) is replicated.
-LOGICAL_RULES: Mapping[str, str] = {
-    "stages": "pipe",  # the layers of the stack that is sharded into stages
-    "experts": "expert",
-    "vocab": "tensor",
-    "block_vocab": "tensor",  # of a table in each block
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "tensor": "tensor",  # models that name the mesh axis itself
-}
+LOGICAL_RULES: Mapping[str, str] = sharding_axes()
 
 # Usual names of mesh axes, by which models annotate their own parameters.
 TENSOR_NAMES = ("tp", "mp", "model")
 DATA_NAMES = ("fsdp", "dp", "data", "zero")
 
 # Dims sharded over pipe and their own axis: all stages share the embedding and the head.
-SHARED_BY_STAGES = ("vocab",)
+SHARED_BY_STAGES = AXES[PIPE].shares
 
 # Dims that their axes do not divide. The rows of a vocabulary are padded, and layers with ones that
 # do nothing; key and value heads are few, and replicated. Any other dim is refused.
@@ -72,8 +64,8 @@ def model_sharding(
         axis = LOGICAL_RULES.get(name or "")
         if axis and axis_sizes[axis] > 1:
             of_axis.setdefault(axis, []).append(dim)
-        elif name in SHARED_BY_STAGES and axis_sizes["pipe"] > 1:
-            of_axis.setdefault("pipe", []).append(dim)
+        elif name in SHARED_BY_STAGES and axis_sizes[PIPE] > 1:
+            of_axis.setdefault(PIPE, []).append(dim)
     for axis, dims in of_axis.items():
         parts = axis_sizes[axis]
         fitting = [d for d in dims if shape[d] % parts == 0]
@@ -82,8 +74,8 @@ def model_sharding(
         if fitting:
             dim = fitting[0]
             axes: tuple[str, ...] = (axis,)
-            if names[dim] in SHARED_BY_STAGES and axis != "pipe" and axis_sizes["pipe"] > 1:
-                axes, parts = ("pipe", axis), parts * axis_sizes["pipe"]
+            if names[dim] in SHARED_BY_STAGES and axis != PIPE and axis_sizes[PIPE] > 1:
+                axes, parts = (PIPE, axis), parts * axis_sizes[PIPE]
             entries[dim] = axes if len(axes) > 1 else axis
             stored[dim] = -(-shape[dim] // parts) * parts
         elif bad:
@@ -173,10 +165,10 @@ def with_own_axis_names(
     Usual names are known, except in a model with logical names, where `model` may be a dim.
     """
     logical = any(name in LOGICAL_RULES for leaf in leaves for name in leaf.names)
-    known = {**({} if logical else dict.fromkeys(TENSOR_NAMES, "tensor")), **mapping}
+    known = {**({} if logical else dict.fromkeys(TENSOR_NAMES, TENSOR)), **mapping}
 
     def of_leaf(leaf: Leaf) -> Leaf:
-        names = tuple("tensor" if known.get(n or "") == "tensor" else n for n in leaf.names)
+        names = tuple(TENSOR if known.get(n or "") == TENSOR else n for n in leaf.names)
         return leaf if names == leaf.names else replace(leaf, names=names)
 
     return tuple(map(of_leaf, leaves))

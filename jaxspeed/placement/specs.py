@@ -30,9 +30,10 @@ def without_axes(spec: Iterable[Any], axes: Collection[str]) -> PartitionSpec:
     return PartitionSpec(*map(as_entry, left))
 
 
-def sharded_dim(spec: Iterable[Any], axis: str) -> int | None:
-    """First dim that an axis shards."""
-    return next((dim for dim, entry in enumerate(spec) if axis in entry_axes(entry)), None)
+def sharded_dim(spec: Iterable[Any], *axes: str) -> int | None:
+    """First dim that one of the axes shards."""
+    sharded = (dim for dim, entry in enumerate(spec) if set(axes).intersection(entry_axes(entry)))
+    return next(sharded, None)
 
 
 def by_dim(values: Iterable[Any], ndim: int) -> list[Any]:

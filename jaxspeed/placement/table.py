@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxspeed.axes import PIPE, data_ranks
 from jaxspeed.placement import show
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import (
@@ -38,7 +39,6 @@ from jaxspeed.placement.zero import ZeroSharding, shard_leaf
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, its placement).
 StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
 
-PIPE = "pipe"
 WIDTH = 120  # of the table as text
 
 
@@ -66,8 +66,13 @@ class PlacementTable:
         return placement.sharding(self.mesh)
 
     @property
+    def ranks(self) -> int:
+        """Number of shards of a batch's samples."""
+        return data_ranks(self.mesh.shape)
+
+    @property
     def grads_sharded(self) -> bool:
-        """Whether gradients accumulate sharded over `data`: stages 2 and 3."""
+        """Whether gradients accumulate sharded over the storing axes: stages 2 and 3."""
         return self.stage >= 2
 
     def bytes_by_role(self) -> dict[str, tuple[int, int]]:
@@ -278,6 +283,6 @@ def _storage(
     kept = stack.layers_dim(leaf.path)
     inner = None if stack.in_place else PIPE
     if not stack.in_place:
-        base = shard_leaf(base.stored_shape, base.spec, names, sizes, PIPE, kept=kept) or base
+        base = shard_leaf(base.stored_shape, base.spec, names, sizes, (PIPE,), kept=kept) or base
     zero = shard_leaf(base.stored_shape, base.spec, names, sizes, kept=kept, inner=inner)
     return base, zero or base

@@ -1,4 +1,4 @@
-"""ZeRO sharding: choose the dim of a leaf to shard over `data`, and its padding.
+"""ZeRO sharding: choose the dim of a leaf to shard over ZeRO's axes, and its padding.
 
 Stacks that are not in place are sharded over `pipe` by the same rule (`placement/stacks.py`).
 """
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from jaxspeed.axes import product, storing_axes
 from jaxspeed.placement.specs import as_entry, by_dim, entry_axes, num_shards
 
 # Cost, as a share of the leaf's bytes, of sharding a dim that should stay unsharded. A scan slices
@@ -33,7 +34,7 @@ TILE = (8, 256)
 
 
 class ZeroSharding(NamedTuple):
-    """Spec of a leaf with the new axis in it, and the padded shape that is stored."""
+    """Spec of a leaf with the new axes in it, and the padded shape that is stored."""
 
     spec: PartitionSpec
     stored_shape: tuple[int, ...]
@@ -44,27 +45,31 @@ def shard_leaf(
     spec: PartitionSpec,
     names: Sequence[str | None],
     axis_sizes: Mapping[str, int],
-    axis: str = "data",
+    axes: Sequence[str] | None = None,
     *,
     kept: int | None = None,
     inner: str | None = None,
 ) -> ZeroSharding | None:
-    """Add `axis` to a leaf's spec on the dim that divides best; None if no dim can be sharded.
+    """Add `axes` to a leaf's spec on the dim that divides best; None if no dim can be sharded.
 
     The best dim is the one whose padding adds least; among equals one that no axis shards yet, then
     one that is not the last and has shards of complete tiles, then the largest. `names` are the
     leaf's logical dims, as far as they are known.
 
     Args:
+      axes: by default those over which ZeRO stores this leaf.
       kept: a dim that may not be sharded.
-      inner: an axis that shards inside of `axis` where both shard one dim. They share one only
+      inner: an axis that shards inside of `axes` where both shard one dim. They share one only
         where any other would add more.
     """
     dims = [dim for dim in range(len(shape)) if dim != kept]
-    if axis_sizes[axis] == 1 or not dims or 0 in shape:
+    axes = storing_axes(spec) if axes is None else axes
+    axes = [axis for axis in axes if axis_sizes[axis] > 1]
+    if not axes or not dims or 0 in shape:
         return None
     entries, names = by_dim(spec, len(shape)), by_dim(names, len(shape))
-    steps = [axis_sizes[axis] * num_shards(entry, axis_sizes) for entry in entries]
+    ranks = product(axes, axis_sizes)
+    steps = [ranks * num_shards(entry, axis_sizes) for entry in entries]
     stored = [-(-size // step) * step for size, step in zip(shape, steps, strict=True)]
 
     window = window_dims(shape, names)
@@ -81,7 +86,7 @@ def shard_leaf(
     dim = min(dims, key=cost)
     before = entry_axes(entries[dim])
     outer = [a for a in before if a != inner]
-    entries[dim] = as_entry((*outer, axis, *([inner] if inner in before else [])))
+    entries[dim] = as_entry((*outer, *axes, *([inner] if inner in before else [])))
     return ZeroSharding(PartitionSpec(*entries), (*shape[:dim], stored[dim], *shape[dim + 1 :]))
 
 

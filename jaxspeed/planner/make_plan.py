@@ -16,12 +16,13 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile import PATIENCE
 from jaxspeed.planner.compile.in_child import StepCompiler
-from jaxspeed.planner.memory import memory_in, read_step
-from jaxspeed.planner.memory.traced_step import as_on, with_overlap
+from jaxspeed.planner.memory import memory_in
 from jaxspeed.planner.plan import Plan
 from jaxspeed.planner.search_run import Job, Progress, advice_of, search_run
 from jaxspeed.planner.time import time_in
 from jaxspeed.planner.time.torus import refuse_torus
+from jaxspeed.planner.trace import read_step
+from jaxspeed.planner.trace.traced_step import as_on, with_overlap
 from jaxspeed.run.start import Source
 from jaxspeed.train.program import Program
 

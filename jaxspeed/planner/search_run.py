@@ -1,7 +1,6 @@
 """`plan --search`: the fastest config on a target; and advice for a config that does not fit."""
 
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxspeed.axes import TENSOR, axis_names, product, searched_axes
 from jaxspeed.config import Config, load_config, match
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
@@ -16,19 +16,17 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import build
-from jaxspeed.placement.mesh import AXES, resolve_sizes
+from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
 from jaxspeed.planner.compile.in_child import compile_for, pickled
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.compile.workers import Inline, Workers
-from jaxspeed.planner.memory import Memory, memory_in, read_step
-from jaxspeed.planner.memory.traced_step import as_on, with_overlap
+from jaxspeed.planner.memory import Memory, memory_in
 from jaxspeed.planner.search.advice import Advice, Adviser
 from jaxspeed.planner.search.analytic_cost import CostModel, memory_excess
 from jaxspeed.planner.search.candidate import (
     ACCUMULATION,
-    MESH,
     MICRO,
     NONE,
     Choice,
@@ -44,6 +42,8 @@ from jaxspeed.planner.search.walk import Limits, SearchLoop
 from jaxspeed.planner.time import Time, time_in
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.torus import can_hold, split_dims
+from jaxspeed.planner.trace import read_step
+from jaxspeed.planner.trace.traced_step import as_on, with_overlap
 from jaxspeed.run.start import Source
 from jaxspeed.train.program import Program
 
@@ -143,11 +143,11 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
     stack = find_stack(leaves, config.parallel.units, match)
     sizes = dict(program.mesh.shape)
 
-    def holds(mesh: tuple[int, int, int, int]) -> bool:
-        return can_hold(target, {**sizes, **dict(zip(MESH, mesh))})
+    def holds(mesh: tuple[int, ...]) -> bool:
+        return can_hold(target, {**sizes, **dict(zip(searched_axes(), mesh))})
 
-    def splits(mesh: tuple[int, int, int, int]) -> bool:
-        return bool(split_dims(target, {**sizes, **dict(zip(MESH, mesh))}))
+    def splits(mesh: tuple[int, ...]) -> bool:
+        return bool(split_dims(target, {**sizes, **dict(zip(searched_axes(), mesh))}))
 
     bounds = (1, samples)
     if tuning.enabled:
@@ -166,7 +166,7 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
         splits,
         _may_offload(target),
         bounds,
-        fixed=math.prod(n for axis, n in sizes.items() if axis not in MESH),
+        fixed=product(set(sizes) - set(searched_axes()), sizes),
     )
     if tuning.has("fast") and tuning.fast:
         return replace(space, changing=FAST)
@@ -183,15 +183,15 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
     named = [
         row.leaf
         for row in program.table
-        if any(LOGICAL_RULES.get(name or "") == "tensor" for name in row.leaf.names)
+        if any(LOGICAL_RULES.get(name or "") == TENSOR for name in row.leaf.names)
     ]
     if not named:  # names come from layer specs, or are inferred if the config has the axis
         known = config.layer_specs or base > 1
         return divisors(within) if known else (1,)
-    ones = dict.fromkeys(AXES, 1)
+    ones = dict.fromkeys(axis_names(), 1)
 
     def divides(degree: int) -> bool:
-        sizes = {**ones, "tensor": degree}
+        sizes = {**ones, TENSOR: degree}
         return not any(model_sharding(leaf.shape, leaf.names, sizes).misfits for leaf in named)
 
     return tuple(degree for degree in divisors(within) if degree == base or divides(degree))
@@ -211,7 +211,8 @@ def cost_model(problem: SearchProblem) -> CostModel:
     """The analytic cost model, from the model's loss traced on one sample and one device."""
     base, target = problem.base, problem.target
     alone = replace(
-        base.on((1, 1, 1, 1)),
+        base,
+        mesh=(1,) * len(base.mesh),
         stage=0,
         recompute=NONE,
         offload_activations=0.0,
@@ -221,7 +222,7 @@ def cost_model(problem: SearchProblem) -> CostModel:
     )
     plain = with_keys(problem.given, keys_of(problem.given, base, alone, 1))
     keys = {"train_batch_size": None, MICRO: 1, ACCUMULATION: 1}
-    keys |= {f"mesh.{axis}": 1 for axis in AXES}
+    keys |= {f"mesh.{axis}": 1 for axis in axis_names()}
     keys |= {f"parallel.{key}": None for key in plain.get("parallel", {}) if _is_ring_key(key)}
     config = load_config(with_keys(plain, keys))
     program, _ = Job(replace(problem.source, config=config))(jax.devices("cpu")[:1])
@@ -232,8 +233,8 @@ def cost_model(problem: SearchProblem) -> CostModel:
     )
 
     @functools.cache
-    def links(mesh: tuple[int, int, int, int]) -> Links:
-        return Links(target, {**sizes, **dict(zip(MESH, mesh))})
+    def links(mesh: tuple[int, ...]) -> Links:
+        return Links(target, {**sizes, **dict(zip(searched_axes(), mesh))})
 
     return CostModel(
         sizes_of(program, one),

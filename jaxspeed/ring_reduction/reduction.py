@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.axes import axis_names
 from jaxspeed.objective.accumulate import Sums, per_weight, shares
 from jaxspeed.objective.train_state import Arrays, pad, unpad, wide_dtype
-from jaxspeed.placement.mesh import AXES, DATA_AXES
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim, without_axes
 from jaxspeed.placement.table import PlacementTable
@@ -28,10 +28,11 @@ from jaxspeed.ring_reduction.levels import (
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
-from jaxspeed.ring_reduction.rings import DATA, Rings, local_shape
+from jaxspeed.ring_reduction.rings import INNER, OUTER, Rings, local_shape
 
-PER_RANK = P(DATA_AXES)  # a leading dim over ranks
-PER_DEVICE = P(AXES)  # ... over devices
+RANKS = (*OUTER, *INNER)
+PER_RANK = P(RANKS)  # a leading dim over ranks
+PER_DEVICE = P(axis_names())  # ... over devices
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Reduction:
         run = self.rings.on_devices(
             lambda *args: self._on_device(buckets, weighed, *args),
             (
-                {p: P(DATA_AXES, *without_axes(_spec(row), DATA_AXES)) for p, row in rows.items()},
+                {p: P(RANKS, *without_axes(_spec(row), RANKS)) for p, row in rows.items()},
                 PER_RANK,
                 P(),
                 PER_DEVICE,
@@ -71,10 +72,10 @@ class Reduction:
         parts = []
         for path, grad in grads:
             spec = _spec(self.table[path])
-            shape = local_shape(self.rings.mesh, without_axes(spec, DATA_AXES), grad.shape[1:])
+            shape = local_shape(self.rings.mesh, without_axes(spec, RANKS), grad.shape[1:])
             wide = jnp.promote_types(grad.dtype, jnp.float32)
             dtype = grad.dtype if self.rings.sends_gradient_dtype else wide
-            parts.append(BucketLeaf(path, shape, jnp.dtype(dtype), sharded_dim(spec, DATA)))
+            parts.append(BucketLeaf(path, shape, jnp.dtype(dtype), sharded_dim(spec, *INNER)))
         return self.rings.buckets(parts)
 
     def _on_device(
@@ -152,9 +153,9 @@ class Reduction:
         parts = [
             BucketLeaf(
                 path,
-                local_shape(self.rings.mesh, without_axes(spec, DATA_AXES), _shape(rows[path])),
+                local_shape(self.rings.mesh, without_axes(spec, RANKS), _shape(rows[path])),
                 values[path].dtype,
-                sharded_dim(spec, DATA),
+                sharded_dim(spec, *INNER),
             )
             for path, spec in sharded.items()
         ]
@@ -167,7 +168,7 @@ class Reduction:
                 full |= bucket.leaves(hierarchical_all_gather(chunk, ranks, self.rings.levels))
             return full
 
-        full_specs = {path: without_axes(spec, DATA_AXES) for path, spec in sharded.items()}
+        full_specs = {path: without_axes(spec, RANKS) for path, spec in sharded.items()}
         run = self.rings.on_devices(device, (sharded,), full_specs)
         full = values | run({path: values[path] for path in sharded})
         return {path: unpad(x, rows[path].shape(read[path])) for path, x in full.items()}

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.axes import copying_axes, product, storing_axes
 from jaxspeed.config import Config
-from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size, simulated
+from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.rows import Row
-from jaxspeed.placement.specs import entry_axes
+from jaxspeed.placement.specs import as_entry, entry_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
 from jaxspeed.ring_reduction.levels import Levels, Ranks
 from jaxspeed.ring_reduction.steps import Ring, ring_all_gather
 from jaxspeed.ring_reduction.wire import WIRES
 
-REPLICA, DATA = DATA_AXES
+OUTER, INNER = copying_axes(), storing_axes()  # over which a gradient is summed, then stored
 NO_RANK = -2
 
 
@@ -33,7 +34,7 @@ class Rings:
     @property
     def count(self) -> int:
         """The number of data ranks."""
-        return data_parallel_size(self.mesh)
+        return self.levels.outer.size * self.levels.inner.size
 
     @property
     def feedback(self) -> bool:
@@ -71,7 +72,7 @@ class Rings:
         run = jax.shard_map(
             device,
             mesh=self.mesh,
-            in_specs=(P(DATA), P(REPLICA), *in_specs),
+            in_specs=(P(INNER), P(OUTER), *in_specs),
             out_specs=out_specs,
             check_vma=False,
         )
@@ -101,7 +102,7 @@ class Rings:
     def gather_ranks(self, x: jax.Array, ranks: Ranks) -> jax.Array:
         """Each rank's [length], gathered to [ranks, length] in rank order."""
         inner = self.levels.inner
-        everyone = Ring((REPLICA, DATA), self.count, inner.directions, inner.unrolled)
+        everyone = Ring((*OUTER, *INNER), self.count, inner.directions, inner.unrolled)
         rank = ranks.outer * inner.size + ranks.inner
         if inner.unrolled:  # the message depends on what the rank depends on
             x = jnp.where(rank == NO_RANK, jnp.zeros_like(x), x)
@@ -115,16 +116,18 @@ def rings_of(config: Config, mesh: Mesh) -> Rings | None:
         return None
     unrolled = simulated(mesh)
     inner, outer = (
-        Ring(axis, mesh.shape[axis], parallel.ring_directions, unrolled) for axis in (DATA, REPLICA)
+        Ring(axes, product(axes, mesh.shape), parallel.ring_directions, unrolled)
+        for axes in (INNER, OUTER)
     )
     # One rank sends nothing, so nothing is rounded.
-    wire = parallel.ring_wire if data_parallel_size(mesh) > 1 else "none"
+    wire = parallel.ring_wire if inner.size * outer.size > 1 else "none"
     return Rings(mesh, Levels(inner, outer, WIRES[wire]), parallel.ring_bucket_bytes)
 
 
 def data_spec(row: Row) -> P:
-    """The sharding over `data` of the array that layers read, without other axes."""
-    return P(*(DATA if DATA in entry_axes(entry) else None for entry in row.source.spec))
+    """ZeRO's sharding of the array that layers read, without other axes."""
+    entries = map(entry_axes, row.source.spec)
+    return P(*(as_entry(tuple(a for a in axes if a in INNER)) for axes in entries))
 
 
 def local_shape(mesh: Mesh | AbstractMesh, spec: P, shape: Sequence[int]) -> tuple[int, ...]:

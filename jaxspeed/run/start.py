@@ -17,6 +17,7 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, ModelLimits, build, limits_of
+from jaxspeed.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
@@ -25,6 +26,7 @@ from jaxspeed.interop.pretrained import data_section
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
+from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder
@@ -32,10 +34,8 @@ from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 from jaxspeed.run.watchdog import Watchdog, watchdog_of
-from jaxspeed.train.build import batch_of
 
 log = logging.getLogger("jaxspeed")
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,13 @@ class Source:
 
     def corpus(self) -> Corpus:
         """The corpus for the model, with the tokenizer saved with the run, if any."""
-        saved = self.folder.path / TOKENIZER
-        resumed = self.folder.has_begun() and saved.exists()
+        saved = tokenizer_file(self.folder.path) if self.folder.has_begun() else None
         return build(
             data_section(self.config),
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
-            tokenizer_file=saved.read_bytes() if resumed else None,
+            tokenizer=read_tokenizer(saved) if saved else None,
         )
 
     @staticmethod
@@ -140,7 +139,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     }
     files = {}
     if corpus.tokenizer is not None:
-        files[TOKENIZER] = corpus.tokenizer.to_bytes()
+        files[corpus.tokenizer.file] = corpus.tokenizer.to_bytes()
     processes = Processes()
     processes.first("opening the folder of the run", lambda: folder.open(whose, files))
     unseen = processes.all(

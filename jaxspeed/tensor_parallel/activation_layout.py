@@ -1,15 +1,13 @@
 """Layout of activations at shard boundaries: replicated, or sharded along the sequence."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.ops.free_axes import TENSOR, free_axes
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.axes import TENSOR
+from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.tensor_parallel.boundary_ops import BoundaryLayout
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram
@@ -74,18 +72,10 @@ class BoundaryLayouts:
         return {"axis": TENSOR, "bidirectional": bidirectional} if length % size == 0 else {}
 
     def samples(self, size: int) -> Any:
-        return sample_axes(self.mesh, size)
+        return free_sample_axes(size, self.mesh) or None
 
 
 def context_mesh(mesh: Mesh) -> Any:
     """The mesh of the current trace: inside a shard_map some of its axes are manual."""
     context = jax.sharding.get_abstract_mesh()
     return mesh if context.empty else context
-
-
-def sample_axes(mesh: Any, size: int, axes: Sequence[str] = DATA_AXES) -> tuple[str, ...] | None:
-    """Those of `axes` that shard `size` samples; None if these do not divide. No manual axes."""
-    free = free_axes(mesh)
-    axes = tuple(axis for axis in axes if axis in free)
-    num_shards = math.prod(free[axis] for axis in axes)
-    return axes if num_shards > 1 and size % num_shards == 0 else None

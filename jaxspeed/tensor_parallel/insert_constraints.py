@@ -15,10 +15,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxspeed.axes import TENSOR
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, JaxprEqn, Var, is_marked, is_var, product_of
-from jaxspeed.ops.free_axes import TENSOR, free_axes
+from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.tensor_parallel.activation_layout import (
     ActivationLayout,
     BoundaryLayouts,

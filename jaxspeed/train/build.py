@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxspeed.axes import AXES, PIPE, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
@@ -24,7 +25,7 @@ from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size, simulated
+from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, with_stages
@@ -62,7 +63,7 @@ def build_program(
         merge_summed_dims()
     platform = mesh.devices.flat[0].platform
     refuse_known_bugs(platform, installed(platform), _offload_keys(config))
-    batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
+    batch = config.batch_on(mesh.shape)
     _check_parts(config.parallel.batch_parts, batch, mesh)
     adapted = adapt_model(
         model,
@@ -105,7 +106,7 @@ def build_program(
         adapted,
         layout,
         chosen,
-        gradient_factor=data_parallel_size(mesh) if config.gradient_allreduce_op == "sum" else 1,
+        gradient_factor=objective.table.ranks if config.gradient_allreduce_op == "sum" else 1,
         skip_non_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         streamed=streamed,
         ring=ring,
@@ -142,15 +143,6 @@ def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:
         )
 
 
-def batch_of(config: Config) -> Batch:
-    """The batch of a config on all visible devices."""
-    if config.parallel.data_reduction == "parameter_server":
-        on_workers, _ = apart(None, config.parallel.servers)
-        return config.batch(len(on_workers) // config.mesh.tensor, 1)
-    mesh = build_mesh(config.mesh.model_dump(), None)
-    return config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
-
-
 def _offload_keys(config: Config) -> list[str]:
     """The keys of a config that offload something to host memory."""
     zero, recompute = config.zero_optimization, config.recompute
@@ -182,7 +174,7 @@ def _stack_of(
     config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], LossProgram] | None
 ) -> Stack | None:
     """The blocks that are partitioned over `pipe`."""
-    stages, chunks = mesh.shape["pipe"], _chunks_of(config)
+    stages, chunks = mesh.shape[PIPE], _chunks_of(config)
     if stages == 1:
         return None
     against = _against_unlike_stages(config, mesh)
@@ -193,8 +185,12 @@ def _stack_of(
 def _against_unlike_stages(config: Config, mesh: Mesh) -> list[str]:
     """The settings that stages of unlike blocks exclude, each with what to set."""
     zero, parallel = config.zero_optimization, config.parallel
-    axes = [axis for axis in ("tensor", "seq", "expert") if mesh.shape[axis] > 1]
-    sharded = zero.stage >= 2 and mesh.shape["data"] > 1
+    axes = [
+        name
+        for name, axis in AXES.items()
+        if (axis.dims or axis.batch == "positions") and name != PIPE and mesh.shape[name] > 1
+    ]
+    sharded = zero.stage >= 2 and storing_ranks(mesh.shape) > 1
     found = {f"mesh.{axis} 1": True for axis in axes} | {
         'parallel.pipeline_schedule "1f1b" or "gpipe"': parallel.pipeline_schedule == "interleaved",
         'parallel.pipeline_recompute "stage"': config.pipeline_recompute != "stage",
@@ -263,7 +259,7 @@ def _streamed(
 
 
 def _pipeline_of(config: Config, objective: Objective) -> Pipeline | None:
-    if objective.table.mesh.shape["pipe"] == 1:
+    if objective.table.mesh.shape[PIPE] == 1:
         return None
     parallel = config.parallel
     return Pipeline(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxspeed.axes import batch_entries, summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import (
     Sums,
@@ -32,8 +33,8 @@ from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host, on_device, to_host
-from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import reduction_dtype
+from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.table import PlacementTable
 
 MICRO_BATCHES = "micro_batches"  # the named scope of the loop in a compiled program
@@ -112,19 +113,21 @@ class Gradients:
         """All micro-batches. With a pipeline, sources and gradients are laid out by stage."""
         if self.reduction(variables, batch, step)[0] == "step":
             return self._once_a_step(sources, variables, batch, step, scale), variables
-        ranks = data_parallel_size(self.table.mesh)
+        ranks = self.table.ranks
         micro = micro_batches(batch, self.accumulation, ranks)
         return self._accumulate(sources, variables, micro, step, scale, placed=True, first=first)
 
     def reduction(self, variables: Arrays, batch: Any, step: Any) -> tuple[Reduction, str]:
         """When gradients are reduced, and why."""
-        ranks = data_parallel_size(self.table.mesh)
+        ranks = self.table.ranks
         if self.accumulation == 1 or ranks == 1:
             return "micro_batch", "there is one micro-batch or one data rank"
         if self.table.grads_sharded:
             return "micro_batch", "ZeRO stages 2 and 3 shard gradients"
         if any(row.grad and in_host(row.grad) for row in self.table):
             return "micro_batch", "gradients are offloaded to host memory as they are produced"
+        if any(spec_axes(row.read.spec).intersection(summing_axes()) for row in self.table):
+            return "micro_batch", "a parameter is sharded over an axis that shards the batch"
         if self.pipeline:
             # Manual inside each rank's part, with the manual axes `replica`, `data`, `pipe`. XLA
             # aborts where that is not the mesh's order ("Manual axes must be sorted by mesh axis
@@ -324,13 +327,13 @@ class Gradients:
             sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
             return jax.tree.map(lambda x: x[None], sums)
 
-        mesh = self.table.mesh
+        mesh, ranks = self.table.mesh, summing_axes()
         parts: Sums = jax.shard_map(
             local,
             mesh=mesh,
             in_specs=(PartitionSpec(), PartitionSpec(), batch_specs(batch)),
-            out_specs=PartitionSpec(DATA_AXES),
-            axis_names=set(DATA_AXES),
+            out_specs=PartitionSpec(ranks),
+            axis_names=set(ranks),
             check_vma=False,
         )(sources, every, batch)
         share, weight = shares(parts.weight)  # [ranks], []
@@ -359,5 +362,5 @@ def steepest(grad: jax.Array) -> jax.Array:
 
 
 def batch_specs(batch: Any) -> Any:
-    """Shard a batch's arrays on their first dim; replicate scalars."""
-    return jax.tree.map(lambda x: PartitionSpec(DATA_AXES) if x.ndim else PartitionSpec(), batch)
+    """Shard a batch's arrays along samples and positions; replicate scalars."""
+    return jax.tree.map(lambda x: PartitionSpec(*batch_entries(x.ndim)), batch)

@@ -25,7 +25,7 @@ from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import OptLayout, TrainState
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
-from jaxspeed.placement.mesh import compiler_options, data_parallel_size, in_mesh
+from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
@@ -33,6 +33,7 @@ from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.optimizer import RunOptimizer
 from jaxspeed.train.state_storage import StateStorage
 from jaxspeed.train.update import Update
+from jaxspeed.train.xla_options import compiler_options
 
 Metrics = dict[str, jax.Array]
 
@@ -47,6 +48,19 @@ class BuildInputs:
     example_batch: Any
     trainable: Any
     init_with: Callable[[Any, Any], Any] | None
+
+
+@dataclass(frozen=True)
+class StepPhase:
+    """One of the compiled programs that make a step."""
+
+    name: str
+    function: Any  # jitted
+    mesh: Mesh
+    arguments: Callable[[Any], tuple[Any, ...]]  # their shapes, from those of a global batch
+
+    def trace(self, batch: Any) -> Any:
+        return self.function.trace(*self.arguments(batch))
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class Program:
     @property
     def ranks(self) -> int:
         """The data ranks over which a batch is sharded."""
-        return data_parallel_size(self.mesh)
+        return self.table.ranks
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -116,8 +130,16 @@ class Program:
 
     @property
     def serving(self) -> ServerTraffic | None:
-        """The parameter server, if any: `step` is then not one program."""
+        """The parameter server, if any."""
         return None
+
+    @property
+    def phases(self) -> tuple[StepPhase, ...]:
+        """The programs of a step, in their order: here one, which fuses all."""
+        return (StepPhase("step", self.step, self.mesh, self._step_arguments),)
+
+    def _step_arguments(self, batch: Any) -> tuple[Any, ...]:
+        return self.state, self.abstract_batch(batch)
 
     @property
     def in_this_process(self) -> bool:
@@ -154,10 +176,6 @@ class Program:
             trainable=source.trainable,
             init_with=source.init_with,
         )
-
-    def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
-        """The step traced for a batch of these shapes, and its mesh."""
-        return self.step.trace(self.state, self.abstract_batch(batch)), self.mesh
 
     def as_one_rank(self, x: Any) -> Any:
         """Reorder samples so that one rank computes the same micro-batches in the same order."""

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
 from jaxspeed.objective.train_state import Arrays
-from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
-from jaxspeed.ring_reduction.rings import DATA, NO_RANK, REPLICA, data_spec
+from jaxspeed.ring_reduction.rings import INNER, NO_RANK, OUTER, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
 from jaxspeed.train.gradients import Gradients, batch_specs
 
@@ -69,7 +69,7 @@ class RingGradients(Gradients):
 
         if self.accumulation == 1 or not self.table.grads_sharded:
             return some(self.accumulation, batch, 0, errors)
-        micro = micro_batches(batch, self.accumulation, data_parallel_size(self.table.mesh))
+        micro = micro_batches(batch, self.accumulation, self.table.ranks)
 
         def one(variables: Arrays, batch: Any, index: Any, errors: Any) -> tuple[Sums, Arrays]:
             return some(1, batch, index, errors), variables
@@ -134,8 +134,8 @@ class RingGradients(Gradients):
             local,
             mesh=self.table.mesh,
             in_specs=(
-                PartitionSpec(DATA),
-                PartitionSpec(REPLICA),
+                PartitionSpec(INNER),
+                PartitionSpec(OUTER),
                 specs,
                 PartitionSpec(),
                 batch_specs(batch),
@@ -147,7 +147,7 @@ class RingGradients(Gradients):
                 of_ranks,
                 of_ranks,
             ),
-            axis_names=set(DATA_AXES),
+            axis_names=set(summing_axes()),
             check_vma=False,
         )(*rings.rank_ids(), sources, every, batch)
         done = {path: grad for path, grad in parts.grads.items() if path in exchanged}

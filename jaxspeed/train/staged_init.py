@@ -29,7 +29,7 @@ from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var, nested_constants
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.placement.mesh import init_options
+from jaxspeed.train.xla_options import init_options
 
 _SMALL = 1024  # elements: a random key, a scale; computed again for each result that reads it
 _REPEATED = 4  # slices may have this many times the equations of the one program

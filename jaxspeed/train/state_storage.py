@@ -16,11 +16,12 @@ from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.memory_kinds import in_host, on_device
-from jaxspeed.placement.mesh import in_mesh, init_options
+from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.optimizer import RunOptimizer
 from jaxspeed.train.staged_init import StagedInit, compile_in_background, is_traced, staged_init
+from jaxspeed.train.xla_options import init_options
 
 
 @dataclass(frozen=True)

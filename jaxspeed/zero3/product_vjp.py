@@ -25,7 +25,7 @@ from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
 from jaxspeed.jaxpr.slicing import free_variables, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_marked, is_var
 from jaxspeed.jaxpr.weight_uses import weight_uses
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.zero3.eager_weight_grads import ties_of
 from jaxspeed.zero3.sharded_param import ShardedParam, Storage
@@ -66,8 +66,8 @@ def wide_products(jaxpr: Any, storage: Storage) -> list[Product]:
     movable = {v: s for v, s in storage.items() if s.trainable and not s.exchange and not s.on_host}
     if not movable:
         return []
-    sizes = next(iter(movable.values())).gathered.mesh.shape
-    ranks = math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
+    mesh = next(iter(movable.values())).gathered.mesh
+    ranks = free_sample_shards(mesh)
     inputs = [v.aval for v in jaxpr.invars if v not in storage and len(v.aval.shape) > 1]
     real = [nbytes(x) for x in inputs if jnp.issubdtype(x.dtype, jnp.inexact)]
     weights = sum(_gathered_bytes(v.aval, s) for v, s in storage.items())

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
-from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.zero3.sharded_param import ShardedParam
 
 
@@ -73,6 +73,6 @@ def _shardings(eqn: Any, stored: ShardedParam, sharded: int) -> tuple[NamedShard
 
     taken = stored.sharding.spec[sharded]
     taken = (taken,) if isinstance(taken, str) else taken
-    data = [axis for axis in DATA_AXES if axis in mesh.shape]
+    data = free_sample_axes(mesh=mesh)
     left = [axis for axis in data if axis not in taken]
     return along(stored.sharding.spec, left), along(stored.gathered.spec, data)

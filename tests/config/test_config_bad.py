@@ -578,6 +578,11 @@ BAD = {
         "optimizer.params.max_grad_norm",
         "Write gradient_clipping",
     ),
+    "a step counter in the config": (
+        schedule("WarmupLR", warmup_max_lr=0.1, last_batch_iteration=5),
+        "scheduler.params.last_batch_iteration",
+        "in the train state",
+    ),
     "files without a path": ({"data": {"source": "jsonl"}}, "data.path", "needs a path"),
     "a path that is not read": ({"data": {"path": "x"}}, "data.source", "to read the path"),
     "a source unknown": ({"data": {"source": "stdlb"}}, "data.source", "Needs one of"),

@@ -2,10 +2,10 @@
 
 import pytest
 
+from jaxspeed.axes import AXES
 from jaxspeed.config import Config, load_config
 from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS
-from jaxspeed.config.parallelism import AXES
 
 pytestmark = pytest.mark.fast
 

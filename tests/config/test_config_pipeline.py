@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jaxspeed.axes import AXES
 from jaxspeed.config import Batch, Config, explain_config, load_config
-from jaxspeed.config.parallelism import AXES
 from jaxspeed.errors import ConfigError
 
 pytestmark = pytest.mark.fast

@@ -11,7 +11,14 @@ import pytest
 from jaxspeed.models import build as build_model
 
 from jaxspeed.config.run_sections import Data
-from jaxspeed.data import BPETokenizer, ByteTokenizer, build, limits_of, tokenize
+from jaxspeed.data import (
+    BPETokenizer,
+    ByteTokenizer,
+    build,
+    limits_of,
+    load_tokenizer,
+    tokenize,
+)
 from jaxspeed.errors import DataError
 from tests.data.corpora import json_lines, opened, sentences, text_files
 
@@ -214,7 +221,7 @@ def test_a_run_that_is_continued_has_its_own_tokenizer(folder, tmp_path, monkeyp
     data = text(folder, tokenizer="bpe", vocab_size=300)
     first = opened(data)
     monkeypatch.setattr(BPETokenizer, "train", None)
-    again = opened(data, tokenizer_file=first.tokenizer.to_bytes())
+    again = opened(data, tokenizer=load_tokenizer(first.tokenizer.to_bytes()))
     assert again.fingerprint == first.fingerprint
     assert (again.train.batch(3, 4)["tokens"] == first.train.batch(3, 4)["tokens"]).all()
 
@@ -347,4 +354,4 @@ def test_tokens_of_another_tokenizer_are_refused(folder, tmp_path):
     source = {"source": "tokens", "path": str(tmp_path / "bytes")}
     other = BPETokenizer.train(TEXTS, 300)
     wrong(r"a different tokenizer \(bytes\) than the rest \(bpe", source,
-          tokenizer_file=other.to_bytes())  # fmt: skip
+          tokenizer=other)  # fmt: skip

@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written_is_compared_at_each_start(folder, hashe
     assert len(hashed) == 2
     assert {file.name for file in folder.iterdir()} == {
         *(token_store.HEADER, token_store.TOKENS, token_store.OFFSETS),
-        *(token_store.TOKENIZER, token_store.VERIFIED),
+        *("tokenizer.json", token_store.VERIFIED),
     }
 
 

@@ -5,7 +5,6 @@ import re
 import unicodedata
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspeed.data import BPETokenizer, ByteTokenizer, load_tokenizer, read_tokenizer
+from jaxspeed.data import BPETokenizer, ByteTokenizer, load_tokenizer, read_tokenizer, token_store
 from jaxspeed.data import tokenizer as module
 from jaxspeed.errors import DataError
 from tests.data.corpora import sentences
@@ -25,11 +24,9 @@ TEXTS = sentences(30)
 text_ = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-# A tokenizer.json that was saved before the library encoded: words are split by Python's `re`.
-SAVED = (Path(__file__).parent / "tokenizer_27bbf46.json").read_bytes()
-find_words = re.compile(
-    r" ?[^\W\d_]{1,32}| ?\d{1,3}| ?(?:[^\w\s]|_){1,32}|\s{1,64}(?!\S)|\s{1,64}"
-).findall
+# Words by Python's `re`, and the pattern that an earlier version gave to the library too.
+PYTHON_WORDS = r" ?[^\W\d_]{1,32}| ?\d{1,3}| ?(?:[^\w\s]|_){1,32}|\s{1,64}(?!\S)|\s{1,64}"
+find_words = re.compile(PYTHON_WORDS).findall
 
 
 def utf8(text):
@@ -80,7 +77,7 @@ def learned_plainly(words, merges):
 
 
 def encoded_plainly(text, merges):
-    """Ids of a text, as they were computed at 27bbf46: in each word the earliest merge first."""
+    """Ids of a text by the definition: in each word the earliest merge first."""
     ranks = {pair: i for i, pair in enumerate(merges)}
     ids = []
     for word in find_words(text):
@@ -104,10 +101,10 @@ def test_merges_are_those_of_the_definition(texts, merges):
     assert merges_in(trained.to_bytes()) == learned_plainly(sorted(words.items()), merges)[0]
 
 
-# -- tokenizers and runs that were saved before --------------------------------------------------
+# -- words ----------------------------------------------------------------------------------------
 
 # Characters that Python's classes and Oniguruma's see differently are the likely ones here.
-old_text = st.text(
+awkward_text = st.text(
     st.one_of(
         st.sampled_from("ab1_ \n\t.'\x1c\x1f\x85\u0301\u094d\u0e34½Ⅷ\u3000\ud800\udc00😀日語\0"),
         st.characters().filter(lambda c: unicodedata.category(c) != "Cn"),
@@ -116,18 +113,12 @@ old_text = st.text(
 )
 
 
-@given(text=old_text)
-def test_a_saved_tokenizer_gives_the_ids_it_gave(text):
-    loaded = load_tokenizer(SAVED)
-    assert loaded.encode(text).tolist() == encoded_plainly(text, merges_in(SAVED))
-
-
-@given(text=old_text)
-def test_a_trained_tokenizer_splits_words_as_the_saved_ones(text):
+@given(text=awkward_text)
+def test_a_text_has_the_ids_of_the_definition(text):
     assert TRAINED.encode(text).tolist() == encoded_plainly(text, merges_in(TRAINED.to_bytes()))
 
 
-def test_every_character_is_in_the_class_that_it_was_in():
+def test_every_character_is_in_the_class_that_pythons_re_has_it_in():
     """By default of the 137,468 for private use, which are of one class, a hundredth."""
     assigned = (
         chr(n) for n in range(0x110000) if covering.is_full or n % 101 == 0 or not private(n)
@@ -153,22 +144,30 @@ def test_long_texts_are_encoded_in_parts(text, part):
         assert TRAINED.encode(text).tolist() == ids
 
 
-@given(ids=st.lists(st.integers(0, 320), max_size=40))
-def test_a_saved_tokenizer_decodes_as_it_did(ids):
-    merges = merges_in(SAVED)
+@given(ids=st.lists(st.integers(0, 400), max_size=40))
+def test_any_ids_decode_to_the_bytes_of_their_tokens(ids):
+    merges = merges_in(TRAINED.to_bytes())
     spelled = [bytes([i]) for i in range(256)]
     for first, second in merges:
         spelled.append(spelled[first] + spelled[second])
     text = b"".join(spelled[i] for i in ids if 0 < i < len(spelled)).decode(errors="replace")
-    assert load_tokenizer(SAVED).decode(ids) == text
+    assert TRAINED.decode(ids) == text
 
 
-def test_a_saved_tokenizer_is_saved_again_as_it_was():
-    """The fingerprint of a corpus, by which a run continues, contains the file."""
-    loaded = load_tokenizer(SAVED)
-    assert loaded.to_bytes() == SAVED
-    assert loaded.name == f"bpe, {loaded.vocab_size} ids" and loaded.vocab_size == 300
-    assert loaded.end == 0
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_a_file_whose_words_pythons_re_split_is_refused(kind, tmp_path):
+    """Of a run as of a folder of tokens: the library would split other words by its pattern."""
+    folder = tmp_path / "tokens"
+    tokenizer = ByteTokenizer() if kind == "bytes" else TRAINED
+    token_store.write(folder, "texts", [tokenizer.encode(TEXTS[0])], tokenizer)
+    old = json.loads(tokenizer.to_bytes())
+    old["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PYTHON_WORDS
+    (folder / "tokenizer.json").write_text(json.dumps(old))
+    for read in (read_tokenizer, token_store.read):
+        with pytest.raises(DataError) as found:
+            read(folder)
+        for words in (str(folder), "an earlier version", "jaxspeed data tokenize", "run.init_from"):
+            assert words in str(found.value)
 
 
 # -- training ------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import jaxspeed
 from jaxspeed import JaxspeedError
-from jaxspeed.placement.mesh import AXES, build_mesh
+from jaxspeed.axes import AXES
+from jaxspeed.placement.mesh import build_mesh
 from tests.engine import tiny
 from tests.engine.tiny import FEATURES, HIDDEN, Linen, Listed, squared_error
 from tests.support.covering import examples
@@ -34,7 +35,7 @@ def outcome(call):
 sizes = st.one_of(st.integers(-3, 17), st.sampled_from([1, 2, 4, 8, -1]), st.just(2.0))
 odd = st.one_of(st.none(), st.text(max_size=3), st.booleans(), st.just(float("nan")), st.just([]))
 meshes = st.dictionaries(
-    st.one_of(st.sampled_from(AXES), st.text(max_size=4)), st.one_of(sizes, odd), max_size=4
+    st.one_of(st.sampled_from(list(AXES)), st.text(max_size=4)), st.one_of(sizes, odd), max_size=4
 )
 
 

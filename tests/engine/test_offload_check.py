@@ -23,8 +23,8 @@ from jaxspeed.offload.transfer_report import (
     OPTIMIZER,
     PARAMETERS,
 )
-from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.time.host_transfers import _TransferCounter
+from jaxspeed.planner.trace import read_step
 from jaxspeed.train.build import build_program
 from jaxspeed.zero3.residual_policy import ResidualPolicy
 from tests.engine.tiny import apply_pair, batch, init_pair, squared_error
@@ -279,7 +279,7 @@ def test_named_activations_that_stay_are_an_error(monkeypatch):
 
 def test_remat_without_offload_is_checked_before_shardings_are_propagated(monkeypatch):
     """Propagation took as long as the check: only bytes in host memory need it."""
-    monkeypatch.setattr("jaxspeed.planner.memory.traced_step.propagate_shardings", None)
+    monkeypatch.setattr("jaxspeed.planner.trace.traced_step.propagate_shardings", None)
     assert moved({"parallel": {"remat": "full"}})[1] is None
     with pytest.raises(TypeError):
         moved({"parallel": {"remat": {"offload": ["attention"]}}})

@@ -7,7 +7,7 @@ import pytest
 from jaxspeed import models
 from jaxspeed.config import Config
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.memory.traced_step import as_on
+from jaxspeed.planner.trace.traced_step import as_on
 from jaxspeed.train.build import build_program
 from tests.support.covering import covering
 from tests.train.cases import CASES

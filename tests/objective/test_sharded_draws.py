@@ -9,10 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.objective import sharded_draws
-from jaxspeed.placement.mesh import DATA_AXES, build_mesh
+from jaxspeed.placement.mesh import build_mesh
 
 SAMPLES, WIDTH = 16, 3
 MESH = build_mesh({"data": 4, "replica": 2}, jax.devices())
+RANKS = ("replica", "data")
 
 
 def key(x):
@@ -137,7 +138,7 @@ def test_draws_of_a_row_a_sample_are_constrained_on_it(fn):
     assert len(found) == LOSSES[fn]
     for sharding, shape in found:
         rest = [P.UNCONSTRAINED] * (len(shape) - 1)
-        assert shape[0] == SAMPLES and sharding.spec == P(DATA_AXES, *rest)
+        assert shape[0] == SAMPLES and sharding.spec == P(RANKS, *rest)
     if not found:
         assert jaxpr is closed.jaxpr
 
@@ -146,7 +147,7 @@ def test_draws_of_a_row_a_sample_are_constrained_on_it(fn):
 def test_the_numbers_stay_the_same(fn):
     closed, jaxpr = written(fn)
     run = jax.jit(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, closed.consts)))
-    (ours,) = run(jax.device_put(samples(), NamedSharding(MESH, P(DATA_AXES))))
+    (ours,) = run(jax.device_put(samples(), NamedSharding(MESH, P(RANKS))))
     np.testing.assert_allclose(ours, jax.jit(fn)(samples()), rtol=1e-6, atol=1e-7)
 
 
@@ -165,9 +166,9 @@ def test_nothing_is_constrained_over_manual_axes():
         seen.append(sharded_draws.shared_sizes({SAMPLES}, MESH))
         return x
 
-    spec = P(DATA_AXES)
+    spec = P(RANKS)
     jax.eval_shape(
-        jax.shard_map(local, mesh=MESH, in_specs=spec, out_specs=spec, axis_names={*DATA_AXES}),
+        jax.shard_map(local, mesh=MESH, in_specs=spec, out_specs=spec, axis_names={*RANKS}),
         samples(),
     )
     assert seen == [frozenset()]

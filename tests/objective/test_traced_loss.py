@@ -17,7 +17,7 @@ from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.rows import Precision
 from jaxspeed.placement.table import build_table
-from jaxspeed.planner.memory.traced_step import as_on
+from jaxspeed.planner.trace.traced_step import as_on
 from tests.engine import tiny
 from tests.objective.test_trace_counts import counted
 

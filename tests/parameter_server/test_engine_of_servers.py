@@ -345,11 +345,25 @@ def test_diagnosis_names_what_is_not_finite_in_any_part(engine):
     assert found.batch == "x" and found.layer and "input" in found.layer
 
 
-def test_the_compiled_report_is_of_one_workers_part(engine):
+def test_the_compiled_report_is_of_one_workers_part_then_of_the_servers_update(engine):
     report = engine.compiled(serving.batch(0))
-    assert report.collectives == ()
+    assert report.phase == "gradients of a worker" and report.collectives == ()
     size = sum(x.nbytes for x in engine.parameters.values())
     assert size <= report.argument_bytes < 1.5 * size + 500
+    (update,) = report.others.values()
+    assert list(report.others) == list(report.figures()["others"]) == ["update"]
+    # A server's half of the parameters and of two moments, and of the gradients.
+    assert 4 * size / 2 <= update.argument_bytes < 2.5 * size + 500
+    assert "compiled, update, per device" in str(report)
+
+
+def test_an_update_in_buckets_is_a_phase_for_each():
+    bucketed = served(**FREE, optimizer=AVERAGED)
+    _, *updates = bucketed.program.phases
+    assert len(updates) == len(bucketed.program.server.buckets.paths) >= 3
+    report = bucketed.compiled(serving.batch(0))
+    assert [each.name for each in updates] == list(report.others)
+    assert all(each.argument_bytes for each in report.others.values())
 
 
 def test_the_module_has_the_current_parameters(engine):

@@ -194,7 +194,7 @@ def reports(draw: st.DrawFn) -> PipelineReport:
         rows=-(-layers // (stages * chunks)),
         recompute=draw(st.sampled_from(["stage", "layers", "save"])),
         gather=draw(st.sampled_from(["tick", "step"])),
-        data=draw(st.integers(1, 4)),
+        stored_over={"data": draw(st.integers(1, 4))},
         weight_bytes=1000,
         gathered_bytes=draw(st.sampled_from([0, 100])),
         reduced_bytes=draw(st.sampled_from([0, 100])),

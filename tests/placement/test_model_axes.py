@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspeed.axes import AXES
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement import Leaf, build_mesh, build_table
-from jaxspeed.placement.mesh import AXES
 from jaxspeed.placement.rules import model_sharding
 
 pytestmark = pytest.mark.fast

@@ -48,7 +48,7 @@ def made_up(space, seed, noise=0.0):
         kept = {'"none"': 8, '"dots"': 4, '"attention"': 2}.get(at.recompute, 1)
         kept *= weight("kept", at.recompute) / (at.pipe * at.tensor)
         kept *= 1 - 0.7 * at.offload_activations
-        state = 4 / (at.pipe * at.tensor) / (at.data if at.stage else 1) ** (at.stage / 3)
+        state = 4 / (at.pipe * at.tensor) / (at.shards if at.stage else 1) ** (at.stage / 3)
         state *= 0.4 if at.offload_optimizer else 1
         state *= 0.6 if at.offload_parameters else 1
         return (state + 0.1 * kept * at.micro) * LIMIT / weight("size") / 2
@@ -60,8 +60,8 @@ def made_up(space, seed, noise=0.0):
             at.chunks if at.schedule == "interleaved" else 1
         )
         time += 0.1 * weight("tensor") * math.log2(at.tensor) * (1 if at.sequence else 1.3)
-        time += 0.05 * weight("stage", at.stage) * at.stage * math.log2(at.data + 1)
-        time += 0.02 * weight("copies") * math.log2(at.replica)
+        time += 0.05 * weight("stage", at.stage) * at.stage * math.log2(at.shards + 1)
+        time += 0.02 * weight("copies") * math.log2(at.copies)
         time += 0.5 * (at.offload_activations + at.offload_optimizer + at.offload_parameters)
         return time + (0.1 if at.stage_saves == "stage" and at.pipe > 1 else 0)
 

@@ -16,8 +16,8 @@ import jax
 
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.time.torus import can_hold
+from jaxspeed.planner.trace import read_step
 from tests.planner.grid import CPU, Point, zero
 
 SEEDS = {"second": 2023, "third": 3023, "fourth": 4023}  # chosen once, before anything was drawn

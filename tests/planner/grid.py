@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxspeed.config import Config
 from jaxspeed.hardware.targets import Target, target_of
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.planner.memory import Step, read_step
-from jaxspeed.planner.memory.traced_step import as_on, with_overlap
+from jaxspeed.planner.trace import Step, read_step
+from jaxspeed.planner.trace.traced_step import as_on, with_overlap
 from jaxspeed.train.build import build_program
 from tests.planner import mixer
 

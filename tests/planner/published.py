@@ -69,8 +69,8 @@ def estimate(name: str) -> Estimated:
 
     from jaxspeed.config import Config
     from jaxspeed.objective.config_model import resolve_model
-    from jaxspeed.planner.memory.traced_step import as_on
     from jaxspeed.planner.time import time_of
+    from jaxspeed.planner.trace.traced_step import as_on
     from jaxspeed.train.build import build_program
 
     run = listed()[name]

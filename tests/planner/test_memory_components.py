@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.planner.memory import memory_of
-from jaxspeed.planner.memory.partitioning import propagate_shardings
-from jaxspeed.planner.memory.trace_ir import open_program
+from jaxspeed.planner.trace.partitioning import propagate_shardings
+from jaxspeed.planner.trace.trace_ir import open_program
 from tests.planner.grid import GPT2, points
 
 POINTS = {point.name: point for point in points()}

@@ -6,8 +6,9 @@ import functools
 import pytest
 
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.memory import Memory, Step, memory_in
+from jaxspeed.planner.memory import Memory, memory_in
 from jaxspeed.planner.memory.liveness import peaks
+from jaxspeed.planner.trace import Step
 from tests.planner import drawn
 from tests.support.covering import covering
 

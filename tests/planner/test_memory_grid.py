@@ -7,8 +7,9 @@ import time
 import jax
 import pytest
 
-from jaxspeed.planner.memory import Memory, memory_in, memory_of, read_step
-from jaxspeed.planner.memory.traced_step import as_on
+from jaxspeed.planner.memory import Memory, memory_in, memory_of
+from jaxspeed.planner.trace import read_step
+from jaxspeed.planner.trace.traced_step import as_on
 from tests.planner.compiling import Platform, compiled, stored, target_for
 from tests.planner.grid import Point, points
 from tests.support.covering import covering

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.memory.bf16_demotion import narrow_values
 from jaxspeed.planner.memory.heap import heap_bytes
 from jaxspeed.planner.memory.liveness import peaks
-from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.on_chip import MAX_COPIES, NO_USE, ChipUse, OnChip
 from jaxspeed.planner.memory.op_order import OrderedScope
-from jaxspeed.planner.memory.tiles import Sizes, kernel_layouts, nbytes
-from jaxspeed.planner.memory.trace_ir import all_ops, open_program
+from jaxspeed.planner.trace.bf16_demotion import narrow_values
+from jaxspeed.planner.trace.materialization import ScopeAnalysis
+from jaxspeed.planner.trace.tiles import Sizes, kernel_layouts, nbytes
+from jaxspeed.planner.trace.trace_ir import all_ops, open_program
 
 pytestmark = pytest.mark.fast
 CHIP = target_of("v5e:2x2").chip

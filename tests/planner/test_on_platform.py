@@ -6,9 +6,9 @@ import pytest
 
 from jaxspeed.config import Config
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.planner.memory import read_step
-from jaxspeed.planner.memory.trace_ir import all_ops, open_program
-from jaxspeed.planner.memory.traced_step import as_on, with_overlap
+from jaxspeed.planner.trace import read_step
+from jaxspeed.planner.trace.trace_ir import all_ops, open_program
+from jaxspeed.planner.trace.traced_step import as_on, with_overlap
 from jaxspeed.train.build import build_program
 from tests.planner.grid import GPT2, Point
 

@@ -14,7 +14,7 @@ from tests.planner.choices import LIMIT, made_up, space_of
 from tests.support.covering import examples
 
 WRITTEN = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}
-FEW = frozenset({"data", "stage", "recompute", "offload_optimizer", "micro"})
+FEW = frozenset({"mesh", "stage", "recompute", "offload_optimizer", "micro"})
 
 
 def adviser(space, estimate, cost):

@@ -110,7 +110,7 @@ def test_a_choice_is_near_to_what_it_is_near_to_and_all_are_reached():
         4,
         layers=4,
         tensor=(1, 2),
-        changing=frozenset({"pipe", "tensor", "stage", "micro"}),
+        changing=frozenset({"mesh", "stage", "micro"}),
     )
     seen, edge = {space.base}, [space.base]
     while edge:

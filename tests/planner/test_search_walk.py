@@ -16,7 +16,7 @@ from tests.support.covering import examples
 
 WRITTEN = {"train_batch_size": 64}
 # Of which an exhaustive search takes a second.
-FEW = frozenset({"pipe", "replica", "data", "tensor", "stage", "recompute", "stage_saves", "micro"})
+FEW = frozenset({"mesh", "stage", "recompute", "stage_saves", "micro"})
 
 
 def walked(space, estimate, costs, **limits):
@@ -165,7 +165,7 @@ def test_of_equally_fast_meshes_one_with_entire_dims_of_the_torus_is_the_best():
     def splits(mesh):
         return mesh[2] >= 4
 
-    space = space_of(WRITTEN, 8, tensor=(1, 2), changing=frozenset({"pipe"}), splits=splits)
+    space = space_of(WRITTEN, 8, tensor=(1, 2), changing=frozenset({"mesh"}), splits=splits)
     in_order = [splits(mesh) for mesh in space.meshes]
     assert splits(space.base.mesh) and {False, True} == set(in_order)
     assert in_order == sorted(in_order)

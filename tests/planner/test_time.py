@@ -10,8 +10,8 @@ import pytest
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.time import time_in, time_of
+from jaxspeed.planner.trace import read_step
 from tests.planner.grid import GPT2, points
 
 POINTS = {point.name: point for point in points()}

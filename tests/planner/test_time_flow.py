@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
+from jaxspeed.planner.trace.trace_ir import Op, Scope, Value
 
 pytestmark = pytest.mark.fast
 

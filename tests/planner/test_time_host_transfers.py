@@ -12,9 +12,9 @@ from jax.tree_util import DictKey, SequenceKey
 
 from jaxspeed.offload.transfer_report import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.planner.memory import Step
-from jaxspeed.planner.memory.trace_ir import open_program
 from jaxspeed.planner.time import device_flops, host_transfers
+from jaxspeed.planner.trace import Step
+from jaxspeed.planner.trace.trace_ir import open_program
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 SIZES = {"pipe": 1, "data": 4, "tensor": 2}

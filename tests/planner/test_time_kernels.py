@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.ops import attention
 from jaxspeed.ops.mask import Mask
-from jaxspeed.planner.memory.op_cost import KERNELS, _kernel, _used
-from jaxspeed.planner.memory.trace_ir import all_ops, open_program
-from jaxspeed.planner.memory.traced_step import as_on
+from jaxspeed.planner.trace.op_cost import KERNELS, _kernel, _used
+from jaxspeed.planner.trace.trace_ir import all_ops, open_program
+from jaxspeed.planner.trace.traced_step import as_on
 
 BATCH, HEADS, DIM = 2, 4, 64
 MASKS = [(True, None), (False, None), (True, 300), (False, 300), (True, 1)]

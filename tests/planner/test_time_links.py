@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxspeed.axes import AXES
 from jaxspeed.communication import TO_HOST, Communication
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.placement.mesh import AXES
 from jaxspeed.planner.time.links import Links
 
 pytestmark = pytest.mark.fast

@@ -10,8 +10,8 @@ import pytest
 from jaxspeed.config import Config
 from jaxspeed.hlo.collectives import collectives
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.time.infer_collectives import infer_collectives
+from jaxspeed.planner.trace import read_step
 from jaxspeed.train.build import build_program
 
 LAYERS, WIDTH, SEQ, SAMPLES = 4, 64, 128, 2

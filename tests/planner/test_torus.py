@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 
+from jaxspeed.axes import AXES
 from jaxspeed.errors import PlacementError
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.placement.mesh import AXES, resolve_sizes
+from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.time.torus import layout_text, placed_on, refuse_torus, split_dims
 from tests.support.topology import run_on_topology
 

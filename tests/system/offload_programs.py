@@ -7,8 +7,8 @@ import jax
 
 from jaxspeed.hlo.parser import Shape, parse
 from jaxspeed.hlo.trip_counts import Site, walk
-from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.time import host_transfers
+from jaxspeed.planner.trace import read_step
 from tests.system.measured import compile_step
 from tests.system.pipeline_programs import pipeline_program
 

@@ -10,9 +10,9 @@ from jaxspeed.config import Config
 from jaxspeed.hardware.known_chips import chips_of
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.ops import gpu, triton
-from jaxspeed.planner.memory import read_step
-from jaxspeed.planner.memory.op_cost import KERNELS
-from jaxspeed.planner.memory.trace_ir import all_ops
+from jaxspeed.planner.trace import read_step
+from jaxspeed.planner.trace.op_cost import KERNELS
+from jaxspeed.planner.trace.trace_ir import all_ops
 from jaxspeed.train.build import build_program
 from tests.support.covering import covering
 from tests.test_configs import CONFIGS, SMALL

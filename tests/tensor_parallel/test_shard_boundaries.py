@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.placement.mesh import DATA_AXES, build_mesh
+from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from tests.support.covering import covering
 
@@ -133,7 +133,8 @@ def specs_in(jaxpr: Any) -> list[Any]:
     return found
 
 
-WHOLE, KEPT = P(DATA_AXES, None, None), P(DATA_AXES, "tensor", None)
+RANKS = ("data",)  # of more than one device
+WHOLE, KEPT = P(RANKS, None, None), P(RANKS, "tensor", None)
 
 
 def of_gradient(loss: Any, layout: ActivationLayout) -> list[Any]:

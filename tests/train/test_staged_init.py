@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxspeed
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.placement.mesh import init_options
 from jaxspeed.train.staged_init import compile_beside, staged_init
+from jaxspeed.train.xla_options import init_options
 
 WIDTH = 48  # a square of it is above what is computed again for each result
 SPLITS = 13  # a program for each result would have more than four times the equations of one

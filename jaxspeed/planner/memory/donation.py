@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jaxspeed.jaxpr.primitives import CASTS, CONSTRAINT
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.planner.memory.materialization import OUT, VIEWS
 from jaxspeed.planner.memory.op_order import Lifetime, OrderedScope
-from jaxspeed.planner.memory.tiles import Sizes, local_shape
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Value, wires
+from jaxspeed.planner.trace.materialization import OUT, VIEWS
+from jaxspeed.planner.trace.tiles import Sizes, local_shape
+from jaxspeed.planner.trace.trace_ir import PAIRWISE, Op, Value, wires
 
 _VIEWS_AND_CASTS = {*VIEWS, *PAIRWISE, *CASTS, "reduce_precision"}
 

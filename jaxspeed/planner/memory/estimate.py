@@ -10,13 +10,13 @@ from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.show import bytes_text
-from jaxspeed.planner.memory.classify import KINDS, Kinds
 from jaxspeed.planner.memory.components import Component, Memory
 from jaxspeed.planner.memory.liveness import LiveArray, Peak, peaks
-from jaxspeed.planner.memory.materialization import ScopeAnalysis
-from jaxspeed.planner.memory.tiles import Sizes, array_text, local_shape, nbytes
-from jaxspeed.planner.memory.trace_ir import Op, Value
-from jaxspeed.planner.memory.traced_step import Step, read_step
+from jaxspeed.planner.trace.classify import KINDS, Kinds
+from jaxspeed.planner.trace.materialization import ScopeAnalysis
+from jaxspeed.planner.trace.tiles import Sizes, array_text, local_shape, nbytes
+from jaxspeed.planner.trace.trace_ir import Op, Value
+from jaxspeed.planner.trace.traced_step import Step, read_step
 from jaxspeed.train.program import Program
 
 MOST_TERMS = 4  # of a formula; the rest is summed
@@ -107,7 +107,7 @@ def _temporary(peak: Peak, kinds: Kinds, sizes: Sizes, host: bool) -> Iterator[C
     """Components alive at the peak."""
     by_kind: dict[str, list[LiveArray]] = defaultdict(list)
     for array in peak.arrays:
-        by_kind[kinds.of(array)].append(array)
+        by_kind[kinds.of(array.value, array.op, array.saved)].append(array)
     for kind in KINDS:
         size = sum(h.bytes for h in by_kind[kind])
         if size:

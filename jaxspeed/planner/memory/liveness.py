@@ -14,11 +14,11 @@ from jaxspeed.jaxpr.primitives import LOOPS, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.donation import DonatedScope
 from jaxspeed.planner.memory.heap import Interval, heap_bytes
-from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
 from jaxspeed.planner.memory.on_chip import NO_USE, ChipUse, joint, place_on_chip
 from jaxspeed.planner.memory.op_order import Lifetime
-from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
+from jaxspeed.planner.trace.materialization import MATERIALIZED, MOVES, OUT, scattered
+from jaxspeed.planner.trace.tiles import Sizes
+from jaxspeed.planner.trace.trace_ir import Op, Scope, Value
 
 # Of cuBLAS, as XLA:GPU allocates it: from Hopper on, and before.
 WORKSPACE, SMALL_WORKSPACE = 32 << 20, 4 << 20

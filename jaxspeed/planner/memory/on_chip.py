@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import SCATTERS, SLICES
-from jaxspeed.planner.memory.materialization import OUT
-from jaxspeed.planner.memory.op_cost import works
 from jaxspeed.planner.memory.op_order import Lifetime, OrderedScope
-from jaxspeed.planner.memory.trace_ir import Op, Value
+from jaxspeed.planner.trace.materialization import OUT
+from jaxspeed.planner.trace.op_cost import works
+from jaxspeed.planner.trace.trace_ir import Op, Value
 
 # Options of libtpu 0.0.52, in the compilation environment that it dumps:
 MAX_COPIES = 8.0  # an array waits on the chip as long as so many copies of all its memory take

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxspeed.planner.memory.materialization import OUT, READS_ANYTHING, ScopeAnalysis, scattered
-from jaxspeed.planner.memory.trace_ir import Value
+from jaxspeed.planner.trace.materialization import OUT, READS_ANYTHING, ScopeAnalysis, scattered
+from jaxspeed.planner.trace.trace_ir import Value
 
 
 class Lifetime(NamedTuple):

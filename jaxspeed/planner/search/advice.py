@@ -9,7 +9,7 @@ from typing import Any
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.components import MAY_BE_BELOW
 from jaxspeed.planner.search.analytic_cost import AnalyticCost
-from jaxspeed.planner.search.candidate import MESH, Choice, changes
+from jaxspeed.planner.search.candidate import Choice, changes
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.space import Space
 
@@ -203,8 +203,7 @@ class Adviser:
         """Remove changes that are not needed to fit and do not make it faster."""
         base = self.space.base
         for kind in changes(base, choice):
-            names = MESH if kind == "mesh" else (kind,)
-            less = replace(choice, **{name: getattr(base, name) for name in names})
+            less = replace(choice, **{kind: getattr(base, kind)})
             if less == base or not self.space.is_in(less):
                 continue
             if self._cost(less) <= self._cost(choice) and not self._of(less).refused:

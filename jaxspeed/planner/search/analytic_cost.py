@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxspeed.axes import TENSOR, copying_axes, storing_axes
 from jaxspeed.hardware.targets import Target
 from jaxspeed.planner.memory.components import MAY_BE_BELOW
 from jaxspeed.planner.search.candidate import NONE, Choice
@@ -36,7 +37,7 @@ class CostModel:
     Attributes:
       sizes: of the model, per sample.
       target: the devices.
-      links: of the target under a mesh (pipe, replica, data, tensor).
+      links: of the target under a mesh.
       samples: per step.
       tokens: per sample.
       peak: FLOP/s of a device in the matmuls' dtype.
@@ -44,7 +45,7 @@ class CostModel:
 
     sizes: ModelSizes
     target: Target
-    links: Callable[[tuple[int, int, int, int]], Links]
+    links: Callable[[tuple[int, ...]], Links]
     samples: int
     tokens: int
     peak: float
@@ -60,7 +61,7 @@ class CostModel:
 
     def _state(self, at: Choice) -> tuple[float, float]:
         """Parameters, masters, moments and gradients: bytes (on device, in host memory)."""
-        s, shard = self.sizes, at.data
+        s, shard = self.sizes, at.shards
         each = s.parameters / (at.pipe * at.tensor)
         param = s.compute_bytes / (shard if at.stage == 3 else 1)
         if at.stage == 3 and not at.offload_optimizer and s.state_bytes > 8:
@@ -138,7 +139,7 @@ class CostModel:
             return 0.0
         s = self.sizes
         bytes_ = 4 * 2 * s.unit_inputs / at.pipe * at.micro * micros * (at.tensor - 1) / at.tensor
-        return bytes_ / self._speed(at, "tensor", at.tensor)
+        return bytes_ / self._speed(at, (TENSOR,), at.tensor)
 
     def _of_data(self, at: Choice, micros: int) -> float:
         """All-gathers of parameters and reductions of gradients."""
@@ -153,14 +154,14 @@ class CostModel:
             often = 1 if at.gather == "step" and at.pipe > 1 else 2 * micros
             gathers = often * s.compute_bytes
         seconds = 0.0
-        if at.data > 1:
+        if at.shards > 1:
             factor = 2 if at.stage == 0 else 1
-            part = (at.data - 1) / at.data
-            speed = self._speed(at, "data", at.data * at.tensor)
+            part = (at.shards - 1) / at.shards
+            speed = self._speed(at, storing_axes(), at.shards * at.tensor)
             seconds += each * part * (gathers + factor * sums * s.grad_bytes) / speed
-        if at.replica > 1:
-            shared = each / (at.data if at.stage >= 2 else 1)
-            speed = self._speed(at, "replica", at.ranks * at.tensor)
+        if at.copies > 1:
+            shared = each / (at.shards if at.stage >= 2 else 1)
+            speed = self._speed(at, copying_axes(), at.ranks * at.tensor)
             seconds += 2 * shared * sums * s.grad_bytes / speed
         return seconds
 
@@ -168,13 +169,13 @@ class CostModel:
         """Offloaded optimizer state fetched for the update and written back, not overlapped."""
         if not at.offload_optimizer:
             return 0.0
-        shard = at.data if at.stage >= 1 else 1
+        shard = at.shards if at.stage >= 1 else 1
         each = self.sizes.parameters / (at.pipe * at.tensor * shard)
         return 2 * self.sizes.state_bytes * each / self.target.chip.host_link
 
     def _of_host(self, at: Choice, micros: int, saved_host: float) -> float:
         s, link = self.sizes, self.target.chip.host_link
-        each = s.parameters / (at.pipe * at.tensor * at.data)
+        each = s.parameters / (at.pipe * at.tensor * at.shards)
         moved = 0.0
         if at.offload_parameters:
             moved += micros * 2 * (s.compute_bytes + s.grad_bytes) * each
@@ -182,11 +183,13 @@ class CostModel:
             moved += 2 * micros * saved_host
         return moved / link
 
-    def _speed(self, at: Choice, axis: str, span: int) -> float:
-        """Bytes per second that a device sends along an axis, which spans so many neighbours."""
+    def _speed(self, at: Choice, axes: tuple[str, ...], span: int) -> float:
+        """Bytes per second that a device sends along axes, which span so many neighbours."""
         chip = self.target.chip
         if self.target.topology:
-            route = self.links(at.mesh).route((axis,))
+            route = self.links(at.mesh).route(
+                tuple(axis for axis in axes if at.sizes.get(axis, 1) > 1)
+            )
             return chip.outside if route.across > 1 else chip.link * route.parallel_links
         return chip.outside if span > max(self.target.node, 1) else chip.link * chip.links
 

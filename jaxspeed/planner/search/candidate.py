@@ -3,14 +3,22 @@
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxspeed.axes import (
+    PIPE,
+    TENSOR,
+    copying_axes,
+    data_ranks,
+    product,
+    searched_axes,
+    storing_ranks,
+)
 from jaxspeed.config import Config
 from jaxspeed.config.tree import read
 from jaxspeed.placement.mesh import resolve_sizes
 
-MESH = ("pipe", "replica", "data", "tensor")
 HOST_RATIO = "activation_checkpointing.cpu_checkpointing_ratio"
 MICRO, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MISSING = object()
@@ -52,7 +60,7 @@ class Choice:
     """One point of the search space: all settings that a search changes.
 
     Attributes:
-      pipe, replica, data, tensor: the mesh.
+      mesh: sizes of the axes of `searched_axes()`.
       sequence: Megatron's sequence parallelism: activations between tensor-parallel matmuls are
         sharded over `tensor` too.
       stage: of ZeRO.
@@ -65,10 +73,7 @@ class Choice:
       micro: samples per data rank and micro-batch.
     """
 
-    pipe: int
-    replica: int
-    data: int
-    tensor: int
+    mesh: tuple[int, ...]
     sequence: bool
     stage: int
     schedule: str
@@ -82,18 +87,32 @@ class Choice:
     micro: int
 
     @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        return self.pipe, self.replica, self.data, self.tensor
+    def sizes(self) -> dict[str, int]:
+        """{searched axis: its size}."""
+        return dict(zip(searched_axes(), self.mesh, strict=True))
 
-    def on(self, mesh: tuple[int, int, int, int]) -> "Choice":
-        """The same choice on another mesh."""
-        pipe, replica, data, tensor = mesh
-        return replace(self, pipe=pipe, replica=replica, data=data, tensor=tensor)
+    @property
+    def pipe(self) -> int:
+        return self.sizes[PIPE]
+
+    @property
+    def tensor(self) -> int:
+        return self.sizes[TENSOR]
 
     @property
     def ranks(self) -> int:
         """The number of shards of the batch."""
-        return self.replica * self.data
+        return data_ranks(self.sizes)
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of ZeRO's state."""
+        return storing_ranks(self.sizes)
+
+    @property
+    def copies(self) -> int:
+        """The number of replicas of ZeRO's state."""
+        return product(copying_axes(), self.sizes)
 
     def accumulation(self, samples: int) -> int:
         """The micro-batches of a step of `samples`."""
@@ -101,7 +120,7 @@ class Choice:
 
     def name(self, samples: int) -> str:
         """`pipe 4, tensor 8; stage 1; interleaved x2, stage; recompute full; micro 2 x 16`."""
-        axes = [f"{axis} {size}" for axis, size in zip(MESH, self.mesh) if size > 1]
+        axes = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
         parts = [", ".join(axes) or "one device", f"stage {self.stage}"]
         if self.pipe > 1:
             chunks = f" x{self.chunks}" if self.schedule == "interleaved" else ""
@@ -125,10 +144,9 @@ class Choice:
 
 
 def changes(base: Choice, choice: Choice) -> list[str]:
-    """The fields that differ, counting the mesh as one."""
-    found = ["mesh"] if base.mesh != choice.mesh else []
-    rest = (field.name for field in fields(Choice) if field.name not in MESH)
-    return found + [name for name in rest if getattr(base, name) != getattr(choice, name)]
+    """The fields that differ."""
+    names = (field.name for field in fields(Choice))
+    return [name for name in names if getattr(base, name) != getattr(choice, name)]
 
 
 def remat_json(remat: Any) -> str:
@@ -154,7 +172,7 @@ def choice_of(config: Config, devices: int) -> Choice:
     parallel, zero, recompute = config.parallel, config.zero_optimization, config.recompute
     full = recompute and parallel.remat == "none"  # set by activation_checkpointing alone
     return Choice(
-        **{axis: sizes[axis] for axis in MESH},
+        mesh=tuple(sizes[axis] for axis in searched_axes()),
         sequence=parallel.sequence_parallel_activations,
         stage=zero.stage,
         schedule=parallel.pipeline_schedule,
@@ -165,7 +183,7 @@ def choice_of(config: Config, devices: int) -> Choice:
         offload_activations=recompute.host_ratio,
         offload_optimizer=zero.offload_optimizer.device == "cpu",
         offload_parameters=zero.offload_param.device == "cpu",
-        micro=config.batch(sizes["replica"] * sizes["data"], sizes["pipe"]).micro,
+        micro=config.batch_on(sizes).micro,
     )
 
 
@@ -190,7 +208,7 @@ def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
         changed.add("mesh")
         # Another key that sets an axis is removed, so that unchanged axes have to be set too.
         others = any(_found(given, key) for key in _OTHER_KEYS["mesh"])
-        axes = zip(MESH, base.mesh, choice.mesh)
+        axes = zip(searched_axes(), base.mesh, choice.mesh)
         keys |= {f"mesh.{axis}": now for axis, was, now in axes if was != now or others}
     for field, key in _KEYS.items():
         if field in changed:

@@ -1,13 +1,22 @@
 """`Space`: all choices for a model on a target, and their neighbourhoods."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from jaxspeed.axes import (
+    DATA,
+    PIPE,
+    TENSOR,
+    copying_axes,
+    product,
+    sample_axes,
+    searched_axes,
+)
 from jaxspeed.config.batch import Stages
 from jaxspeed.config.elastic import divisors
-from jaxspeed.planner.search.candidate import FULL, MESH, NONE, Choice, remat_json
+from jaxspeed.planner.search.candidate import FULL, NONE, Choice, remat_json
 
 POLICIES = tuple(map(remat_json, ("none", "attention", "dots", "full")))
 EVERY = (2, 4)  # units that are recomputed together
@@ -42,12 +51,12 @@ class Space:
       layers: layers to divide over stages; 0 if the model has no repeated blocks.
       tensor: degrees that divide the model's dims.
       node: number of devices on the fast network: tensor stays inside.
-      holds: whether the target can lay out (pipe, replica, data, tensor).
+      holds: whether the target can lay out a mesh.
       splits: whether axes of such a mesh share a dim of the target's torus.
       offload: whether offloading is allowed.
       micro: the smallest and the largest micro-batch.
-      changing: the fields that may differ from the base's; any mesh axis stands for all.
-      fixed: number of devices on mesh axes that are not searched (seq, expert).
+      changing: the fields that may differ from the base's.
+      fixed: number of devices on mesh axes that are not searched.
     """
 
     base: Choice
@@ -56,19 +65,21 @@ class Space:
     layers: int
     tensor: tuple[int, ...]
     node: int
-    holds: Callable[[tuple[int, int, int, int]], bool] = lambda mesh: True
-    splits: Callable[[tuple[int, int, int, int]], bool] = lambda mesh: False
+    holds: Callable[[tuple[int, ...]], bool] = lambda mesh: True
+    splits: Callable[[tuple[int, ...]], bool] = lambda mesh: False
     offload: bool = True
     micro: tuple[int, int] = (1, 1024)
     changing: frozenset[str] = _ALL
     fixed: int = 1
 
     @cached_property
-    def meshes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(pipe, replica, data, tensor); the first of equals wins, so split dims come last."""
-        if not self.changing & set(MESH):
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of `searched_axes()`; the first of equals wins, so split dims come last."""
+        if "mesh" not in self.changing:
             return (self.base.mesh,)
-        free = self.devices // self.fixed
+        varied = {PIPE, TENSOR, *sample_axes()}
+        kept = {axis: n for axis, n in self.base.sizes.items() if axis not in varied}
+        free = self.devices // self.fixed // product(kept, kept)
         tensors = self.tensor
         found = dict.fromkeys([self.base.mesh])
         for tensor in tensors:
@@ -77,17 +88,29 @@ class Space:
                 if pipe > 1 and (not self.layers or self.layers % pipe):
                     continue
                 ranks = free // tensor // pipe
-                for replica in self._copies(ranks, tensor):
-                    mesh = pipe, replica, ranks // replica, tensor
+                for of_samples in self._of_samples(ranks, tensor):
+                    sizes = {**kept, **of_samples, PIPE: pipe, TENSOR: tensor}
+                    mesh = tuple(sizes[axis] for axis in searched_axes())
                     if self.samples % ranks == 0 and mesh not in found and self.holds(mesh):
                         found[mesh] = None
         return tuple(sorted(found, key=self.splits))
 
-    def _copies(self, ranks: int, tensor: int) -> Iterable[int]:
-        """Candidate sizes of `replica`: 1, the config's, or one replica per node."""
+    def _of_samples(self, ranks: int, tensor: int) -> list[dict[str, int]]:
+        """Candidate sizes of the axes that shard samples.
+
+        Of an axis that replicates state: 1, the config's, or one replica per node. Of one that
+        stores it any divisor, and `data` takes the remaining ranks.
+        """
         inside = max(1, self.node // tensor)
         of_node = ranks // inside if ranks % inside == 0 and inside > 1 else 1
-        return dict.fromkeys(n for n in (1, self.base.replica, of_node) if ranks % n == 0)
+        found: list[dict[str, int]] = [{}]
+        for axis in sample_axes():
+            if axis != DATA and axis in self.base.sizes:
+                copies = dict.fromkeys((1, self.base.sizes[axis], of_node))
+                each = copies if axis in copying_axes() else divisors(ranks)
+                found = [{**at, axis: n} for at in found for n in each]
+        rests = [(at, *divmod(ranks, product(at, at))) for at in found]
+        return [{**at, DATA: data} for at, data, remainder in rests if not remainder]
 
     def is_in(self, choice: Choice) -> bool:
         """Whether `choice` is in the space."""
@@ -95,7 +118,7 @@ class Space:
             return True
         if choice != self.normal(choice) or choice.mesh not in self.meshes:
             return False
-        constant = _ALL - self.changing - set(MESH)  # `meshes` covers those
+        constant = _ALL - self.changing - {"mesh"}  # `meshes` covers it
         if any(getattr(choice, field) != getattr(self.base, field) for field in constant):
             return False
         return all(getattr(choice, name) in self._of(name, choice) for name in _ORDER)
@@ -132,10 +155,10 @@ class Space:
     def _able(self, name: str, at: Choice) -> tuple[Any, ...]:
         base, no, both = self.base, (False,), (False, True)
         if name == "stage":
-            if at.data == 1:
+            if at.shards == 1:
                 return (0, 3)  # stage 3 stores only masters
             # At stage 0 replica and data ranks are the same.
-            return (0, 1, 2, 3) if at.replica in (1, base.replica) else (1, 2, 3)
+            return (0, 1, 2, 3) if at.copies in (1, base.copies) else (1, 2, 3)
         if name == "recompute":
             return tuple(dict.fromkeys((*POLICIES, *self._every(at), base.recompute)))
         if name == "offload_activations":
@@ -196,11 +219,9 @@ class Space:
         for mesh in self.meshes:
             yield from (choice for choice in self._on(mesh, some) if choice != self.base)
 
-    def _on(
-        self, mesh: tuple[int, int, int, int], some: Mapping[str, tuple[Any, ...]]
-    ) -> Iterator[Choice]:
+    def _on(self, mesh: tuple[int, ...], some: Mapping[str, tuple[Any, ...]]) -> Iterator[Choice]:
         """All choices on a mesh, field by field."""
-        choices = [self.base.on(mesh)]
+        choices = [replace(self.base, mesh=mesh)]
         for name in _ORDER:
             grown = []
             for at in choices:
@@ -233,7 +254,7 @@ class Space:
         if only in (None, "mesh"):
             for mesh in self.meshes:
                 if mesh != choice.mesh:
-                    yield self._with_batch(choice.on(mesh))
+                    yield self._with_batch(replace(choice, mesh=mesh))
         for name in _ORDER:
             if only in (None, name):
                 for value in self._of(name, choice):

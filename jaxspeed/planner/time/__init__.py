@@ -4,10 +4,10 @@ Collectives (`infer_collectives`) and `host_transfers` on a target's `links` and
 (`memory.op_cost`) are scheduled (`overlap`) and summed (`roofline`) into a report (`step_time`).
 """
 
-from jaxspeed.planner.memory.op_cost import device_flops
 from jaxspeed.planner.time.host_transfers import host_transfers
 from jaxspeed.planner.time.roofline import time_in, time_of
 from jaxspeed.planner.time.step_time import CommunicationGroup, Time
+from jaxspeed.planner.trace.op_cost import device_flops
 
 __all__ = [
     "CommunicationGroup",

@@ -22,10 +22,10 @@ from jaxspeed.offload.transfer_report import (
     PARAMETERS,
     HostTransfers,
 )
-from jaxspeed.planner.memory.tiles import local_shape
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
-from jaxspeed.planner.memory.traced_step import Step
 from jaxspeed.planner.time.infer_collectives import CollectiveOp
+from jaxspeed.planner.trace.tiles import local_shape
+from jaxspeed.planner.trace.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
+from jaxspeed.planner.trace.traced_step import Step
 
 _COMPUTE_ON = "compute_on"
 _SAME = ("reshape", "device_put")

@@ -19,10 +19,10 @@ from jaxspeed.communication import Communication, dtype_text
 from jaxspeed.jaxpr.primitives import CONSTRAINT, PALLAS, REDUCTIONS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.specs import num_shards
-from jaxspeed.planner.memory.classify import Kinds
-from jaxspeed.planner.memory.partitioning import relations_of, ties_of
-from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
+from jaxspeed.planner.trace.classify import Kinds
+from jaxspeed.planner.trace.partitioning import relations_of, ties_of
+from jaxspeed.planner.trace.tiles import Sizes
+from jaxspeed.planner.trace.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
 _SUMS_OF_SUMS = {"add", "add_any", "sub"}
 _PASS = {CONSTRAINT, *RESHAPES, "convert_element_type", "name", "transpose", "neg"}

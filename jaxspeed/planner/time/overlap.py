@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jaxspeed.planner.memory.trace_ir import Scope, Value
+from jaxspeed.planner.trace.trace_ir import Scope, Value
 
 UNITS = "units"
 

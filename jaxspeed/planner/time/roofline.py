@@ -9,16 +9,16 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.metrics import program_model_flops
 from jaxspeed.offload.transfer_report import ACTIVATIONS
-from jaxspeed.planner.memory.materialization import ScopeAnalysis
-from jaxspeed.planner.memory.op_cost import works
-from jaxspeed.planner.memory.tiles import array_text
-from jaxspeed.planner.memory.trace_ir import Scope, Value
-from jaxspeed.planner.memory.traced_step import Step, as_on, read_step
 from jaxspeed.planner.time.host_transfers import host_moves
 from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
 from jaxspeed.planner.time.step_time import CommunicationGroup, Time
+from jaxspeed.planner.trace.materialization import ScopeAnalysis
+from jaxspeed.planner.trace.op_cost import works
+from jaxspeed.planner.trace.tiles import array_text
+from jaxspeed.planner.trace.trace_ir import Scope, Value
+from jaxspeed.planner.trace.traced_step import Step, as_on, read_step
 from jaxspeed.train.program import Program
 
 COMBINED = 1 << 20  # bytes below which collectives of the same kind and axes are combined

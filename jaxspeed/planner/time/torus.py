@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxspeed.axes import DATA, axis_names
 from jaxspeed.errors import PlacementError
 from jaxspeed.hardware.targets import Target, factorizations
-from jaxspeed.placement.mesh import AXES, laid_out
+from jaxspeed.placement.mesh import laid_out
 from jaxspeed.placement.show import mesh_text
 
 _TRIES, _SHOWN = 60, 4
@@ -57,7 +58,7 @@ def can_hold(target: Target, sizes: Mapping[str, int]) -> bool:
 
 def placed_on(target: Target, sizes: Mapping[str, int]) -> Any:
     """[*mesh, 1 + dims]: of each device its slice or node, and its coordinates on a torus."""
-    shape, dims = tuple(sizes[axis] for axis in AXES), len(target.topology)
+    shape, dims = tuple(sizes[axis] for axis in axis_names()), len(target.topology)
     if not dims:
         return (np.arange(target.count) // target.node).reshape(*shape, 1)
     mesh = laid_out(shape, _standins(target))
@@ -67,8 +68,9 @@ def placed_on(target: Target, sizes: Mapping[str, int]) -> Any:
 
 def groups_of(placed: Any, axes: Sequence[str]) -> Any:
     """[groups, members, 1 + dims]: the places of the groups of devices along mesh axes."""
-    last = [AXES.index(axis) for axis in axes]
-    moved = np.moveaxis(placed, last, range(len(AXES) - len(last), len(AXES)))
+    names = axis_names()
+    last = [names.index(axis) for axis in axes]
+    moved = np.moveaxis(placed, last, range(len(names) - len(last), len(names)))
     return moved.reshape(-1, math.prod(placed.shape[n] for n in last), placed.shape[-1])
 
 
@@ -89,7 +91,7 @@ def _standins(target: Target) -> list[_Standin]:
 
 def _holds(sizes: Mapping[str, int], devices: list[_Standin]) -> bool:
     try:
-        laid_out(tuple(sizes[axis] for axis in AXES), devices)
+        laid_out(tuple(sizes[axis] for axis in axis_names()), devices)
     except NotImplementedError:
         return False
     return True
@@ -103,7 +105,7 @@ def _near(sizes: Mapping[str, int], works: Callable[[Mapping[str, int]], bool]) 
 
 def _nearest(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Meshes of as many devices over the same axes and `data`, the most similar first."""
-    used = [axis for axis in AXES if sizes[axis] > 1 or axis == "data"]
+    used = [axis for axis in axis_names() if sizes[axis] > 1 or axis == DATA]
     total = math.prod(sizes.values())
 
     def apart(other: tuple[int, ...]) -> float:
@@ -129,7 +131,7 @@ def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, i
     """
     placed, found = placed_on(target, sizes), {}
     inside, outside = ("core", "slice") if target.topology else ("node", "network")
-    for axis in AXES:
+    for axis in axis_names():
         if sizes[axis] > 1:
             across, *dims = extents(groups_of(placed, (axis,))[0])
             same = sizes[axis] // across // math.prod(dims)  # at the same coordinates

@@ -12,8 +12,7 @@
 from collections.abc import Iterable
 
 from jaxspeed.jaxpr.primitives import JOINS, PALLAS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
-from jaxspeed.planner.memory.liveness import LiveArray
-from jaxspeed.planner.memory.trace_ir import (
+from jaxspeed.planner.trace.trace_ir import (
     LEAVE,
     PAIRWISE,
     Op,
@@ -64,8 +63,8 @@ class Kinds:
         with_table = op.name in PRODUCTS and not tables.isdisjoint(op.values)
         return with_table and op.outs[0].size > max(sizes, default=op.outs[0].size)
 
-    def of(self, array: LiveArray) -> str:
-        value, op = array.value, array.op
+    def of(self, value: Value, op: Op | None, saved: bool) -> str:
+        """The kind of an array that `op` made; `saved` from a forward to a backward pass."""
         if op is None:
             return COPIES if value in self.of_state else WORKING
         if op.name == "device_put":
@@ -76,7 +75,7 @@ class Kinds:
             return LOGITS
         if value in self.of_state and value not in self.of_batch:
             return WEIGHTS
-        return SAVED if array.saved or op.bodies else WORKING
+        return SAVED if saved or op.bodies else WORKING
 
 
 def _passes(op: Op) -> bool:

@@ -11,11 +11,11 @@ import jax
 from jaxspeed.config import Config
 from jaxspeed.ops import gpu, splash
 from jaxspeed.placement.rows import HOST
-from jaxspeed.planner.memory.bf16_demotion import narrow_values
-from jaxspeed.planner.memory.classify import Kinds
-from jaxspeed.planner.memory.partitioning import propagate_shardings
-from jaxspeed.planner.memory.tiles import Sizes, kernel_layouts
-from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, open_program
+from jaxspeed.planner.trace.bf16_demotion import narrow_values
+from jaxspeed.planner.trace.classify import Kinds
+from jaxspeed.planner.trace.partitioning import propagate_shardings
+from jaxspeed.planner.trace.tiles import Sizes, kernel_layouts
+from jaxspeed.planner.trace.trace_ir import Scope, Value, all_ops, open_program
 from jaxspeed.tensor_parallel import best_overlap
 from jaxspeed.train.program import Program
 

@@ -26,8 +26,8 @@ from jaxspeed.jaxpr.primitives import (
     RESHAPES,
     SCATTERS,
 )
-from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
+from jaxspeed.planner.trace.tiles import Sizes
+from jaxspeed.planner.trace.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
 VIEWS = {
     *RESHAPES, *IDENTITIES, "transpose", "optimization_barrier", "bitcast_convert_type",

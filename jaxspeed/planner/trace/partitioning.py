@@ -14,7 +14,7 @@ from jaxspeed.jaxpr.dim_relations import DimRelations, pairwise, relations, same
 from jaxspeed.jaxpr.primitives import CONSTRAINT, PALLAS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards
-from jaxspeed.planner.memory.trace_ir import (
+from jaxspeed.planner.trace.trace_ir import (
     LEAVE,
     PAIRWISE,
     PLACED,

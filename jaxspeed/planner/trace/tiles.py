@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxspeed.communication import dtype_text
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import JOINS, KERNELS, PRODUCTS, REDUCTIONS, RESHAPES, SLICES
-from jaxspeed.planner.memory.partitioning import Tie, shards_per_dim, ties_of
-from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, nearest_first
+from jaxspeed.planner.trace.partitioning import Tie, shards_per_dim, ties_of
+from jaxspeed.planner.trace.trace_ir import Scope, Value, all_ops, nearest_first
 
 COLUMNS, ROWS = 128, 8
 

@@ -11,9 +11,9 @@ from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.flops import count_products, kernel_flops, product_flops
 from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, PALLAS, PRODUCTS
 from jaxspeed.ops.mask import Mask, computed_blocks, computed_flops
-from jaxspeed.planner.memory.materialization import OUT, VIEWS, ScopeAnalysis
-from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
+from jaxspeed.planner.trace.materialization import OUT, VIEWS, ScopeAnalysis
+from jaxspeed.planner.trace.tiles import Sizes
+from jaxspeed.planner.trace.trace_ir import Op, Scope, Value
 
 KERNELS = (*PALLAS, CUDNN_ATTENTION)
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.primitives import CONSTRAINT, PRODUCTS, SLICES
-from jaxspeed.planner.memory.materialization import VIEWS
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
+from jaxspeed.planner.trace.materialization import VIEWS
+from jaxspeed.planner.trace.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
 
 _ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits
 
