@@ -39,7 +39,7 @@ class PartContext:
       specs: of the parameters as layers read them, by path.
       layout: of activations at shard boundaries.
       units: those by which the program is evaluated; None for none.
-      also: axes that shard the samples of this part, beside those of all samples.
+      also: axes that shard the samples of this part beside those of all samples.
     """
 
     mesh: Mesh

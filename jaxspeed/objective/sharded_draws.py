@@ -32,10 +32,15 @@ class Kind(enum.IntEnum):
     OTHER = 2  # anything else
 
 
+def _axes(size: int, mesh: Any, also: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which so many rows are drawn: `also` too, if these divide them."""
+    return free_sample_axes(size, mesh, also) or free_sample_axes(size, mesh)
+
+
 def shared_sizes(sizes: Collection[int], mesh: Any, also: tuple[str, ...] = ()) -> frozenset[int]:
-    """Numbers of samples that divide over their axes, and `also`, that are automatic here."""
+    """Numbers of samples that divide over the axes that shard samples and are automatic here."""
     mesh = context_mesh(mesh)
-    return frozenset(size for size in sizes if free_sample_axes(size, mesh, also))
+    return frozenset(size for size in sizes if _axes(size, mesh, also))
 
 
 def with_draws_sharded(
@@ -78,7 +83,7 @@ class _Draws(Rewriter[Kind]):
 
     def _constrained(self, drawn: jax.Array) -> jax.Array:
         rest = [PartitionSpec.UNCONSTRAINED] * (drawn.ndim - 1)
-        rows = free_sample_axes(drawn.shape[0], self.mesh, self.also) or None
+        rows = _axes(drawn.shape[0], self.mesh, self.also) or None
         return constrain(drawn, NamedSharding(self.mesh, PartitionSpec(rows, *rest)), "draw")
 
 

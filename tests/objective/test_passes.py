@@ -8,15 +8,19 @@ import numpy as np
 import optax
 import pytest
 from jax.extend import core as jex
+from jax.sharding import PartitionSpec as P
 
 import jaxspeed
 from jaxspeed.jaxpr.rewriter import Rewriter
-from jaxspeed.jaxpr.traverse import as_product, product_of
-from jaxspeed.jaxpr.weight_uses import ByWeight
+from jaxspeed.jaxpr.traverse import as_product, bodies, product_of
+from jaxspeed.jaxpr.weight_uses import ByWeight, weight_uses
 from jaxspeed.objective import passes
+from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.tensor_parallel import REPLICATED
 from tests.support.covering import covering
 
-WIDTH, HIDDEN, LAYERS, SAMPLES, LR = 8, 16, 4, 32, 0.05
+WIDTH, HIDDEN, LAYERS, SAMPLES, LR = 8, 16, 4, 32, 0.005
 FACTOR = 1.75
 
 
@@ -142,16 +146,36 @@ def test_a_pass_acts_alike_on_every_mesh(stage, mesh, with_the_pass):
     assert abs(ours[-1] - losses_of(1.0)[-1]) > 0.01 * ours[-1]
 
 
-def collectives(stage, **sections):
-    report = engine(stage, **sections).compiled(batch(0))
-    return sorted((c.kind, c.axes, c.bytes) for c in report.collectives)
+def program_of_a_layer():
+    params = {"up": jnp.ones((WIDTH, HIDDEN)), "down": jnp.ones((HIDDEN, WIDTH))}
+    closed = jax.make_jaxpr(layer)(params, jnp.ones((SAMPLES, WIDTH)))
+    down, up, x = closed.jaxpr.invars
+    return LossProgram(closed, {"up": up, "down": down}, [x], None)
 
 
-@pytest.mark.parametrize(("stage", "mesh"), [(3, "data"), (1, "tensor 2")])
-def test_a_marked_product_is_one_to_later_passes(stage, mesh, monkeypatch):
-    plain = collectives(stage, **MESHES[mesh])
-    monkeypatch.setattr(passes, "AFTER_SPLIT", (scale_down, *passes.AFTER_SPLIT))
-    assert collectives(stage, **MESHES[mesh]) == plain
+def count(jaxpr, name):
+    inner = (body.jaxpr for eqn in jaxpr.eqns for body in bodies(eqn))
+    return sum(e.primitive.name == name for e in jaxpr.eqns) + sum(count(j, name) for j in inner)
+
+
+def test_a_marked_product_is_one_to_later_passes():
+    plain, mesh = program_of_a_layer(), build_mesh({"data": 4, "tensor": 2})
+    specs = {"up": P(None, "tensor"), "down": P("tensor", None)}
+    context = passes.PartContext(mesh, specs, REPLICATED, None)
+    marked = scale_down(plain, context)
+    assert count(marked.closed.jaxpr, "custom_vjp_call") == 1
+    found = [passes.boundaries(program, context).closed.jaxpr for program in (plain, marked)]
+    constraints = [count(jaxpr, "sharding_constraint") for jaxpr in found]
+    assert constraints[0] == constraints[1] > 0
+    of_weights = [
+        [(use.weights, use.is_product) for use in weight_uses(p.closed.jaxpr, names_of(p))[0]]
+        for p in (plain, marked)
+    ]
+    assert of_weights[0] == of_weights[1] == [({"up"}, True), ({"down"}, True)]
+
+
+def names_of(program):
+    return {v: path for path, v in program.parameters.items()}
 
 
 # -- the rewriter ----------------------------------------------------------------------------------

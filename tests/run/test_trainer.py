@@ -17,7 +17,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.generation.generate import TextPiece
 from jaxspeed.metrics import NAMES, read_records
 from jaxspeed.run import FinalSample, open_run, show_ending, source_of, train
-from jaxspeed.train import staged_init
+from jaxspeed.train_state import staged_init
 from tests.run import small
 
 

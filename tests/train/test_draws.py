@@ -126,13 +126,13 @@ class Noisy(nnx.Module):
     """Numbers are drawn before the blocks, in each of them, and after them."""
 
     def __init__(self, rngs):
-        self.first = nnx.Linear(SIDE * SIDE * COLOURS, WIDE, rngs=rngs)
+        self.first = nnx.Linear(COLOURS, WIDE, rngs=rngs)
         self.before, self.after = Noise(rngs), Noise(rngs)
-        self.blocks = nnx.List([NoisyBlock(rngs) for _ in range(2)])
+        self.blocks = nnx.List([NoisyBlock(rngs) for _ in range(4)])
         self.out = nnx.Linear(WIDE, 1, rngs=rngs)
 
     def __call__(self, x, z):
-        x = self.before(self.first(x.reshape(x.shape[0], -1)), z)
+        x = self.before(self.first(x.mean((1, 2))), z)
         for block in self.blocks:
             x = block(x, z)
         return self.out(self.after(x, z))[:, 0]

@@ -118,7 +118,7 @@ def test_what_takes_long_to_compile_leaves_time_for_other_work(slow):
 
 
 def test_a_chain_to_host_memory_passes_by_group(monkeypatch):
-    from jaxspeed.train import staged_init as module
+    from jaxspeed.train_state import staged_init as module
 
     sizes = []
 
@@ -137,7 +137,7 @@ def test_a_chain_to_host_memory_passes_by_group(monkeypatch):
 
 
 def test_an_equal_call_later_compiles_nothing(monkeypatch):
-    from jaxspeed.train import staged_init as module
+    from jaxspeed.train_state import staged_init as module
 
     compiled = []
     monkeypatch.setattr(module, "_COMPILED", {})
