@@ -1,24 +1,23 @@
 """Inlining of calls in a traced program."""
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 from jaxspeed.jaxpr.primitives import INLINED
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
-from jaxspeed.jaxpr.traverse import JaxprEqn, is_marked, is_var
+from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, is_marked, is_var
 
 
-def with_calls_inlined(jaxpr: Any, variables: Collection[Any]) -> Any:
+def with_calls_inlined(jaxpr: Jaxpr, variables: Collection[Var]) -> Jaxpr:
     """Inline every call that reads one of these variables, also within inlined calls."""
     return _inlined(jaxpr, lambda call: any(is_var(v) and v in variables for v in call.invars))
 
 
-def inline_call(jaxpr: Any, call: Any) -> Any:
+def inline_call(jaxpr: Jaxpr, call: JaxprEqn) -> Jaxpr:
     """Replace one call by the equations of its program."""
     return _inlined(jaxpr, lambda eqn: eqn is call)
 
 
-def _inlined(jaxpr: Any, chosen: Callable[[JaxprEqn], bool]) -> Any:
+def _inlined(jaxpr: Jaxpr, chosen: Callable[[JaxprEqn], bool]) -> Jaxpr:
     class Inlining(Rewriter[None]):
         enters = ()
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, is_var
 
 
 def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> list[Any]:
@@ -12,8 +12,8 @@ def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> list[Any]:
 
 
 def sub_jaxpr(
-    jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
-) -> Any:
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Jaxpr:
     """A subset of a jaxpr's equations as a jaxpr."""
     effects = set().union(*(eqn.effects for eqn in eqns))
     return jaxpr.replace(
@@ -21,7 +21,9 @@ def sub_jaxpr(
     )
 
 
-def slice_of(jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def slice_of(
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Jaxpr:
     """The backward slice of a program: the equations that compute `outputs` from `inputs`."""
     known = set(inputs)
     live = {v for v in outputs if is_var(v) and v not in known}
@@ -33,20 +35,20 @@ def slice_of(jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Se
     return sub_jaxpr(jaxpr, needed[::-1], inputs, outputs)
 
 
-def read_by(jaxpr: Any) -> set[Any]:
+def read_by(jaxpr: Jaxpr) -> set[Any]:
     """The variables that a program's equations read, and its results."""
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
     return read | {v for v in jaxpr.outvars if is_var(v)}
 
 
-def free_variables(eqns: Sequence[Any]) -> list[Any]:
+def free_variables(eqns: Sequence[JaxprEqn]) -> list[Any]:
     """The variables that these equations read but do not define."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read = (v for eqn in eqns for v in eqn.invars if is_var(v) and v not in made)
     return list(dict.fromkeys(read))
 
 
-def dependents(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+def dependents(jaxpr: Jaxpr, sources: Iterable[Any]) -> set[Any]:
     """The variables of a program that depend on any of `sources`, and these themselves."""
     found = set(sources)
     for eqn in jaxpr.eqns:

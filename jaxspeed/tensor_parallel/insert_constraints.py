@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxspeed.axes import TENSOR
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
-from jaxspeed.jaxpr.traverse import Body, JaxprEqn, Var, is_marked, is_var, product_of
+from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.tensor_parallel.activation_layout import (
     ActivationLayout,
@@ -34,14 +34,14 @@ log = logging.getLogger("jaxspeed")
 
 
 def with_boundary_constraints(
-    jaxpr: Any,
-    parameters: Mapping[str, Any],
-    batch: Sequence[Any],
+    jaxpr: Jaxpr,
+    parameters: Mapping[str, Var],
+    batch: Sequence[Var],
     specs: Mapping[str, Any],
     mesh: Mesh,
     layout: ActivationLayout,
-    unit_of: Callable[[Any], Any] = lambda eqn: None,
-) -> Any:
+    unit_of: Callable[[JaxprEqn], Any] = lambda eqn: None,
+) -> Jaxpr:
     """A traced program with constraints at its shard boundaries.
 
     `parameters` are its variables by path, sharded by `specs`; `batch` those whose first dims are
@@ -93,7 +93,7 @@ class _Scope:
 class _Boundaries(Rewriter[None]):
     """The rewriting of one program; each call of a function is written by itself."""
 
-    def __init__(self, layouts: BoundaryLayouts, unit_of: Callable[[Any], Any]) -> None:
+    def __init__(self, layouts: BoundaryLayouts, unit_of: Callable[[JaxprEqn], Any]) -> None:
         super().__init__()
         self.layouts, self.program, self.unit_of = layouts, layouts.program, unit_of
 
@@ -248,7 +248,7 @@ def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 GROUPS = ("feature_group_count", "batch_group_count")
 
 
-def is_grouped(eqn: Any) -> bool:
+def is_grouped(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[g] != 1 for g in GROUPS)
 
 

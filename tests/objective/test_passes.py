@@ -24,9 +24,9 @@ WIDTH, HIDDEN, LAYERS, SAMPLES, LR = 8, 16, 4, 32, 0.005
 FACTOR = 1.75
 
 
-def init(key):
+def init(key, hidden=(HIDDEN,) * LAYERS):
     keys = jax.random.split(key, 2 * LAYERS)
-    shapes = [(WIDTH, HIDDEN), (HIDDEN, WIDTH)] * LAYERS
+    shapes = [shape for size in hidden for shape in ((WIDTH, size), (size, WIDTH))]
     made = iter([jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)])
     layers = [{"up": next(made), "down": next(made)} for _ in range(LAYERS)]
     return {"layers": layers, "out": jnp.ones((WIDTH, 1))}
@@ -95,7 +95,12 @@ def with_the_pass(monkeypatch):
     monkeypatch.setattr(passes, "AFTER_SPLIT", (scale_down, *passes.AFTER_SPLIT))
 
 
-def losses_of(factor, steps=3):
+def unlike(key):
+    """Layers of several sizes, which are unlike stages."""
+    return init(key, range(HIDDEN, HIDDEN + LAYERS))
+
+
+def losses_of(factor, init=init, steps=3):
     """Plain Optax on one device, the factor in the model."""
 
     def forward(params, batch):
@@ -116,7 +121,7 @@ def losses_of(factor, steps=3):
     return found
 
 
-def engine(stage, accumulation=1, **sections):
+def engine(stage, accumulation=1, init=init, **sections):
     config = {
         "train_batch_size": SAMPLES,
         "gradient_accumulation_steps": accumulation,
@@ -133,17 +138,19 @@ MESHES = {
     "tensor 2": {"mesh": {"tensor": 2}},
     "pipe 2": {"mesh": {"pipe": 2}, "accumulation": 4},
     "pipe 2, tensor 2": {"mesh": {"pipe": 2, "tensor": 2}, "accumulation": 4},
+    "pipe 2, unlike": {"mesh": {"pipe": 2}, "accumulation": 4, "init": unlike},
     "remat": {"parallel": {"remat": "full"}},
 }
-ALWAYS = [(3, "data"), (1, "tensor 2"), (0, "pipe 2")]
+POINTS = [p for p in itertools.product(range(4), MESHES) if p[0] < 2 or "unlike" not in p[1]]
+ALWAYS = [(3, "data"), (1, "tensor 2"), (0, "pipe 2"), (1, "pipe 2, unlike")]
 
 
-@pytest.mark.parametrize(("stage", "mesh"), covering(itertools.product(range(4), MESHES), ALWAYS))
+@pytest.mark.parametrize(("stage", "mesh"), covering(POINTS, ALWAYS))
 def test_a_pass_acts_alike_on_every_mesh(stage, mesh, with_the_pass):
-    run = engine(stage, **MESHES[mesh])
+    run, model = engine(stage, **MESHES[mesh]), MESHES[mesh].get("init", init)
     ours = [float(run.train_batch(batch(seed))["loss"]) for seed in range(3)]
-    np.testing.assert_allclose(ours, losses_of(FACTOR), rtol=1e-5)
-    assert abs(ours[-1] - losses_of(1.0)[-1]) > 0.01 * ours[-1]
+    np.testing.assert_allclose(ours, losses_of(FACTOR, model), rtol=1e-5)
+    assert abs(ours[-1] - losses_of(1.0, model)[-1]) > 0.01 * ours[-1]
 
 
 def program_of_a_layer():
