@@ -134,7 +134,7 @@ class Objective:
     def way(self, program: LossProgram, recompute: Recompute, storage: Storage) -> EvalContext:
         """Choose units and residuals of a program that the passes rewrote."""
         if not recompute:
-            units = program.units if storage else Units(frozenset(), ())
+            units = program.units if storage else Units()
             return EvalContext(units, exchange=self.exchange)
         if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)

@@ -153,7 +153,7 @@ class UnlikeStage(Stage):
         specs = {path: table[path].read.spec for path in own}
         at = PartContext(table.mesh, specs, self.split.objective.style, None)
         part = after_split(program.part(ClosedJaxpr(jaxpr, ()), own, samples), at)
-        no_units = EvalContext(Units(frozenset(), ()))
+        no_units = EvalContext(Units())
 
         def evaluate(args: Sequence[Any]) -> Values:
             return run_segmented(part.closed.jaxpr, (), args, {}, no_units)

@@ -37,8 +37,8 @@ class TracedCall:
 class Units:
     """The calls that are units, and their number per class."""
 
-    serials: frozenset[int]
-    kinds: tuple[tuple[str, int], ...]  # (class, how many calls, scan trips counted)
+    serials: frozenset[int] = frozenset()
+    kinds: tuple[tuple[str, int], ...] = ()  # (class, how many calls, scan trips counted)
 
     def __str__(self) -> str:
         return ", ".join(f"{count} x {kind}" for kind, count in self.kinds) or "none"
