@@ -120,6 +120,60 @@ def test_a_wait_is_explained_before_its_end(monkeypatch, capsys):
     assert len(said) <= 6  # less and less often
 
 
+@pytest.mark.parametrize("sent", [b"", b"{}\n"], ids=["never", "after a sign of life"])
+def test_a_process_0_that_accepts_and_does_not_answer_is_named_within_the_limit(
+    monkeypatch, capsys, sent
+):
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.3)
+    held = []
+
+    def accept_one():
+        held.append(server.accept()[0])
+        held[0].sendall(sent)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, began = server.getsockname()[1], time.monotonic()
+        threading.Thread(target=accept_one, daemon=True).start()
+        text = met(port, 2, (1,), seconds=1.0)[1]
+        took = time.monotonic() - began
+        held[0].close()
+    why = f"process 0 has accepted the connection to 127.0.0.1:{port}, and does not answer"
+    assert text == f"{why} (limit 1 s): it is stuck, or another program"
+    assert 1 <= took < 3
+    assert capsys.readouterr().err.splitlines()[0] == f"waiting: process 1: {why} (limit 1 s)"
+
+
+def test_a_process_0_that_lives_is_awaited_beyond_the_limit_of_one_that_started_before_it(
+    monkeypatch, capsys
+):
+    """It names who is missing, when its own limit is over."""
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.3)
+    found = met(free_port(), 3, (0, 1), seconds=2.0, delay=1.5)
+    assert "did not start within 2 s: 2" in found[1] and found[1] == found[0]
+    assert "does not answer" not in capsys.readouterr().err
+
+
+def test_a_process_that_connects_and_says_nothing_does_not_extend_the_limit(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_HELLO", 0.5)
+    port, done = free_port(), threading.Event()
+
+    def slow():
+        """A byte at a time."""
+        while not done.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as it:
+                while not done.wait(0.1):
+                    it.sendall(b"[")
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    began = time.monotonic()
+    found = met(port, 3, (0, 1), seconds=2.0)
+    took = time.monotonic() - began
+    done.set()
+    thread.join()
+    assert "did not start within 2 s: 2" in found[0] == found[1] and took < 4
+
+
 def test_more_processes_than_open_files_are_allowed():
     """A limit is for a process: this test's body is one."""
     code = """
@@ -136,7 +190,7 @@ while not peers:
 peers += [socket.create_connection(("127.0.0.1", port)) for _ in range(99)]
 for rank, peer in enumerate(peers, 1):
     peer.sendall(b'{"rank": %d, "count": 101, "host": "h"}\\n' % rank)
-assert all(peer.recv(99) == b'{"error": ""}\\n' for peer in peers)
+assert all(peer.makefile("rb").readlines()[-1] == b'{"error": ""}\\n' for peer in peers)
 server.join()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
