@@ -19,7 +19,7 @@ from jax._src import clusters, xla_bridge
 
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.launch.binding import shared_evenly, visible_gpus
-from jaxspeed.launch.rendezvous import meet, set_proxies
+from jaxspeed.launch.rendezvous import explained_wait, meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
@@ -80,15 +80,18 @@ def start_processes(seconds: float | None = None) -> Membership | None:
     except RunError as error:
         raise RunError(f"{which} cannot start: {error}") from None
     _reach_without_proxy(found.coordinator)
+    limit = max(int(seconds), 60)
+    waits = f"{which}: all have met, and not all have joined JAX's service (limit {limit} s)"
     try:
-        jax.distributed.initialize(
-            found.coordinator,
-            found.count,
-            found.rank,
-            local_device_ids=found.gpus,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(int(seconds), 60),
-        )
+        with explained_wait(waits):
+            jax.distributed.initialize(
+                found.coordinator,
+                found.count,
+                found.rank,
+                local_device_ids=found.gpus,
+                cluster_detection_method="deactivate",
+                initialization_timeout=limit,
+            )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(f"{which} cannot join those of {found.coordinator}: {reason}") from error

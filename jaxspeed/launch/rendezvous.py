@@ -17,7 +17,9 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from jaxspeed.errors import RunError
@@ -167,6 +169,25 @@ class _Silence:
         self._seconds *= 2
         self.until += self._seconds
         return True
+
+
+@contextlib.contextmanager
+def explained_wait(what: str) -> Iterator[None]:
+    """Say what the `with` block waits for while it lasts, in a thread."""
+    over, silence = threading.Event(), _Silence()
+
+    def explain() -> None:
+        while not over.wait(max(silence.until - time.monotonic(), 0)):
+            if silence.is_over():
+                _say(what)
+
+    thread = threading.Thread(target=explain, name="jaxspeed-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _say(text: str) -> None:

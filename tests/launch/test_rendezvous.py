@@ -1,6 +1,7 @@
 """Processes that meet before JAX starts, as threads: what is wrong is named within the time-out."""
 
 import contextlib
+import os
 import resource
 import socket
 import subprocess
@@ -8,12 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxspeed.errors import RunError
 from jaxspeed.launch import rendezvous
 from jaxspeed.launch.rendezvous import meet
+from jaxspeed.run import same_run
 from tests.support.processes import free_port
 
 pytestmark = pytest.mark.fast
@@ -222,3 +226,66 @@ def test_a_rank_that_is_started_twice_is_named():
         thread.join(30)
     assert set(found) == {"a", "b", "c"}
     assert all("process 1 was started twice" in text for text in found.values())
+
+
+STUCK = """
+import jaxspeed.launch.rendezvous as rendezvous
+from jaxspeed.launch.environment import start_processes
+rendezvous._SILENCE = 1.0
+start_processes(5.0)
+"""
+
+
+def test_a_process_0_that_is_stuck_before_it_serves_jax_is_waited_for_with_a_message():
+    """It has answered here, and then keeps the port without JAX's service."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        place = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | place | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+        child = subprocess.Popen(
+            [sys.executable, "-c", STUCK], stderr=subprocess.PIPE, text=True, env=environment
+        )
+        try:
+            server.settimeout(60)
+            with server.accept()[0] as peer:
+                peer.sendall(b'{"error": ""}\n')
+                lines = []
+                threading.Thread(target=lambda: lines.extend(child.stderr), daemon=True).start()
+                deadline = time.monotonic() + 60
+                while not any("waiting: " in line for line in lines):
+                    assert time.monotonic() < deadline and child.poll() is None, lines
+                    time.sleep(0.05)
+        finally:
+            child.kill()
+            child.wait()
+    said = next(line for line in lines if "waiting: " in line)
+    assert "process 1 of 2" in said and "joined JAX's service (limit 60 s)" in said
+
+
+def test_a_process_0_that_does_not_compare_configs_is_waited_for_with_a_message(
+    monkeypatch, capsys
+):
+    class Beats:
+        rank, count = 1, 2
+
+        def answered(self, what, seconds):
+            time.sleep(0.5)
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    watchdog = SimpleNamespace(
+        beats=Beats(),
+        met=False,
+        host="here",
+        will_meet=lambda: None,
+        sections=SimpleNamespace(limit=lambda section: 35.0),
+    )
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.1)
+    with pytest.raises(RunError, match="process 0 has not answered for 95 s"):
+        same_run.meet(watchdog, {})
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == (
+        "waiting: process 1: not all processes have compared their configs with process 0's "
+        "(limit 95 s)"
+    )
+    time.sleep(0.3)
+    assert not capsys.readouterr().err  # it has ended
