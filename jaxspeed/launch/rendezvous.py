@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxspeed.errors import RunError
+from jaxspeed.errors import ExitCode, RunError
 
 log = logging.getLogger("jaxspeed")
 _PAUSE = 0.5  # seconds between attempts to connect
@@ -172,12 +172,18 @@ class _Silence:
 
 
 @contextlib.contextmanager
-def explained_wait(what: str) -> Iterator[None]:
-    """Say what the `with` block waits for while it lasts, in a thread."""
-    over, silence = threading.Event(), _Silence()
+def explained_wait(what: str, end_after: float = math.inf) -> Iterator[None]:
+    """Say what the `with` block waits for while it lasts, in a thread.
+
+    After `end_after` seconds the thread ends this process, for a block that cannot be interrupted.
+    """
+    over, silence, deadline = threading.Event(), _Silence(), time.monotonic() + end_after
 
     def explain() -> None:
-        while not over.wait(max(silence.until - time.monotonic(), 0)):
+        while not over.wait(max(min(silence.until, deadline) - time.monotonic(), 0)):
+            if time.monotonic() >= deadline:
+                print(f"jaxspeed: {what}", file=sys.stderr, flush=True)
+                os._exit(ExitCode.CRASH)
             if silence.is_over():
                 _say(what)
 
