@@ -134,7 +134,8 @@ def engine_of(
             config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
         )
         if config.run.executable is not None:
-            read_identity(config.run.executable)  # reports a bad file before anything is allocated
+            # Reports a bad file before anything is allocated.
+            read_identity(config.run.executable, trusted=config.run.trust_executable)
         warn_of_room(program, example_batch)
         try:
             state = program.init(config.run.seed)

@@ -10,7 +10,7 @@ from etils import epath
 
 from jaxspeed.checkpoint import manifest as manifests
 from jaxspeed.checkpoint.header import NAME, LeafRecord, read_header
-from jaxspeed.checkpoint.manifest import Manifest, files_of, problems_of, read_manifest
+from jaxspeed.checkpoint.manifest import Manifest, files_of, problems_of, read_manifest, unlisted
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, store_at
 from jaxspeed.errors import CheckpointError
 
@@ -63,9 +63,8 @@ def info_of(folder: epath.Path) -> CheckpointInfo:
     try:
         manifest = read_manifest(folder)
         header = read_header(folder, manifest.format)
-    except (CheckpointError, ValueError, KeyError, TypeError, OSError) as error:
-        what = str(error) if isinstance(error, CheckpointError) else f"{NAME} is damaged"
-        return CheckpointInfo(tag, step, _bytes_in(folder), _mtime(folder), False, what)
+    except CheckpointError as error:
+        return CheckpointInfo(tag, step, _bytes_in(folder), _mtime(folder), False, str(error))
     problem = next(iter(_wrong_sizes(folder, manifest)), "")
     return CheckpointInfo(
         tag,
@@ -120,7 +119,10 @@ def existing(store: LocalStore | ObjectStore, tag: str) -> str:
 def _problems(folder: epath.Path) -> list[str]:
     try:
         manifest = read_manifest(folder)
-        problems = problems_of(folder, manifest.files)
+        problems = [
+            *problems_of(folder, manifest.files),
+            *unlisted(folder, manifest.files, NAME),
+        ]
         if not problems:
             read_header(folder, manifest.format)
         return problems

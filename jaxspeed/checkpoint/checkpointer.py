@@ -218,11 +218,11 @@ class Checkpointer:
     def _commit(self, folder: epath.Path, tag: str, parts: list[dict[str, Any]]) -> None:
         write_manifest(folder, tag, {k: v for part in parts for k, v in part.items()})
         self._store.commit(tag)
-        try:
-            for old in tags_to_remove(checkpoints(self._store), self._keep, self._keep_every):
+        for old in tags_to_remove(checkpoints(self._store), self._keep, self._keep_every):
+            try:
                 self._store.remove(old)
-        except OSError as error:  # the new one is valid; the next save tries again
-            log.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
+            except OSError as error:  # the new one is valid; the next save tries again
+                log.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
 
     def _abandon(self, tag: str) -> None:
         """Remove a partial checkpoint, so that it does not fill the disk."""

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
+from pydantic import TypeAdapter
 
 from jaxspeed.checkpoint.leaves import saved_leaves
 from jaxspeed.checkpoint.manifest import FORMAT
@@ -102,26 +103,24 @@ def read_header(folder: epath.Path, form: Any) -> Header:
     """The header of a checkpoint whose manifest says that it is of this format.
 
     Raises:
-      CheckpointError: written in another format than this version reads.
+      CheckpointError: written in another format than this version reads, or damaged.
     """
     if form != FORMAT:
         raise CheckpointError(
             f"{folder}: written in format {form!r}; this version of jaxspeed reads "
             f"format {FORMAT}. Use the version that wrote it"
         )
-    fields = json.loads((folder / NAME).read_text())
-    leaves = {
-        name: LeafRecord(
-            tuple(x["shape"]),
-            tuple(x["stored"]),
-            x["dtype"],
-            x["key"],
-            x.get("codec", PLAIN.name),  # absent from earlier checkpoints
-            {part: (tuple(shape), dtype) for part, (shape, dtype) in x.get("arrays", {}).items()},
-        )
-        for name, x in fields.pop("leaves").items()
-    }
-    return Header(leaves=leaves, **fields)
+    try:
+        header = TypeAdapter(Header).validate_python(json.loads((folder / NAME).read_text()))
+        for leaf in header.leaves.values():
+            jnp.dtype(leaf.dtype)
+        if any(name in ("", ".", "..") or "/" in name for name in header.files):
+            raise ValueError("a path out of the folder")
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        what = f"{folder}: {NAME} is {'missing' if missing else 'damaged'}"
+        raise CheckpointError(what) from error
+    return header
 
 
 def codec_of(name: str, record: LeafRecord) -> Codec:

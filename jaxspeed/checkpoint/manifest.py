@@ -17,6 +17,7 @@ from etils import epath
 from jaxspeed.errors import CheckpointError
 
 NAME = "manifest.json"
+MARK = ".jaxspeed"  # of a folder that is being written or removed; in no manifest
 FORMAT = 1  # of everything in a checkpoint
 _BLOCK = 4 << 20
 
@@ -37,14 +38,14 @@ class Manifest:
 
 
 def files_of(folder: epath.Path) -> list[str]:
-    """Sorted relative paths of the files in a folder, without the manifest."""
+    """Sorted relative paths of the files and symlinks in a folder, without the manifest."""
     found: list[str] = []
 
     def walk(at: epath.Path, prefix: str) -> None:
         for entry in at.iterdir():
-            if entry.is_dir():
+            if entry.is_dir() and not os.path.islink(entry):
                 walk(entry, f"{prefix}{entry.name}/")
-            elif f"{prefix}{entry.name}" != NAME:
+            elif f"{prefix}{entry.name}" not in (NAME, MARK):
                 found.append(prefix + entry.name)
 
     walk(folder, "")
@@ -67,9 +68,12 @@ def checksums(folder: epath.Path, names: Iterable[str]) -> Sums:
 
 
 def problems_of(folder: epath.Path, files: Sums) -> list[str]:
-    """Problems of these files of a checkpoint: missing, of another size or checksum."""
-    problems = []
+    """Problems of these files of a checkpoint: missing, elsewhere, of another size or checksum."""
+    problems, inside = [], f"{os.path.realpath(folder)}{os.sep}"
     for name, (size, crc) in files.items():
+        if is_local(folder) and not os.path.realpath(folder / name).startswith(inside):
+            problems.append(f"{name} is a link out of the checkpoint")
+            continue
         try:
             found = _sum(folder / name)
         except OSError as error:
@@ -81,6 +85,15 @@ def problems_of(folder: epath.Path, files: Sums) -> list[str]:
         elif found[1] != crc:
             problems.append(f"{name} was modified: its checksum differs")
     return problems
+
+
+def unlisted(folder: epath.Path, files: Sums, header: str) -> list[str]:
+    """Problems of a checkpoint whose header or another file that may be read is not in `files`.
+
+    Files of the top level that a user has added are not read.
+    """
+    there = {header, *(name for name in files_of(folder) if "/" in name or name == header)}
+    return [f"{name} is not in {NAME}" for name in sorted(there - files.keys())]
 
 
 def write_manifest(folder: epath.Path, tag: str, files: Sums) -> None:
@@ -100,12 +113,14 @@ def read_manifest(folder: epath.Path) -> Manifest:
         if crc != _crc_of(body):
             raise CheckpointError(f"{NAME} was modified: its checksum differs")
         files = {name: (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
+        if any(part in ("", ".", "..") for name in files for part in name.split("/")):
+            raise ValueError("a path out of the folder")
         manifest = Manifest(body["format"], body["tag"], files)
     except FileNotFoundError:
         raise CheckpointError(f"{NAME} is missing: the save was not completed") from None
     except OSError as error:
         raise CheckpointError(f"{NAME} cannot be read: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CheckpointError(f"{NAME} is damaged") from None
     if manifest.tag != folder.name:
         raise CheckpointError(f"{NAME} belongs to {manifest.tag!r}")

@@ -1,16 +1,26 @@
 """Storage of checkpoints on file systems and in buckets, with atomic commit."""
 
 import contextlib
+import fcntl
+import itertools
+import logging
 import os
 import shutil
+import tempfile
 import time
+from itertools import chain
+from pathlib import Path
 from typing import Protocol
 
 from etils import epath
 
 from jaxspeed.checkpoint import manifest
+from jaxspeed.checkpoint.header import FILES
+from jaxspeed.checkpoint.header import NAME as HEADER
+from jaxspeed.checkpoint.orbax_arrays import FOLDER as ARRAYS
 from jaxspeed.errors import CheckpointError
 
+log = logging.getLogger("jaxspeed")
 _WRITING, _REMOVED = ".writing", ".removed"
 
 
@@ -44,49 +54,74 @@ class Store(Protocol):
 
 
 class LocalStore:
-    """A file system: written to a temporary folder, renamed on commit."""
+    """A file system: written to a temporary folder, renamed on commit.
+
+    Only folders with this class's mark are removed. The writer holds a lock on the mark, so that a
+    save in progress is distinguished from what a killed process has left.
+    """
 
     def __init__(self, root: epath.Path) -> None:
         self.root = root
+        self._marks: dict[str, int] = {}  # open files, by tag
 
     def begin(self, tag: str) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
+        if tag in self._marks:  # an earlier save failed as it began
+            self._release(tag)
         self.recover()
         for left in self._folders((_WRITING, _REMOVED)):
-            left.rmtree()
-        self.writing(tag).mkdir()
+            if (left / manifest.MARK).exists() and _lock_is_free(left):
+                _try_to_remove(Path(left))
+        folder = Path(self.writing(tag))
+        # Without a mark: a save was killed before it, or writes in flight came after its removal.
+        own = folder.is_dir() and not folder.is_symlink()
+        if own and {*os.listdir(folder)} <= {ARRAYS, FILES, HEADER}:
+            shutil.rmtree(folder)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            raise CheckpointError(
+                f"{folder} exists, and is of another process that saves, or of no save; remove or "
+                "rename it"
+            ) from None
+        self._marks[tag] = _mark(folder)
 
     def writing(self, tag: str) -> epath.Path:
         return self.root / f"{tag}{_WRITING}"
 
     def commit(self, tag: str) -> None:
-        final = self.root / tag
+        final = Path(self.root / tag)
         _sync(self.writing(tag))
-        if final.exists():
-            final.rename(self.root / f"{tag}{_REMOVED}")
+        before = self._set_aside(final) if os.path.lexists(final) else None
         self.writing(tag).rename(final)
+        (final / manifest.MARK).unlink(missing_ok=True)
+        self._release(tag)
         _sync(self.root)
-        for left in self._folders((_REMOVED,)):
-            left.rmtree()
+        if before:
+            _try_to_remove(before)
 
     def recover(self) -> None:
         for left in self._folders((_WRITING,)):
             final = self.root / left.name.removesuffix(_WRITING)
-            if (left / manifest.NAME).exists() and not final.exists():
+            if (left / manifest.NAME).exists() and not final.exists() and _lock_is_free(left):
                 left.rename(final)
+                (final / manifest.MARK).unlink(missing_ok=True)
 
     def abandon(self, tag: str) -> None:
+        if tag not in self._marks:
+            return
         gone = 0
         for _ in range(100):  # writes in flight may create the folder again
             gone = 0 if self.writing(tag).exists() else gone + 1
             if gone > 6:
-                return
+                break
             shutil.rmtree(self.writing(tag), ignore_errors=True)
             time.sleep(0.05)
+        self._release(tag)
 
     def remove(self, tag: str) -> None:
-        removed = (self.root / tag).rename(self.root / f"{tag}{_REMOVED}")
-        epath.Path(removed).rmtree()
+        if aside := self._set_aside(Path(self.root / tag)):
+            _remove(aside)
 
     def tags(self) -> list[str]:
         if not self.root.is_dir():
@@ -96,10 +131,24 @@ class LocalStore:
     def unfinished(self) -> list[str]:
         return [f.name.removesuffix(_WRITING) for f in self._folders((_WRITING,))]
 
+    def _set_aside(self, final: Path) -> Path | None:
+        """Rename a checkpoint so that it is none, and mark it; a symlink is removed."""
+        if final.is_symlink():
+            final.unlink()
+            return None
+        os.close(_mark(final))
+        numbers = chain([""], (f"-{i}" for i in itertools.count(1)))
+        names = (final.with_name(f"{final.name}{number}{_REMOVED}") for number in numbers)
+        return final.rename(next(name for name in names if not os.path.lexists(name)))
+
     def _folders(self, ends: tuple[str, ...]) -> list[epath.Path]:
         if not self.root.is_dir():
             return []
-        return [f for f in self.root.iterdir() if f.is_dir() and f.name.endswith(ends)]
+        found = [f for f in self.root.iterdir() if f.is_dir() and f.name.endswith(ends)]
+        return [f for f in found if not os.path.islink(f)]
+
+    def _release(self, tag: str) -> None:
+        os.close(self._marks.pop(tag))
 
 
 class ObjectStore:
@@ -179,9 +228,9 @@ def check_writable(root: epath.Path, nbytes: int = 0) -> None:
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".probe-{os.getpid()}"
-        probe.write_bytes(b"jaxspeed")
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=root) as probe:
+            probe.write(b"jaxspeed")
+            probe.flush()
     except OSError as error:
         raise CheckpointError(
             f"{root}: cannot be written to ({error.strerror or error}); choose another folder"
@@ -196,6 +245,51 @@ def check_writable(root: epath.Path, nbytes: int = 0) -> None:
 
 def _is_tag(name: str) -> bool:
     return bool(name.strip()) and name[0] != "." and not name.endswith((_WRITING, _REMOVED))
+
+
+def _mark(folder: Path) -> int:
+    """Mark a folder as ours, and lock the mark until the returned file is closed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    mark = os.open(folder / manifest.MARK, flags, 0o644)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return mark
+
+
+def _lock_is_free(folder: epath.Path) -> bool:
+    """Whether no process that is alive has the folder's mark locked."""
+    try:
+        mark = os.open(folder / manifest.MARK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return True
+    except OSError:  # it is not ours to open
+        return False
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(mark)
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove a marked folder, the mark last: what is left if that is interrupted is known."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != manifest.MARK:
+            entry.unlink()
+    shutil.rmtree(folder)
+
+
+def _try_to_remove(folder: Path) -> None:
+    try:
+        _remove(folder)
+    except OSError as error:  # the next save tries again
+        log.warning("%s cannot be removed: %s", folder, error)
 
 
 def _sync(folder: epath.Path) -> None:

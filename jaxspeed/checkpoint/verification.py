@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jaxspeed.checkpoint.catalog import checkpoints
-from jaxspeed.checkpoint.manifest import problems_of, read_manifest, shares_of
+from jaxspeed.checkpoint.header import NAME as HEADER
+from jaxspeed.checkpoint.manifest import problems_of, read_manifest, shares_of, unlisted
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
 from jaxspeed.errors import CheckpointError
@@ -54,6 +55,8 @@ def problems_with(store: LocalStore | ObjectStore, processes: Processes, tag: st
     def shares() -> list[Any]:
         try:
             files = read_manifest(folder).files
+            if found := unlisted(folder, files, HEADER):
+                return ["; ".join(found[:_MOST])] * count
         except CheckpointError as error:
             return [str(error)] * count
         sizes = {name: size for name, (size, _) in files.items()}

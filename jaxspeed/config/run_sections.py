@@ -202,6 +202,9 @@ class RunSection(Section):
         "A file of `jaxspeed plan --compile --keep`, from which the step starts without "
         "compilation. Loading it executes its code: only from a trusted source.",
     )
+    trust_executable: Flag = honoured(
+        False, "Whether `executable` may be a file that other users own or can write."
+    )
     eval_every: Count | None = honoured(
         None, "Steps between evaluations on held-out samples; always one at the end."
     )

@@ -23,9 +23,10 @@ class StepFromFile:
     """
 
     def __init__(self, program: Program, path: str | Path) -> None:
-        """ConfigError if there is no such file, or it holds no executable."""
+        """ConfigError if there is no such file, it holds no executable, or it is not trusted."""
         self.program, self.path = program, path
-        self._identity = read_identity(path)
+        self._trusted = program.config.run.trust_executable
+        self._identity = read_identity(path, trusted=self._trusted)
         self._found: dict[Shapes, Any] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -53,7 +54,9 @@ class StepFromFile:
         if jax.process_count() > 1:
             apart = ["several processes, which is untested"]
         try:
-            found = None if apart else load(self.path, lowered, program.devices)
+            found = (
+                None if apart else load(self.path, lowered, program.devices, trusted=self._trusted)
+            )
         except jax.errors.JaxRuntimeError as error:
             apart = [str(error).splitlines()[0]]
         if apart:

@@ -19,10 +19,11 @@ from jax._src import clusters, xla_bridge
 
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.launch.binding import shared_evenly, visible_gpus
-from jaxspeed.launch.rendezvous import meet, set_proxies
+from jaxspeed.launch.rendezvous import explained_wait, meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
+JAX_SECONDS = 60  # at least, for JAX's own start once all have met
 # JAX waits two minutes for the devices of each process, once they have met (0.10.2).
 _LATE_DEVICES = re.compile(r"\blocal_topology/\w+/(\d+) and duration: (\w+)")
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # which JAX reads
@@ -80,15 +81,19 @@ def start_processes(seconds: float | None = None) -> Membership | None:
     except RunError as error:
         raise RunError(f"{which} cannot start: {error}") from None
     _reach_without_proxy(found.coordinator)
+    limit = max(int(seconds), JAX_SECONDS)
+    waits = f"{which}: all have met, and not all have joined JAX's service (limit {limit} s)"
     try:
-        jax.distributed.initialize(
-            found.coordinator,
-            found.count,
-            found.rank,
-            local_device_ids=found.gpus,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(int(seconds), 60),
-        )
+        # JAX ends a process natively at its time-out, without a word on which one is late.
+        with explained_wait(waits, end_after=limit):
+            jax.distributed.initialize(
+                found.coordinator,
+                found.count,
+                found.rank,
+                local_device_ids=found.gpus,
+                cluster_detection_method="deactivate",
+                initialization_timeout=limit + 30,
+            )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(f"{which} cannot join those of {found.coordinator}: {reason}") from error

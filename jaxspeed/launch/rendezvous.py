@@ -4,6 +4,7 @@ JAX's own start ends a process natively where something is wrong (0.10.2): a mis
 DEADLINE_EXCEEDED without its rank after the time-out, an occupied port a segmentation fault. Here
 process 0 listens first, waits for the others, and answers all at once with what it knows; then it
 closes the port, and `jax.distributed.initialize` follows. While they wait, they say for whom.
+Process 0 sends an empty object now and then, so that the others know whether it is stuck.
 """
 
 import contextlib
@@ -11,19 +12,23 @@ import errno
 import ipaddress
 import json
 import logging
+import math
 import os
 import resource
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from jaxspeed.errors import RunError
+from jaxspeed.errors import ExitCode, RunError
 
 log = logging.getLogger("jaxspeed")
 _PAUSE = 0.5  # seconds between attempts to connect
-_ANSWER = 60.0  # seconds more than process 0 waits for the others
 _SILENCE = 30.0  # seconds until a process says what it waits for; then doubled each time
+_HELLO = 10.0  # seconds in which a process that connects says who it is
+_LONGEST = 65536  # bytes of a line
 _FILES = 512  # open files of process 0 besides a connection from each process, to us and to JAX
 
 
@@ -59,12 +64,19 @@ def _listen(host: str, port: int, count: int, seconds: float) -> None:
                 "not ended"
             ) from None
     silence, deadline = _Silence(), time.monotonic() + seconds
+    sign_of_life = 0.0  # when the next one is due
     found: dict[int, tuple[socket.socket, str]] = {}
     peers: list[socket.socket] = []
     problem = ""
     with server, contextlib.ExitStack() as opened:
         while len(found) < count - 1 and not problem and time.monotonic() < deadline:
-            server.settimeout(max(min(silence.until, deadline) - time.monotonic(), 0.01))
+            if time.monotonic() >= sign_of_life:
+                sign_of_life = time.monotonic() + _SILENCE / 3
+                for peer in peers:
+                    with contextlib.suppress(OSError):
+                        peer.send(b"{}\n", socket.MSG_DONTWAIT)
+            until = min(silence.until, deadline, sign_of_life)
+            server.settimeout(max(until - time.monotonic(), 0.01))
             try:
                 peer, address = server.accept()
             except TimeoutError:
@@ -77,8 +89,9 @@ def _listen(host: str, port: int, count: int, seconds: float) -> None:
                 continue
             opened.enter_context(peer)
             try:
+                peer.send(b"{}\n", socket.MSG_DONTWAIT)
+                said = json.loads(_Lines(peer).next(time.monotonic() + _HELLO))
                 peer.settimeout(10)
-                said = json.loads(_line(peer))
                 other, name = int(said["rank"]), f"{said['host']} ({address[0]})"
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # not one of a run: a port scanner, a health check
@@ -158,6 +171,31 @@ class _Silence:
         return True
 
 
+@contextlib.contextmanager
+def explained_wait(what: str, end_after: float = math.inf) -> Iterator[None]:
+    """Say what the `with` block waits for while it lasts, in a thread.
+
+    After `end_after` seconds the thread ends this process, for a block that cannot be interrupted.
+    """
+    over, silence, deadline = threading.Event(), _Silence(), time.monotonic() + end_after
+
+    def explain() -> None:
+        while not over.wait(max(min(silence.until, deadline) - time.monotonic(), 0)):
+            if time.monotonic() >= deadline:
+                print(f"jaxspeed: {what}", file=sys.stderr, flush=True)
+                os._exit(ExitCode.CRASH)
+            if silence.is_over():
+                _say(what)
+
+    thread = threading.Thread(target=explain, name="jaxspeed-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def _say(text: str) -> None:
     print(f"waiting: {text}", file=sys.stderr, flush=True)
 
@@ -169,8 +207,7 @@ def _connect(host: str, port: int, count: int, rank: int, seconds: float) -> Non
         try:
             with socket.create_connection((host, port), timeout=5) as peer:
                 peer.sendall(said.encode() + b"\n")
-                peer.settimeout(max(deadline - time.monotonic(), 0) + _ANSWER)
-                answer = json.loads(_line(peer))
+                problem = _answer(peer, f"{host}:{port}", rank, seconds, silence, deadline)
             break
         except (OSError, ValueError) as error:
             # Also the end of a process 0 that starts again, or JAX's service of an earlier run.
@@ -180,8 +217,44 @@ def _connect(host: str, port: int, count: int, rank: int, seconds: float) -> Non
             if silence.is_over():
                 _say(f"process {rank}: {why} (limit {seconds:.0f} s)")
         time.sleep(_PAUSE)
-    if answer["error"]:
-        raise RunError(answer["error"])
+    if problem:
+        raise RunError(problem)
+
+
+def _answer(
+    peer: socket.socket,
+    where: str,
+    rank: int,
+    seconds: float,
+    silence: "_Silence",
+    deadline: float,
+) -> str:
+    """Process 0's answer: the problem, "" if there is none.
+
+    It may come after the deadline, which is later on a process 0 that has started later; signs of
+    life come until then.
+
+    Raises:
+      RunError: there is no sign of life at the deadline, or for a while after it.
+    """
+    why = f"process 0 has accepted the connection to {where}, and does not answer"
+    limit = f"(limit {seconds:.0f} s)"
+    lines, heard = _Lines(peer), -math.inf
+    deadline = max(deadline, time.monotonic() + 1)
+    while True:
+        try:
+            said = json.loads(lines.next(min(silence.until, max(deadline, heard + _SILENCE))))
+            if "error" in said:
+                return str(said["error"])
+            heard = time.monotonic()
+        except (RecursionError, TypeError):
+            raise ValueError("not an object") from None
+        except TimeoutError:
+            now = time.monotonic()
+            if now >= max(deadline, heard + _SILENCE):
+                raise RunError(f"{why} {limit}: it is stuck, or another program") from None
+            if silence.is_over() and now >= heard + _SILENCE:
+                _say(f"process {rank}: {why} {limit}")
 
 
 def _unreachable(host: str, port: int, error: Exception) -> str:
@@ -218,14 +291,31 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _line(peer: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n"):
-        part = peer.recv(4096)
-        if not part or len(data) > 65536:
-            raise ValueError("the connection was closed")
-        data += part
-    return data
+class _Lines:
+    """The lines that the other side of a connection sends."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer, self._data = peer, b""
+
+    def next(self, until: float) -> bytes:
+        """The next line.
+
+        Raises:
+          TimeoutError: it is not complete until then; a later call goes on.
+          ValueError: it is too long, or the connection was closed.
+        """
+        while b"\n" not in self._data:
+            if len(self._data) > _LONGEST:
+                raise ValueError("the line is too long")
+            if (rest := until - time.monotonic()) <= 0:
+                raise TimeoutError
+            self._peer.settimeout(rest)
+            part = self._peer.recv(4096)
+            if not part:
+                raise ValueError("the connection was closed")
+            self._data += part
+        line, _, self._data = self._data.partition(b"\n")
+        return line
 
 
 def _is_closed(peer: socket.socket) -> bool:

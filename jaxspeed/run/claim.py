@@ -1,24 +1,26 @@
 """A run's claim to a folder or bucket: a lock, and run.json, which identifies the run."""
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
 
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
 from jaxspeed.config.verdicts import shortened
-from jaxspeed.errors import ConfigError, JaxspeedError
+from jaxspeed.errors import ConfigError, JaxspeedError, RunError
 
 log = logging.getLogger("jaxspeed")
 WHOSE, LOCK = "run.json", ".lock"
@@ -38,7 +40,8 @@ class Claim:
     def __init__(self, key: str, store: LocalStore | ObjectStore) -> None:
         self._key, self.folder = key, store.root
         self._in_bucket = isinstance(store, ObjectStore)
-        self._file: IO[str] | None = None
+        self._lock_file: int | None = None  # open, as is the folder: of a file system
+        self._opened: int | None = None
         self._owner = ""  # what the lock file says while this claim has it
         self._watched: tuple[Any, float] | None = None  # what `_touched` was, and when
         self._closed = threading.Event()
@@ -60,9 +63,10 @@ class Claim:
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._in_bucket:
-                self._file = open(self.folder / LOCK, "a+")  # noqa: SIM115  (held until release)
+                self._opened = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+                self._lock_file = self._open_lock()
                 try:
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     self._refuse("")
                 except OSError:  # a file system without locks
@@ -71,7 +75,7 @@ class Claim:
                 self._refuse(f", on {owner}")
             host = socket.gethostname()
             self._owner = f"{host} {uuid.uuid4().hex}" if self._in_bucket else host
-            self._lock.write_text(self._owner)
+            self._write_lock(self._owner)
             if self._in_bucket:  # two that saw it free: the one that wrote last has it
                 time.sleep(SETTLE_SECONDS)
                 if (now := self._lock.read_text()) != self._owner:
@@ -79,6 +83,22 @@ class Claim:
         self._closed.clear()
         self._toucher = threading.Thread(target=self._touch, name="jaxspeed-lock", daemon=True)
         self._toucher.start()
+
+    def check(self) -> None:
+        """Raise RunError if the folder has been removed, or is another one, since it was taken."""
+        if self._opened is None:
+            return
+        try:
+            intact = os.path.samestat(os.stat(self.folder), os.fstat(self._opened))
+        except FileNotFoundError:
+            intact = False
+        except OSError:  # a file system that does not answer now
+            intact = True
+        if not intact:
+            raise RunError(
+                f"{self._key}: {self.folder} was removed while the run used it, and its files with "
+                "it; the run ends here"
+            )
 
     def identity(self) -> dict[str, Any] | None:
         """What run.json says; None if there is none."""
@@ -133,7 +153,9 @@ class Claim:
                 return
             temporary = Path(self.folder / (name + PART))
             try:
-                temporary.write_bytes(data)
+                temporary.unlink(missing_ok=True)
+                with temporary.open("xb") as file:  # never through a symlink
+                    file.write(data)
                 os.replace(temporary, self.folder / name)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -145,15 +167,37 @@ class Claim:
             self._closed.set()
             self._toucher.join()
             with contextlib.suppress(Exception):
-                self._lock.write_text("")  # nobody has to wait for it
+                self._write_lock("")  # nobody has to wait for it
             self._toucher = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for each in (self._lock_file, self._opened):
+            if each is not None:
+                os.close(each)
+        self._lock_file = self._opened = None
 
     @property
     def _lock(self) -> epath.Path:
         return self.folder / LOCK
+
+    def _open_lock(self) -> int:
+        """Open the lock file, creating it if need be, but not the target of a symlink."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = os.open(self._lock, flags, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(f"{self._key}: {self._lock} is a symlink; remove it") from None
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise ConfigError(f"{self._key}: {self._lock} is no regular file; remove it")
+        return file
+
+    def _write_lock(self, text: str) -> None:
+        if self._lock_file is None:
+            self._lock.write_text(text)
+        else:
+            os.ftruncate(self._lock_file, 0)
+            os.pwrite(self._lock_file, text.encode(), 0)
 
     def _refuse(self, where: str) -> None:
         raise ConfigError(
@@ -178,18 +222,21 @@ class Claim:
             if self._closed.wait(TOUCH_SECONDS):
                 return
             with contextlib.suppress(Exception):
-                if self._in_bucket:
+                if self._lock_file is None:
                     self._lock.write_text(f"{self._owner} {count}")
                 else:
-                    os.utime(self._lock)
+                    os.utime(self._lock_file)
 
     def _touched(self) -> Any:
         """What changes with each touch."""
-        return self._lock.read_text() if self._in_bucket else os.stat(self._lock).st_mtime_ns
+        return self._lock.read_text() if self._in_bucket else os.lstat(self._lock).st_mtime_ns
 
     def _owner_elsewhere(self) -> str | None:
         """The other host that has the lock, if it touches the file; an owner that died does not."""
-        text = self._lock.read_text() if self._lock.exists() else ""
+        if self._lock_file is None:
+            text = self._lock.read_text() if self._lock.exists() else ""
+        else:
+            text = os.pread(self._lock_file, 4096, 0).decode(errors="replace")
         host = (text.split() or [""])[0]
         if not host or (host == socket.gethostname() and not self._in_bucket):
             return None  # of this host the system's lock knows

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from jaxspeed.checkpoint.process_agreement import is_first
+from jaxspeed.errors import RunError
 from jaxspeed.metrics import draw_loss, from_json, sparkline
 from jaxspeed.run.trainer import Trainer
 
@@ -68,13 +69,16 @@ def curves(metrics: Path) -> tuple[Curve, Curve]:
     """The training and the held-out loss by step."""
     train: Curve = []
     held_out: Curve = []
-    with metrics.open(encoding="utf-8") as lines:
-        for line in lines:  # one at a time: the file of a long run is large
-            record = from_json(line)
-            if "loss" in record:
-                train.append((record["step"], record["loss"]))
-            if "eval_loss" in record:
-                held_out.append((record["step"], record["eval_loss"]))
+    try:
+        with metrics.open(encoding="utf-8") as lines:
+            for line in lines:  # one at a time: the file of a long run is large
+                record = from_json(line)
+                if "loss" in record:
+                    train.append((record["step"], record["loss"]))
+                if "eval_loss" in record:
+                    held_out.append((record["step"], record["eval_loss"]))
+    except OSError as error:
+        raise RunError(f"{metrics} cannot be read: {error.strerror or error}") from None
     return train, held_out
 
 

@@ -67,6 +67,11 @@ class RunFolder:
             self.close()
             raise
 
+    def check(self) -> None:
+        """Raise RunError if a folder has been removed since it was opened."""
+        for claim in self._claims:
+            claim.check()
+
     def _refuse_other_files(self, files: Mapping[str, bytes]) -> None:
         ours = [LOCK, *files, *(name + PART for name in (WHOSE, *files))]
         others = [f.name for f in self.path.iterdir() if f.name not in ours]

@@ -18,6 +18,7 @@ import jax
 from jaxspeed.config import Config
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, RunError
+from jaxspeed.launch.rendezvous import explained_wait
 from jaxspeed.run.watchdog import Watchdog
 
 _LONGER = 60.0  # than the time-out: the watchdog of process 0 names one that is stuck before
@@ -65,23 +66,26 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
         return
     watchdog.will_meet()
     seconds = watchdog.sections.limit("start") + _LONGER
+    waits = f"process {beats.rank}: not all processes have compared their configs"
+    waits = f"{waits} with process 0's (limit {seconds:.0f} s)"
     try:
-        # A digest, so that process 0 need not send all facts to all.
-        own = {"host": watchdog.host, **facts}
-        if beats.rank == 0:
-            beats.answer("facts", own)
-            beats.answer("digest of facts", _digest(facts))
-        same = beats.answered("digest of facts", seconds) == _digest(facts)
-        first = {} if same else beats.answered("facts", seconds)
-        different = [] if same else _differences(beats.rank, own, first)
-        beats.say("differs", different[:_MOST])
-        if beats.rank == 0:
-            found = beats.wait_for_all("differs", seconds)
-            missing = [rank for rank in range(beats.count) if rank not in found]
-            lines = [line for _, lines in sorted(found.items()) for line in lines]
-            answer = {"missing": missing[:_MOST], "different": lines[:_MOST]}
-            beats.answer("met", {**answer, "beat": watchdog.beat()})
-        result = beats.answered("met", seconds + 10)
+        with explained_wait(waits):
+            # A digest, so that process 0 need not send all facts to all.
+            own = {"host": watchdog.host, **facts}
+            if beats.rank == 0:
+                beats.answer("facts", own)
+                beats.answer("digest of facts", _digest(facts))
+            same = beats.answered("digest of facts", seconds) == _digest(facts)
+            first = {} if same else beats.answered("facts", seconds)
+            different = [] if same else _differences(beats.rank, own, first)
+            beats.say("differs", different[:_MOST])
+            if beats.rank == 0:
+                found = beats.wait_for_all("differs", seconds)
+                missing = [rank for rank in range(beats.count) if rank not in found]
+                lines = [line for _, lines in sorted(found.items()) for line in lines]
+                answer = {"missing": missing[:_MOST], "different": lines[:_MOST]}
+                beats.answer("met", {**answer, "beat": watchdog.beat()})
+            result = beats.answered("met", seconds + 10)
     except jax.errors.JaxRuntimeError:
         raise RunError(f"process 0 has not answered for {seconds:.0f} s") from None
     if result["missing"]:

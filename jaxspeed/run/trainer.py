@@ -94,6 +94,9 @@ class Trainer:
                     return self.reached
                 except StateLostError as lost:
                     self._recover(lost)
+                except Exception:
+                    self.folder.check()  # its removal is the cause of what failed
+                    raise
 
     def _train(self) -> None:
         """Train from the current step to the end."""
@@ -116,8 +119,8 @@ class Trainer:
                 self._watchdog.failed(error)  # before anything that waits for other processes
                 self._save_after_error()
                 raise
-            self._save()
             try:
+                self._save()
                 if self.sample is not None and self.stopped_by is None:
                     with self.recorder.phase("evaluate"):
                         self.sample.draw()
@@ -163,6 +166,7 @@ class Trainer:
     # -- a step ---------------------------------------------------------------------------------
 
     def _step(self, feeder: Feeder) -> None:
+        self.folder.check()
         step, begun = self.reached.step + 1, time.perf_counter()
         with self.recorder.phase("data"):
             batch, _ = next(feeder)
@@ -248,6 +252,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Save the current step, unless it is saved, in the background of training."""
+        self.folder.check()
         if self._saved == self.reached.step:
             return
         self._read_all()  # the records of all earlier steps must be written
@@ -256,6 +261,7 @@ class Trainer:
             try:
                 self.checkpointer.wait()
             except CheckpointError as error:  # of the previous save: the current state is valid
+                self.folder.check()
                 log.warning("the previous checkpoint could not be saved: %s", error)
             else:
                 report_progress(self._saved)
@@ -274,10 +280,13 @@ class Trainer:
         With several processes the others do not know of the error, and a save needs them all.
         """
         try:
-            if jax.process_count() == 1 and not self._diverged:
-                self._save()
-            self.checkpointer.wait()
+            try:
+                if jax.process_count() == 1 and not self._diverged:
+                    self._save()
+            finally:
+                self.checkpointer.wait()
         except Exception as error:
+            self.folder.check()  # its removal is the only error to report
             log.warning("step %d could not be saved: %s", self.reached.step, error)
 
     @property

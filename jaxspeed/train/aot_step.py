@@ -2,7 +2,8 @@
 
 The file is a magic line, a line of JSON (the `Identity` and a digest of the rest), and the output
 of `jax.experimental.serialize_executable`. That is a pickle: loading it runs code, so load only
-files from sources you trust. The identity is plain JSON and is compared before the rest is read.
+files from sources you trust. One that another user could have written is refused, unless
+`run.trust_executable` is set. The identity is plain JSON and is compared before the rest is read.
 """
 
 import hashlib
@@ -10,6 +11,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -97,29 +100,38 @@ def write(path: Path, compiled: Any, identity: Identity) -> None:
         raise ConfigError(f"--keep: this step cannot be saved: {reason}") from None
     head = {**asdict(identity), "sha256": hashlib.sha256(made).hexdigest()}
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(MAGIC + json.dumps(head).encode() + b"\n" + made)
+    part.unlink(missing_ok=True)
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o644)  # whatever the umask, no other user may change it
+
+    with open(part, "xb", opener=opener) as file:
+        file.write(MAGIC + json.dumps(head).encode() + b"\n" + made)
     part.replace(path)  # atomic: an existing file is complete
 
 
-def read_identity(path: str | Path) -> Identity:
+def read_identity(path: str | Path, *, trusted: bool = False) -> Identity:
     """The identity in a file.
 
+    Args:
+      trusted: whether the file may be one that other users can write.
+
     Raises:
-      ConfigError: the file is missing, or holds no executable.
+      ConfigError: the file is missing, holds no executable, or is not trusted.
     """
-    return _read_file(path)[0]
+    return _read_file(path, trusted)[0]
 
 
-def load(path: str | Path, lowered: Any, devices: Sequence[Any]) -> Any:
+def load(path: str | Path, lowered: Any, devices: Sequence[Any], *, trusted: bool = False) -> Any:
     """The `jax.stages.Compiled` of a file whose identity equals that of `lowered` on these devices.
 
     Raises:
-      ConfigError: the file has changed, or is damaged.
+      ConfigError: the file has changed, is damaged, or is not trusted.
       JaxRuntimeError: the devices cannot load it.
     """
     from jax.experimental import serialize_executable
 
-    _, made = _read_file(path)
+    _, made = _read_file(path, trusted)
     return serialize_executable.deserialize_and_load(
         made,
         jax.tree.structure(lowered.args_info),
@@ -129,9 +141,12 @@ def load(path: str | Path, lowered: Any, devices: Sequence[Any]) -> Any:
     )
 
 
-def _read_file(path: str | Path) -> tuple[Identity, bytes]:
+def _read_file(path: str | Path, trusted: bool) -> tuple[Identity, bytes]:
     try:
-        content = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            if not trusted:
+                _refuse_of_others(path, os.fstat(file.fileno()))
+            content = file.read()
     except OSError as error:
         raise ConfigError(f"run.executable: {path}: {error.strerror or error}") from None
     if not content.startswith(MAGIC):
@@ -145,11 +160,27 @@ def _read_file(path: str | Path) -> tuple[Identity, bytes]:
         intact = values.pop("sha256") == hashlib.sha256(made).hexdigest()
         values = {**values, "devices": tuple(values["devices"]), "flags": tuple(values["flags"])}
         identity = Identity(**values)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise ConfigError(f"run.executable: {path} is damaged: write it again")
     return identity, made
+
+
+def _refuse_of_others(path: str | Path, status: os.stat_result) -> None:
+    """Raise ConfigError if another user has written the file, or can."""
+    if status.st_uid != os.geteuid():
+        what = f"is owned by another user (uid {status.st_uid})"
+        instead = "copy it"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        what = f"can be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
+        instead = f"`chmod go-w {shlex.quote(str(path))}`"
+    else:
+        return
+    raise ConfigError(
+        f"run.executable: {path} {what}, and loading it runs the code that is in it. If you trust "
+        f"the file, {instead}, or set run.trust_executable to true"
+    )
 
 
 def _array(info: Any) -> str:

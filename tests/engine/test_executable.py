@@ -3,6 +3,8 @@
 import copy
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +12,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import serialize_executable
 
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.planner.compile.in_child import compile_for, refuse_missing
-from jaxspeed.train.aot_step import MAGIC, OPTIONS, Identity, identity_of, read_identity
+from jaxspeed.train.aot_step import MAGIC, OPTIONS, Identity, identity_of, load, read_identity
+from jaxspeed.train.aot_step import write as write_step
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.config_model import resolve_model
@@ -78,12 +82,17 @@ def kept(tmp_path_factory):
     return path
 
 
-def test_the_losses_are_the_same_bit_for_bit_and_no_step_is_compiled(kept):
-    from_file, compiled = started(CONFIG, kept, "")
-    assert from_file["losses"] == compiled["losses"] and len(set(compiled["losses"])) == 4
+def test_the_losses_are_the_same_bit_for_bit_and_no_step_is_compiled(kept, tmp_path):
+    loose = Path(shutil.copy(kept, tmp_path))
+    loose.chmod(0o666)
+    trusting = changed(("run", "trust_executable"), True)
+    from_file, trusted, compiled = started(trusting, kept, loose, "")
+    assert from_file["losses"] == trusted["losses"] == compiled["losses"]
+    assert len(set(compiled["losses"])) == 4
     assert "jit(step)" in compiled["compiled"] or "step" in compiled["compiled"]
-    assert not [name for name in from_file["compiled"] if "step" in name]
-    assert from_file["warned"] == []
+    for each in (from_file, trusted):
+        assert not [name for name in each["compiled"] if "step" in name]
+        assert each["warned"] == []
 
 
 OTHERS = {
@@ -194,7 +203,6 @@ def test_a_file_that_is_none_is_refused_before_anything_is_made(kept, how, tmp_p
 
 def test_nothing_of_a_damaged_file_is_unpickled(kept, tmp_path, monkeypatch):
     """Its digest is compared first; whom a file is from, only its owner knows."""
-    import pickle
 
     def loads(*_, **__):
         raise AssertionError("unpickled")
@@ -204,6 +212,49 @@ def test_nothing_of_a_damaged_file_is_unpickled(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(pickle, "Unpickler", loads)
     with pytest.raises(ConfigError, match="damaged"):
         jaxspeed.initialize(config=CONFIG, executable=path)
+
+
+OTHERS_FILES = {
+    "theirs": (65534, 0o644, r"owned by another user \(uid 65534\)"),
+    "group": (None, 0o664, r"written by other users \(mode 664\)"),
+    "all": (None, 0o602, r"written by other users \(mode 602\)"),
+}
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A file with a pickle in it, written where new files are for all."""
+    monkeypatch.setattr(serialize_executable, "serialize", lambda compiled: (compiled, None, None))
+    path, umask = tmp_path / "step.exe", os.umask(0)
+    try:
+        write_step(path, pickle.dumps(0), Identity({}, "", (), {}, {}, "", (), {}))
+    finally:
+        os.umask(umask)
+    return path
+
+
+def test_no_other_user_may_change_a_file_that_is_written(written):
+    assert written.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("whose", OTHERS_FILES)
+def test_a_file_that_others_could_have_written_is_refused_unless_trusted(
+    written, monkeypatch, whose
+):
+    """Whoever writes the file runs code as the user who loads it."""
+    owner, mode, problem = OTHERS_FILES[whose]
+    written.chmod(mode)
+    if owner is not None:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file to another user")
+        os.chown(written, owner, owner)
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", None)
+    lowered = jax.jit(lambda: 0).lower()
+    for ask in (lambda: read_identity(written), lambda: load(written, lowered, jax.devices())):
+        with pytest.raises(ConfigError, match=problem) as caught:
+            ask()
+        assert "run.trust_executable" in str(caught.value)
+    assert read_identity(written, trusted=True).program == ""
 
 
 def test_a_parameter_server_has_no_one_step_to_keep():

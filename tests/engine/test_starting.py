@@ -150,6 +150,15 @@ def test_the_file_of_the_step_is_the_one_that_is_named(tmp_path):
         tiny.engine(PAIR, run={"executable": str(tmp_path / "step.exe")})
 
 
+def test_a_file_that_others_can_write_is_read_only_if_it_is_trusted(tmp_path):
+    path = tmp_path / "step.exe"
+    path.write_text("nothing to run")
+    path.chmod(0o664)
+    for trusted, problem in ((False, r"mode 664.*run\.trust_executable"), (True, "no executable")):
+        with pytest.raises(ConfigError, match=problem):
+            tiny.engine(PAIR, run={"executable": str(path), "trust_executable": trusted})
+
+
 # -- what compiled ------------------------------------------------------------------------------
 
 

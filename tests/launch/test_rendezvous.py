@@ -1,6 +1,7 @@
 """Processes that meet before JAX starts, as threads: what is wrong is named within the time-out."""
 
 import contextlib
+import os
 import resource
 import socket
 import subprocess
@@ -8,12 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxspeed.errors import RunError
 from jaxspeed.launch import rendezvous
 from jaxspeed.launch.rendezvous import meet
+from jaxspeed.run import same_run
 from tests.support.processes import free_port
 
 pytestmark = pytest.mark.fast
@@ -120,6 +124,60 @@ def test_a_wait_is_explained_before_its_end(monkeypatch, capsys):
     assert len(said) <= 6  # less and less often
 
 
+@pytest.mark.parametrize("sent", [b"", b"{}\n"], ids=["never", "after a sign of life"])
+def test_a_process_0_that_accepts_and_does_not_answer_is_named_within_the_limit(
+    monkeypatch, capsys, sent
+):
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.3)
+    held = []
+
+    def accept_one():
+        held.append(server.accept()[0])
+        held[0].sendall(sent)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, began = server.getsockname()[1], time.monotonic()
+        threading.Thread(target=accept_one, daemon=True).start()
+        text = met(port, 2, (1,), seconds=1.0)[1]
+        took = time.monotonic() - began
+        held[0].close()
+    why = f"process 0 has accepted the connection to 127.0.0.1:{port}, and does not answer"
+    assert text == f"{why} (limit 1 s): it is stuck, or another program"
+    assert 1 <= took < 3
+    assert capsys.readouterr().err.splitlines()[0] == f"waiting: process 1: {why} (limit 1 s)"
+
+
+def test_a_process_0_that_lives_is_awaited_beyond_the_limit_of_one_that_started_before_it(
+    monkeypatch, capsys
+):
+    """It names who is missing, when its own limit is over."""
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.3)
+    found = met(free_port(), 3, (0, 1), seconds=2.0, delay=1.5)
+    assert "did not start within 2 s: 2" in found[1] and found[1] == found[0]
+    assert "does not answer" not in capsys.readouterr().err
+
+
+def test_a_process_that_connects_and_says_nothing_does_not_extend_the_limit(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_HELLO", 0.5)
+    port, done = free_port(), threading.Event()
+
+    def slow():
+        """A byte at a time."""
+        while not done.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as it:
+                while not done.wait(0.1):
+                    it.sendall(b"[")
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    began = time.monotonic()
+    found = met(port, 3, (0, 1), seconds=2.0)
+    took = time.monotonic() - began
+    done.set()
+    thread.join()
+    assert "did not start within 2 s: 2" in found[0] == found[1] and took < 4
+
+
 def test_more_processes_than_open_files_are_allowed():
     """A limit is for a process: this test's body is one."""
     code = """
@@ -136,7 +194,7 @@ while not peers:
 peers += [socket.create_connection(("127.0.0.1", port)) for _ in range(99)]
 for rank, peer in enumerate(peers, 1):
     peer.sendall(b'{"rank": %d, "count": 101, "host": "h"}\\n' % rank)
-assert all(peer.recv(99) == b'{"error": ""}\\n' for peer in peers)
+assert all(peer.makefile("rb").readlines()[-1] == b'{"error": ""}\\n' for peer in peers)
 server.join()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -168,3 +226,62 @@ def test_a_rank_that_is_started_twice_is_named():
         thread.join(30)
     assert set(found) == {"a", "b", "c"}
     assert all("process 1 was started twice" in text for text in found.values())
+
+
+STUCK = """
+from jaxspeed.launch import environment, rendezvous
+rendezvous._SILENCE, environment.JAX_SECONDS = 1.0, 3
+environment.start_processes(3.0)
+"""
+
+
+def test_a_process_0_that_is_stuck_before_it_serves_jax_is_named_within_the_limit():
+    """It has answered here, and then keeps the port without JAX's service."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        place = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | place | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+        child = subprocess.Popen(
+            [sys.executable, "-c", STUCK], stderr=subprocess.PIPE, text=True, env=environment
+        )
+        try:
+            server.settimeout(60)
+            with server.accept()[0] as peer:
+                peer.sendall(b'{"error": ""}\n')
+            said = child.communicate(timeout=30)[1].splitlines()
+        finally:
+            child.kill()
+            child.wait()
+    assert child.returncode == 1, said
+    what = "process 1 of 2 (from JAX_NUM_PROCESSES): all have met, and not all have joined JAX's"
+    assert said[0] == f"waiting: {what} service (limit 3 s)"
+    assert said[-1] == f"jaxspeed: {what} service (limit 3 s)" and len(said) <= 4
+
+
+def test_a_process_0_that_does_not_compare_configs_is_waited_for_with_a_message(
+    monkeypatch, capsys
+):
+    class Beats:
+        rank, count = 1, 2
+
+        def answered(self, what, seconds):
+            time.sleep(0.5)
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    watchdog = SimpleNamespace(
+        beats=Beats(),
+        met=False,
+        host="here",
+        will_meet=lambda: None,
+        sections=SimpleNamespace(limit=lambda section: 35.0),
+    )
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.1)
+    with pytest.raises(RunError, match="process 0 has not answered for 95 s"):
+        same_run.meet(watchdog, {})
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == (
+        "waiting: process 1: not all processes have compared their configs with process 0's "
+        "(limit 95 s)"
+    )
+    time.sleep(0.3)
+    assert not capsys.readouterr().err  # it has ended

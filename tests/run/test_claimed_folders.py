@@ -1,5 +1,8 @@
 """Who may use the folder of a run and that of its checkpoints: one process, of one run."""
 
+import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -125,3 +128,49 @@ def test_of_two_that_saw_a_bucket_free_one_has_it(tmp_path, monkeypatch):
     with pytest.raises(jaxspeed.ConfigError, match="in use by another run, on there"):
         claim.Claim("run.checkpoints", bucket).take()
     assert (tmp_path / ".lock").read_text() == "there 1a2b"
+
+
+# -- files that are not what they should be --------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["file", "dangling"])
+def test_a_lock_that_is_a_symlink_is_refused_and_its_target_stays(tmp_path, there):
+    target = tmp_path / "theirs"
+    if there:
+        target.write_text("precious")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").symlink_to(target)
+    with pytest.raises(jaxspeed.ConfigError, match=r"\.lock is a symlink; remove it"):
+        opened(tmp_path / "a")
+    assert target.exists() == there and (not there or target.read_text() == "precious")
+
+
+def test_a_lock_that_is_no_file_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / ".lock")
+    with pytest.raises(jaxspeed.ConfigError, match=r"\.lock is no regular file; remove it"):
+        opened(tmp_path / "a")
+
+
+def test_no_file_is_written_through_a_symlink(tmp_path):
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "run.json.part").symlink_to(tmp_path / "theirs")
+    opened(tmp_path / "a").close()
+    assert (tmp_path / "theirs").read_text() == "precious"
+    assert json.loads((tmp_path / "a" / "run.json").read_text()) == SEED_5
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+@pytest.mark.parametrize("which", [".", "checkpoints"])
+def test_a_folder_that_is_removed_while_it_is_in_use_is_noticed(tmp_path, which, made_anew):
+    folder = opened(tmp_path / "a")
+    folder.check()
+    gone = tmp_path / "a" / which
+    shutil.rmtree(gone)
+    if made_anew:
+        gone.mkdir()
+    with pytest.raises(jaxspeed.RunError, match=f"{gone.resolve()} was removed"):
+        folder.check()
+    folder.close()
+    assert not made_anew or list(gone.iterdir()) == []

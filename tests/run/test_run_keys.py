@@ -1,5 +1,6 @@
 """What each key of the section `run` changes of a run, with a model that compiles in a second."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jaxspeed
+from jaxspeed.checkpoint import checkpointer
 from jaxspeed.engine import Engine
 from jaxspeed.generation import TextPiece
 from jaxspeed.metrics import read_records
-from jaxspeed.run import open_run, sampling, source_of, train
+from jaxspeed.run import open_run, sampling, show_ending, source_of, train
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, squared_error
 
@@ -150,3 +153,46 @@ def test_text_is_sampled_as_the_keys_say():
     engine = SimpleNamespace(config=given, stream=stream)
     assert "".join(text for _, text in sampling.sample_texts(engine, corpus)) == "Once upon"
     assert asked == {"prompts": ["Once"], "tokens": 7, "temperature": 0.25}
+
+
+# -- a folder that is removed in mid-run -----------------------------------------------------------
+
+
+def test_a_folder_removed_in_a_step_ends_the_run_in_one_error(tmp_path, monkeypatch, caplog):
+    run = open_run(source_of(config(tmp_path, checkpoint_every=4), PAIR, squared_error))
+    real = run.engine.train_batch
+
+    def step(batch):
+        if run.reached.step == 5:
+            run.checkpointer.wait()
+            shutil.rmtree(tmp_path / "run")
+        return real(batch)
+
+    monkeypatch.setattr(run.engine, "train_batch", step)
+    with pytest.raises(jaxspeed.RunError, match=r"run was removed while the run used it"):
+        run.run()
+    run.close()
+    assert run.reached.step == 6  # the step in which it was removed is the last
+    assert not (tmp_path / "run").exists() and not caplog.records
+
+
+def test_a_folder_removed_during_a_save_ends_the_run_in_one_error(tmp_path, monkeypatch, caplog):
+    run = open_run(source_of(config(tmp_path, checkpoint_every=4), PAIR, squared_error))
+    real = checkpointer._describe
+
+    def describe(*given):
+        shutil.rmtree(tmp_path / "run")
+        real(*given)
+
+    monkeypatch.setattr(checkpointer, "_describe", describe)
+    with pytest.raises(jaxspeed.RunError, match=r"run was removed while the run used it"):
+        run.run()
+    run.close()
+    assert not (tmp_path / "run").exists() and not caplog.records
+
+
+def test_a_folder_removed_after_the_last_save_ends_in_one_error(tmp_path):
+    run = trained(tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(jaxspeed.RunError, match=r"metrics.jsonl cannot be read: No such file"):
+        show_ending(Console(quiet=True), run, "again")
