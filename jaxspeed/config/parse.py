@@ -14,7 +14,6 @@ from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.config.tree import keys_in
 from jaxspeed.config.verdicts import shown
 
-
 # Of a config, with YAML's aliases written out. What is read takes a pass over all of it, and each
 # unknown key a comparison with all known ones.
 MOST_BYTES = 1 << 18

@@ -1,5 +1,6 @@
 """A config that would take minutes or gigabytes to read is refused before the work, in a moment."""
 
+import itertools
 import time
 
 import pytest
@@ -35,12 +36,14 @@ def endless():
 def bomb(form):
     """Nine aliases in each of nine lines: 9^9 values in 324 bytes, or as merged mappings."""
     names = "abcdefghi"
-    lines = [f"{new}: &{new} {form(old)}" for old, new in zip(names, names[1:])]
+    lines = [f"{new}: &{new} {form(old)}" for old, new in itertools.pairwise(names)]
     return "\n".join(["a: &a {x: 1}", *lines])
 
 
 TEXTS = {
-    "alias bomb": ("yaml", bomb(lambda old: f"[{','.join([f'*{old}'] * 9)}]"), "over 10,000 values"),
+    "alias bomb": (
+        "yaml", bomb(lambda old: f"[{','.join([f'*{old}'] * 9)}]"), "over 10,000 values",
+    ),
     "merged bomb": (
         "yaml", bomb(lambda old: f"{{<<: [{','.join([f'*{old}'] * 9)}]}}"), "over 10,000 values",
     ),
