@@ -101,7 +101,7 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
         config = form.read_config(opened.config)
     except PretrainedError as error:
         raise PretrainedError(f"{opened.path}: {error}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise PretrainedError(f"{opened.path}: config.json: {error}") from None
     config = _replaced(name, config, overrides or {})
     if hasattr(config, "vocab_size"):

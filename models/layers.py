@@ -31,6 +31,11 @@ def normal(std: float) -> Initializer:
 
 def check_heads(hidden_size: int, heads: int, kv_heads: int | None = None) -> None:
     """Raise ValueError for numbers of heads that do not divide the sizes that they split."""
+    if min(hidden_size, heads, 1 if kv_heads is None else kv_heads) < 1:
+        raise ValueError(
+            f"hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads "
+            f"{kv_heads} must be positive"
+        )
     if hidden_size % heads:
         raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden_size}")
     if kv_heads is not None and heads % kv_heads:

@@ -58,7 +58,7 @@ class Config:
 
     @property
     def size_of_head(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+        return self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
 
 
 def _long(config: Config) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,8 @@ def read_config(values: Mapping[str, Any]) -> Config:
     if kind == "qwen3":
         found["head_dim"] = found["head_dim"] or 128
     if kind == "mistral":
-        found["sliding_window"] = values.get("sliding_window")
+        window = Field("sliding_window", "sliding_window", int, None)
+        found |= read_fields(values, [window])
     elif values.get("use_sliding_window") and values.get("sliding_window"):
         found["sliding_window"] = _window_of_all(values)
     return Config(**found)
@@ -82,16 +84,21 @@ def read_rope(values: Mapping[str, Any], theta: float) -> tuple[float, ops.Scali
         raise PretrainedError("config.json: partial_rotary_factor is not supported")
     if fields and "rope_type" not in fields and "type" not in fields:
         raise PretrainedError(f"config.json: rope_scaling {fields} has no rope_type")
-    if fields.get("rope_type", fields.get("type")) in ("yarn", "dynamic", "longrope"):
-        context = values.get("max_position_embeddings")
-        original = "original_max_position_embeddings"
-        if fields.get(original) is None:
-            fields[original] = values.get(original) or context
-        if fields.get("factor") is None and context is not None:
-            fields["factor"] = context / fields[original]
     try:
+        if fields.get("rope_type", fields.get("type")) in ("yarn", "dynamic", "longrope"):
+            context = values.get("max_position_embeddings")
+            original = "original_max_position_embeddings"
+            if fields.get(original) is None:
+                fields[original] = values.get(original) or context
+            if fields.get("factor") is None and context is not None:
+                fields["factor"] = context / fields[original]
+        for name, value in {"rope_theta": theta, **fields}.items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}")
+        if not theta or fields.get("factor") == 0:
+            raise ValueError(f"rope_theta {theta} and factor {fields.get('factor')}: not positive")
         return float(theta), ops.rope_scaling(fields) if fields else None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise PretrainedError(f"config.json: {error}") from None
 
 

@@ -45,7 +45,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_heads(self.hidden_size, self.num_attention_heads)
-        if self.image_size % self.patch_size:
+        if self.patch_size < 1 or self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size {self.patch_size} does not divide image_size {self.image_size}"
             )

@@ -1,6 +1,7 @@
 """`jaxspeed launch ... -- train CONFIG`: a command in many processes."""
 
 import argparse
+import math
 import os
 import random
 import shlex
@@ -15,7 +16,7 @@ from typing import Any
 from jaxspeed.cli.common import program
 from jaxspeed.errors import ConfigError
 from jaxspeed.launch.binding import has_gpus
-from jaxspeed.launch.hostfile import exported_environment, read_hostfile, selected
+from jaxspeed.launch.hostfile import checked_host, exported_environment, read_hostfile, selected
 from jaxspeed.launch.local_group import HostJob, LocalGroup
 from jaxspeed.launch.output import Display
 from jaxspeed.launch.remote_group import SSH, RemoteGroup, coordinator_host, is_here
@@ -45,17 +46,19 @@ _FOR: dict[str, tuple[str | None, ...]] = {
 _SUBMITS = {"slurm": "sbatch", "mpi": "mpirun", "ray": "ray"}
 
 
-def _number(text: str, least: int, kind: Any) -> Any:
+def _number(text: str, least: int, kind: Any, most: float = math.inf) -> Any:
     try:
         value = kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}; needs a number") from None
-    if value < least:
+    if not value >= least:
         raise argparse.ArgumentTypeError(f"{text}; needs at least {least}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{text}; needs at most {most}")
     return value
 
 
-_positive = partial(_number, least=1, kind=int)
+_positive = partial(_number, least=1, kind=int, most=1_000_000)
 _natural = partial(_number, least=0, kind=int)
 _seconds = partial(_number, least=0, kind=float)
 
@@ -188,6 +191,10 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    # Where an option's value is --, argparse of Python 3.11 and 3.12 gives an empty list.
+    texts = (given.name, given.cache, given.hostfile, given.coordinator, given.ssh, given.image)
+    if [] in (*texts, given.logs, given.include, given.exclude, *given.option, *given.volume):
+        raise ConfigError("launch: -- is no value of an option")
     for name, where in _FOR.items():
         if given.on not in where and getattr(given, name) != given.default_of(name):
             option = f"--{name.replace('_', '-')}"
@@ -319,6 +326,8 @@ def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
 
 def _coordinator(given: str | None, hosts: list[str]) -> str:
     """Where rank 0 listens: on one host, a free port; elsewhere one that is seldom in use."""
+    if given is not None:
+        checked_host(given, "--coordinator")
     if given and ":" in given:
         return given
     if given is None and len(hosts) == 1 and is_here(hosts[0]):

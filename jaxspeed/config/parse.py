@@ -14,6 +14,19 @@ from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.config.tree import keys_in
 from jaxspeed.config.verdicts import shown
 
+# Of a config, with YAML's aliases written out. What is read takes a pass over all of it, and each
+# unknown key a comparison with all known ones.
+MOST_BYTES = 1 << 18
+MOST_VALUES = 10_000
+MOST_KEYS = 1_000
+DEEPEST = 50
+LONGEST_KEY = 200
+_LONGEST_NUMBER = 4_300  # as in Python
+
+
+class TooLarge(ValueError):
+    """What is read exceeds a bound, which its text names."""
+
 
 class _Pairs(list):
     """A mapping as its (key, value) pairs, with duplicate keys."""
@@ -30,8 +43,13 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
     path = Path(source)
     origin = shown(str(path)).strip('"')
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-        tree, problems = _parsed(text, path.suffix.lower())
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise TooLarge(f"over {MOST_BYTES:,} bytes")
+        tree, problems = _parsed(content.decode("utf-8-sig"), path.suffix.lower())
+    except TooLarge as error:
+        return {}, [Problem(origin, str(error), _NO_CONFIG)], origin
     except (OSError, UnicodeDecodeError, ValueError) as error:
         return {}, [_unreadable(path, error)], origin
     except RecursionError:
@@ -39,9 +57,15 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
     return _mapping(tree, problems), problems, origin
 
 
+_NO_CONFIG = "No config is that large."
+
+
 def as_tree(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Copy a user's mapping to plain dicts and lists, with problems of its keys."""
-    return _folded(_as_plain(source))
+    try:
+        return _folded(source)
+    except TooLarge as error:
+        return {}, [Problem("config", str(error), _NO_CONFIG)]
 
 
 def apply_override(tree: dict[str, Any], override: Any) -> Problem | None:
@@ -57,6 +81,8 @@ def apply_override(tree: dict[str, Any], override: Any) -> Problem | None:
         first = problems[0]
         return Problem(f"{path}.{first.path}", first.found, first.works)
     *parents, last = path.split(".")
+    if len(parents) >= DEEPEST or len(path) > LONGEST_KEY:
+        return Problem("override", shown(override), "No key is that long.")
     node: Any = tree
     for done, part in enumerate(parents):
         if isinstance(node, list) and part.isdigit() and int(part) < len(node):
@@ -107,8 +133,9 @@ def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
     raise ValueError(f'a file name that ends in "{suffix}"')
 
 
-_STRING = r'"(?:\\.|[^"\\\n])*"'
-_COMMENT = re.compile(rf"({_STRING})|(?://|\#)[^\n]*|/\*.*?\*/", re.S)
+# Text and comments without their ends match, too, so that the end is searched for once.
+_STRING = r'"(?:\\.|[^"\\\n])*"?'
+_COMMENT = re.compile(rf"({_STRING})|(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", re.S)
 _LAST_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
 
 
@@ -147,7 +174,7 @@ def _parsed_yaml(text: str) -> tuple[Any, list[Problem]]:
 
 @lru_cache(maxsize=1)
 def _yaml_loader() -> Any:
-    """PyYAML's safe loader, with two fixes.
+    """PyYAML's safe loader, with bounds on what is composed, and two fixes.
 
     YAML 1.1, which PyYAML follows, reads `1e-5` as text because it has no dot; YAML 1.2 reads it as
     a number. And a duplicate key silently loses its first value.
@@ -155,7 +182,27 @@ def _yaml_loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        composed = level = 0  # nodes, those behind an alias each time
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            is_alias, before = self.check_event(yaml.AliasEvent), self.composed
+            self.composed += 1
+            self.level += 1
+            if self.level > DEEPEST + 1:
+                raise TooLarge(f"over {DEEPEST} levels")
+            node = super().compose_node(parent, index)
+            self.level -= 1
+            if is_alias:
+                self.composed += getattr(node, "composed", 0)
+            else:
+                node.composed = self.composed - before
+            if self.composed > 2 * MOST_VALUES:  # keys are nodes, too
+                raise TooLarge(f"over {MOST_VALUES:,} values")
+            if node.tag in numbers and len(node.value) > _LONGEST_NUMBER:
+                raise TooLarge(f"a number of {len(node.value):,} characters")
+            return node
+
+    numbers = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
     def pairs(loader: Any, node: Any) -> _Pairs:
         own = [item for item in node.value if item[0].tag != "tag:yaml.org,2002:merge"]
@@ -175,28 +222,34 @@ def _yaml_loader() -> Any:
     return Loader
 
 
-def _as_plain(node: Any) -> Any:
-    """Deep copy of a user's objects: mappings as dicts, tuples as lists, models dumped."""
-    if isinstance(node, Mapping):
-        return {key: _as_plain(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_as_plain(value) for value in node]
-    if hasattr(node, "model_dump"):
-        return node.model_dump(exclude_unset=True)
-    return copy.copy(node)
-
-
 def _folded(root: Any) -> tuple[Any, list[Problem]]:
-    """Convert pairs to dicts; duplicate keys and keys that are no text are problems."""
-    problems: list[Problem] = []
+    """Copy to dicts and lists; duplicate keys and keys that are no text are problems.
 
-    def fold(node: Any, path: str) -> Any:
-        if isinstance(node, list) and not isinstance(node, _Pairs):
-            return [fold(item, f"{path}.{number}") for number, item in enumerate(node)]
-        if not isinstance(node, _Pairs | dict):
-            return node
+    Of a user's objects, tuples become lists, and models their values.
+    """
+    problems: list[Problem] = []
+    values = keys = 0
+
+    def fold(node: Any, path: str, level: int = 0) -> Any:
+        nonlocal values, keys
+        values += 1
+        if values > MOST_VALUES:
+            raise TooLarge(f"over {MOST_VALUES:,} values")
+        if level > DEEPEST:
+            raise TooLarge(f"over {DEEPEST} levels")
+        if hasattr(node, "model_dump"):
+            node = node.model_dump(exclude_unset=True)
+        if isinstance(node, list | tuple) and not isinstance(node, _Pairs):
+            return [fold(item, f"{path}.{n}", level + 1) for n, item in enumerate(node)]
+        if not isinstance(node, _Pairs | Mapping):
+            return copy.copy(node)
         folded: dict[str, Any] = {}
-        for key, value in node.items() if isinstance(node, dict) else node:
+        for key, value in node if isinstance(node, _Pairs) else node.items():
+            keys += 1
+            if keys > MOST_KEYS:
+                raise TooLarge(f"over {MOST_KEYS:,} keys")
+            if isinstance(key, str) and len(key) > LONGEST_KEY:
+                raise TooLarge(f"a key of {len(key):,} characters, {shown(key)}")
             where = f"{path}.{key}".removeprefix(".")
             if not isinstance(key, str):
                 works = f'Needs a key in quotes: "{shown(key)}".'
@@ -205,7 +258,7 @@ def _folded(root: Any) -> tuple[Any, list[Problem]]:
             if key in folded:
                 found = f"the key twice, with {shown(folded[key])} and {shown(value)}"
                 problems.append(Problem(where, found, "Needs the key once: keep one of the two."))
-            folded[key] = fold(value, where)
+            folded[key] = fold(value, where, level + 1)
         return folded
 
     return fold(root, ""), problems

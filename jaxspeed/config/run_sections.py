@@ -17,6 +17,7 @@ from jaxspeed.config.types import (
     Opaque,
     Positive,
     Section,
+    Seed,
     Share,
     Text,
     lower,
@@ -178,7 +179,7 @@ class RunSection(Section):
         "Platform: cpu, gpu or tpu, or simulated devices such as cpu:8; by default what JAX finds.",
     )
     steps: Count | None = honoured(None, "Total optimizer steps, also of a resumed run.")
-    seed: Natural = honoured(0, "Seed of the initial weights and of every random stream.")
+    seed: Seed = honoured(0, "Seed of the initial weights and of every random stream.")
     output: Text | None = honoured(
         None, "The folder of the run: its config, metrics, checkpoints and loss curve."
     )

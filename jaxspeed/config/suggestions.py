@@ -140,11 +140,13 @@ def _takes(path: str, value: Any) -> bool:
 def is_near(word: str, known: str) -> bool:
     """Whether a word is a known one with about a sixth of its letters wrong, or its beginning."""
     begins = "_" in word and known.startswith(f"{word}_")
-    return begins or _edits(word, known) <= max(1, len(word) // 6)
+    return begins or _edits(word, known, max(1, len(word) // 6))
 
 
-def _edits(a: str, b: str) -> int:
-    """Number of letters to insert, delete, replace or swap with the next."""
+def _edits(a: str, b: str, most: int) -> bool:
+    """Whether at most so many letters are to insert, delete, replace or swap with the next."""
+    if abs(len(a) - len(b)) > most:
+        return False
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
@@ -153,7 +155,9 @@ def _edits(a: str, b: str) -> int:
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other)))
             if i > 1 and j > 1 and (a[i - 2], letter) == (other, b[j - 2]):
                 row[j] = min(row[j], last[j - 2] + 1)
-    return row[-1]
+        if min(row) > most and min(before) >= most:  # no later one is less
+            return False
+    return row[-1] <= most
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -75,14 +75,23 @@ def _pattern(value: str) -> str:
     return value
 
 
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise PydanticCustomError("text", "{needs}", {"needs": "text without NUL characters"})
+    return value
+
+
 Flag = Annotated[bool, Strict()]
-Text = Annotated[str, Strict(), Field(min_length=1)]
+# No path, and no name, has a NUL.
+Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]
 LARGEST = 2**63 - 1
 Int = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), BeforeValidator(integral)]
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST), BeforeValidator(integral)]
 # Infinity, as Accelerate writes it, is never.
 PrintEvery = Annotated[Count | None, BeforeValidator(_unless_infinite)]
 Natural = Annotated[int, Strict(), Field(ge=0, le=LARGEST), BeforeValidator(integral)]
+# What a program takes as one argument: an int32.
+Seed = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1), BeforeValidator(integral)]
 # 2 ** 127 is the largest power of two that fp32, in which the loss is scaled, holds.
 ScalePower = Annotated[int, Strict(), Field(ge=0, le=127), BeforeValidator(integral)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.data.files import find_files
+from jaxspeed.data.files import find_files, read_array
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.errors import DataError
 
@@ -53,17 +53,10 @@ def read_images(given: Sequence[str], limits: ModelLimits) -> Arrays:
 def _images_in(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if path.is_dir() and (path / "images.npy").exists():
         names = [path / "images.npy", path / "labels.npy"]
-        images, labels = (_load(name) for name in names)
+        images, labels = (read_array(name) for name in names)
         return images, labels
     found = [_load_npz(file) for file in find_files([str(path)], (".npz",))]
     return tuple(np.concatenate(each) for each in zip(*found))  # type: ignore[return-value]
-
-
-def _load(file: Path) -> np.ndarray:
-    try:
-        return np.load(file, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
 
 
 def _load_npz(file: Path) -> tuple[np.ndarray, np.ndarray]:

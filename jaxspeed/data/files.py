@@ -3,9 +3,12 @@
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxspeed.errors import DataError
 from jaxspeed.placement.paths import listed
@@ -66,7 +69,7 @@ def read_bytes(file: Path) -> bytes:
         if file.suffix == ".gz":
             return gzip.decompress(file.read_bytes())
         return file.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
 
 
@@ -96,15 +99,29 @@ def read_json_lines(file: Path, field: str) -> Iterator[str]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _field_of(line, field, f"{file}, line {number}")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+
+
+def read_array(file: Path) -> np.ndarray:
+    """The array of a .npy file, mapped; DataError if there is none."""
+    try:
+        array = np.load(file, mmap_mode="r")
+    except Exception as error:  # NumPy parses the header as Python, with errors of many kinds
+        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"data: {str(file)!r} cannot be read: it is no .npy file")
+    return array
 
 
 def _field_of(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line)
+    except RecursionError:
+        raise DataError(f"data: {where}: the nesting is too deep") from None
     except ValueError as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
         raise DataError(f"data: {where}: not JSON: {reason}") from None
     return text_of(record, field, where)
 

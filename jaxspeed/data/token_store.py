@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspeed.data.files import read_array
 from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_file
 from jaxspeed.errors import DataError
 
@@ -190,14 +191,13 @@ def _read_folder(folder: Path) -> Documents:
                 f"data: {str(folder)!r} has format {header['format']}; this version of jaxspeed "
                 f"reads {FORMAT}"
             )
-        tokens = np.load(folder / TOKENS, mmap_mode="r")
-        offsets = np.load(folder / OFFSETS, mmap_mode="r")
+        tokens, offsets = read_array(folder / TOKENS), read_array(folder / OFFSETS)
         file = tokenizer_file(folder)
         tokenizer = read_tokenizer(file) if file else None
         name, digest = f"{header['name']}, tokenized", str(header["digest"])
         largest = int(header["largest"])
         problem = _problem(folder, header, tokens, offsets) if file else f"it has no {FILES[0]}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         problem = str(error)
@@ -223,6 +223,11 @@ def _problem(folder: Path, header: Any, tokens: np.ndarray, offsets: np.ndarray)
             f"{len(tokens)} tokens in {len(offsets) - 1} documents, but its header lists "
             f"{header['tokens']} in {header['documents']}"
         )
+    largest = header["largest"]
+    if type(largest) is not int or not 0 <= largest <= np.iinfo(tokens.dtype).max:
+        return f"its header lists {largest!r} as the largest id of {tokens.dtype}"
+    if not len(offsets):
+        return f"{OFFSETS} is empty"
     if offsets[0] != 0 or offsets[-1] != len(tokens):
         return f"{OFFSETS} goes from {offsets[0]} to {offsets[-1]}, not from 0 to {len(tokens)}"
     if (empty := np.flatnonzero(np.diff(offsets) <= 0)).size:
@@ -260,7 +265,7 @@ def _check_digest(folder: Path, documents: Documents) -> None:
 def _is_verified(folder: Path, documents: Documents) -> bool:
     try:
         recorded = json.loads((folder / VERIFIED).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return bool(recorded == _stamp(folder, documents))
 
@@ -273,10 +278,7 @@ def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
 
 
 def _read_npy(file: Path) -> Documents:
-    try:
-        array = np.load(file, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"data: {str(file)!r} is not a .npy file of tokens: {error}") from None
+    array = read_array(file)
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
             f"data: {str(file)!r} holds {array.dtype}{list(array.shape)}; ids must be integers, "

@@ -4,6 +4,7 @@ A run saves its tokenizer as a file that other libraries read: SentencePiece's a
 any other as a tokenizer.json, also one trained here.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -61,16 +62,25 @@ class ByteTokenizer:
         return _tokenizer_json(_byte_ids(), [])
 
 
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """DataError for those of the library `tokenizers`: plain Exceptions, and panics of Rust."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"data.tokenizer: {what}: {error}") from None
+
+
 class LibraryTokenizer:
     """Any tokenizer.json, through the library `tokenizers`."""
 
     file = "tokenizer.json"
 
     def __init__(self, content: bytes, name: str) -> None:
-        try:
+        with _library_errors(f"{name!r} is not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exceptions
-            raise DataError(f"data.tokenizer: {name!r} is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._content = content
@@ -81,12 +91,14 @@ class LibraryTokenizer:
         self.end: int | None = next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> np.ndarray:
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        with _library_errors(f"{self.name!r} cannot encode {text[:40]!r}"):
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoded.ids, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [int(i) for i in ids if i < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=True)
+        with _library_errors(f"{self.name!r} cannot decode {known[:10]}"):
+            return self._tokenizer.decode(known, skip_special_tokens=True)
 
     def to_bytes(self) -> bytes:
         return self._content
@@ -215,7 +227,9 @@ def load_tokenizer(content: bytes, name: str = "the content given") -> Tokenizer
     try:
         read = json.loads(content)
         model = read["model"]
-    except (ValueError, KeyError, TypeError):
+        if not isinstance(model, dict):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"data.tokenizer: {name!r} is not a tokenizer.json") from None
     if read.get("pre_tokenizer") == _split_by(_OLD_WORDS):
         raise DataError(
@@ -225,7 +239,7 @@ def load_tokenizer(content: bytes, name: str = "the content given") -> Tokenizer
         )
     if read.get("pre_tokenizer") != _split_by(WORDS):
         return LibraryTokenizer(content, name)
-    return BPETokenizer(content) if model["merges"] else ByteTokenizer()
+    return BPETokenizer(content) if model.get("merges") else ByteTokenizer()
 
 
 def tokenizer_file(folder: Path) -> Path | None:

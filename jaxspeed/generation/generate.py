@@ -53,6 +53,8 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.prompts, str) or not self.prompts:
             raise ConfigError("prompts: a list with at least one prompt")
+        if isinstance(self.seed, int) and self.seed >= 2**31:
+            raise ConfigError("seed: it is an integer from 0 to 2^31 - 1")
         for name, least in (("tokens", 0), ("seed", 0), ("context", 2)):
             value = getattr(self, name)
             is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)

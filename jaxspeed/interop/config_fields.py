@@ -10,6 +10,7 @@ from typing import Any
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import lines
 
+LARGEST = 2**31 - 1  # of a size
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -56,6 +57,10 @@ def read_fields(
             problems.append(f"{field.theirs} is {value!r}, which is not {_KINDS[field.kind]}")
         elif field.kind is int and isinstance(value, int) and value < 1:
             problems.append(f"{field.theirs} is {value}, which is not positive")
+        elif field.kind is int and isinstance(value, int) and value > LARGEST:
+            problems.append(f"{field.theirs} is {value}; no size is over {LARGEST:,}")
+        elif field.kind is float and value is not None and value < 0:
+            problems.append(f"{field.theirs} is {value}, which is negative")
         else:
             found[field.ours] = value
     if problems:
@@ -74,5 +79,7 @@ def _is(value: Any, kind: type) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is float:
-        return isinstance(value, (int, float)) and math.isfinite(value)
+        if isinstance(value, int):
+            return abs(value) <= LARGEST
+        return isinstance(value, float) and math.isfinite(value)
     return isinstance(value, kind)

@@ -97,9 +97,10 @@ class PretrainedFolder:
         return owners
 
     def _indexed(self, index: Path) -> dict[str, TensorFile]:
+        content = _read_json(index)
         try:
-            where = dict(_read_json(index)["weight_map"])
-            names = sorted(set(where.values()))
+            where = dict(content["weight_map"])
+            names = sorted(set(map(str, where.values())))
             files_there = {name for name in names if (self.path / name).is_file()}
         except (KeyError, TypeError, ValueError):
             raise PretrainedError(f"{index}: has no weight_map from tensors to files") from None
@@ -241,5 +242,5 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PretrainedError(f"{path}: missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PretrainedError(f"{path}: cannot be read: {error}") from None

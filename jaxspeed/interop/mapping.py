@@ -135,8 +135,10 @@ class Bound:
     table: MappingTable
 
 
-def bind(table: MappingTable, parameters: Mapping[str, tuple[int, ...]]) -> Bound:
-    """Apply a table to parameters, given as shapes by path.
+def bind(
+    table: MappingTable, parameters: Mapping[str, tuple[int, ...]], most: float = math.inf
+) -> Bound:
+    """Apply a table to parameters, given as shapes by path; `most` tensors at most by one rule.
 
     Raises:
       PretrainedError: parameters without a rule or with two, layouts that do not fit.
@@ -154,7 +156,7 @@ def bind(table: MappingTable, parameters: Mapping[str, tuple[int, ...]]) -> Boun
                             f"parameter {path} has two rules: {owners[path].tensor!r} and "
                             f"{rule.tensor!r}"
                         )
-                for name, shape, found in _applied(rule, numbers, paths, parameters):
+                for name, shape, found in _applied(rule, numbers, paths, parameters, most):
                     if name in tensors:
                         problems.append(f"tensor {name} has two rules")
                     tensors[name] = shape
@@ -259,6 +261,7 @@ def _applied(
     numbers: Mapping[str, int],
     paths: Sequence[str],
     parameters: Mapping[str, tuple[int, ...]],
+    most: float,
 ) -> Iterable[tuple[str, tuple[int, ...], dict[str, TensorShare]]]:
     """(a tensor's name, its shape, {path: its piece}) for each number of stacked parameters."""
     stacked = [n for n in dict.fromkeys(_NUMBER.findall(rule.tensor)) if n not in numbers]
@@ -270,6 +273,8 @@ def _applied(
             raise _Misfit(f"{', '.join(paths)} have shapes {shapes}, which do not fit together")
         dims.append(sum(sizes) if len(dims) == layouts[0].concatenated else sizes[0])
     lengths = [[layout.sizes[name] for name in stacked] for layout in layouts]
+    if math.prod(lengths[0]) > most:
+        raise _Misfit(f"the model has {math.prod(lengths[0]):,} of it, the folder {most:,} tensors")
     for each in itertools.product(*map(range, lengths[0])):
         here = dict(zip(stacked, each, strict=True))
         name = _named(rule.tensor, {**numbers, **here})

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.config import Config
@@ -26,9 +27,16 @@ class FolderWeights:
         self._names: dict[str, str] = {}
 
     def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        self._bound = bind(self.table, parameters)
-        there = {name: tensor.shape for name, tensor in self.folder.tensors.items()}
-        self._names = check_tensors(self._bound, there, str(self.folder.path))
+        tensors, where = self.folder.tensors, str(self.folder.path)
+        try:
+            self._bound = bind(self.table, parameters, len(tensors))
+        except PretrainedError as error:
+            raise PretrainedError(f"{where}: {error}") from None
+        there = {name: tensor.shape for name, tensor in tensors.items()}
+        self._names = check_tensors(self._bound, there, where)
+        for name in self._names.values():
+            if not jnp.issubdtype(tensors[name].dtype, jnp.inexact):
+                raise PretrainedError(f"{where}: {name} has dtype {tensors[name].dtype}")
 
     def read(self, path: str, index: Index, dtype: Any) -> np.ndarray:
         assert self._bound is not None, "checked first"
@@ -101,7 +109,7 @@ def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:
         largest = _largest_id(path)
     except DataError as error:
         raise PretrainedError(str(error)) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PretrainedError(f"{path}: is not a tokenizer.json: {error!r}") from None
     if largest >= vocab_size:
         raise PretrainedError(
@@ -117,4 +125,6 @@ def _largest_id(path: Path) -> int:
     vocab = content["model"]["vocab"]
     ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
     ids += [token["id"] for token in content.get("added_tokens") or ()]
+    if not all(type(number) is int for number in ids):
+        raise ValueError("an id is no integer")
     return max(ids, default=0)

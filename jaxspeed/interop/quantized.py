@@ -46,6 +46,8 @@ def packed_tensors(
     Raises:
       PretrainedError: the method is not supported, or scales do not fit.
     """
+    if not isinstance(quantization, Mapping):
+        raise PretrainedError(f"{where}: quantization_config is {quantization!r}, not a mapping")
     method = quantization.get("quant_method", METHODS[0])
     if method not in METHODS:
         raise PretrainedError(
@@ -58,6 +60,11 @@ def packed_tensors(
         scales = tensors.get(f"{name}{_SCALE}")
         if tensor.dtype in _FP8 and scales is not None:
             block = quantization.get("weight_block_size") or _block(tensor.shape, scales.shape)
+            if not isinstance(block, list) or not all(type(n) is int and n > 0 for n in block):
+                raise PretrainedError(
+                    f"{where}: quantization_config.weight_block_size is {block!r}, not a list of "
+                    "positive integers"
+                )
             block = [1] * (len(tensor.shape) - len(block)) + list(block)
             grid = tuple(-(-n // b) for n, b in zip(tensor.shape, block))
             if np.prod(scales.shape) != np.prod(grid) or len(tensor.shape) != len(block):

@@ -172,7 +172,7 @@ def _reason(path: Path, error: SafetensorError) -> str:
             entry["data_offsets"][1] for entry in json.loads(header).values() if "dtype" in entry
         ]
         named = 8 + length + max(ends)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         named = size
     if named != size:
         wrong = "truncated" if size < named else "damaged"

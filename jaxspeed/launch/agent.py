@@ -8,12 +8,12 @@ output has their events, one JSON list in each line.
 import json
 import signal
 import sys
-import tempfile
 import threading
 from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
 
+from jaxspeed.launch.launch_folder import LaunchFolder
 from jaxspeed.launch.local_group import Ended, HostJob, LocalGroup, Output, started
 
 _LOST = None  # in the queue: the launcher has gone
@@ -55,7 +55,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     job = decoded_job(sys.stdin.readline())
     events: SimpleQueue[Any] = SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="jaxspeed-launch-") as folder:
+    with LaunchFolder() as folder:
         group = started(job, events, f"{folder}/progress")
         threading.Thread(target=_listen, args=(group, events), daemon=True).start()
         left = job.processes

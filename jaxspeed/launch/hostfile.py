@@ -11,6 +11,9 @@ from pathlib import Path
 from jaxspeed.errors import ConfigError
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+# What ssh, its ProxyCommand and a scheduler take as a host alone, never as an option or a command.
+_HOST = re.compile(r"(\w[\w.-]*@)?[\w:\[][\w.:%\]-]*", re.ASCII)
+MOST_SLOTS = 4096  # of a host
 ENVIRONMENT_FILE = ".deepspeed_env"
 # What DeepSpeed exports to other hosts, and the variables of JAX and its compilers.
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL_", "JAX_", "XLA_", "LIBTPU_", "TPU_")
@@ -28,19 +31,34 @@ def read_hostfile(path: str | Path) -> Slots:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"--hostfile {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--hostfile {str(path)!r}: {error}") from None
     found: Slots = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
             continue
         match = _LINE.match(line)
         if match is None:
-            raise ConfigError(f'{path}:{number}: "{line}"; needs HOST slots=NUMBER')
+            raise ConfigError(f'{path}:{number}: "{line[:200]}"; needs HOST slots=NUMBER')
+        checked_host(match[1], f"{path}:{number}")
+        if len(match[2]) > 9 or int(match[2]) > MOST_SLOTS:
+            slots = f"slots={match[2][:20]}"
+            raise ConfigError(f"{path}:{number}: {slots}; needs at most {MOST_SLOTS}")
         if match[1] in found:
             raise ConfigError(f"{path}:{number}: {match[1]} is listed twice")
         found[match[1]] = tuple(range(int(match[2])))
     if not found:
         raise ConfigError(f"{path}: lists no host")
     return found
+
+
+def checked_host(host: str, where: str) -> str:
+    """The host, if it is a name or an address, and not an option or a command."""
+    if not _HOST.fullmatch(host):
+        raise ConfigError(
+            f"{where}: {host[:200]!r} is no host: it needs a name or an address, or USER@ with one"
+        )
+    return host
 
 
 def selected(hosts: Mapping[str, Sequence[int]], include: str = "", exclude: str = "") -> Slots:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import PurePath
 from queue import SimpleQueue
 from typing import Any
 
@@ -39,7 +40,7 @@ class RemoteGroup:
             self._start(host, job, ssh)
 
     def _start(self, host: str, job: HostJob, ssh: str) -> None:
-        begin = [] if is_here(host) else [*shlex.split(ssh), host]
+        begin = [] if is_here(host) else [*_words(ssh), host]
         agent = [sys.executable, "-m", "jaxspeed.launch.agent"]
         if begin:
             exports = [f"{k}={v}" for k, v in job.environment.items() if k.startswith("PYTHON")]
@@ -115,6 +116,17 @@ class RemoteGroup:
         with contextlib.suppress(OSError, ValueError):
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
+
+
+def _words(ssh: str) -> list[str]:
+    """The command before a host; after `--` ssh reads no more options."""
+    try:
+        words = shlex.split(ssh)
+    except ValueError as error:
+        raise ConfigError(f"--ssh {ssh!r}: {error}") from None
+    if not words:
+        raise ConfigError("--ssh: needs a command")
+    return words if PurePath(words[0]).name != "ssh" or words[-1] == "--" else [*words, "--"]
 
 
 def is_here(host: str) -> bool:

@@ -1,12 +1,14 @@
 """A run as a job of SLURM, Open MPI or Ray: the complete script, and its submission."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import zlib
 from dataclasses import asdict, dataclass
+from urllib.parse import quote
 
 from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.launch.agent import encoded_job
@@ -21,6 +23,7 @@ _AGAIN = int(ExitCode.PREEMPTED)
 _FINAL = f"{int(ExitCode.SUCCESS)}|{int(ExitCode.CONFIG)}|{int(ExitCode.DIVERGED)}"
 
 _RAY_DRIVER = "jaxspeed.launch.ray.driver"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Seconds for the other processes of a SLURM job after the first has ended.
 _WAIT = 120
 
@@ -54,6 +57,15 @@ class ClusterJob:
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"--name {self.name!r}: at most 64 of A-Z, a-z, 0-9, '.', '_' and '-', the first a "
+                "letter or digit"
+            )
+        # A line break would end a directive of SLURM, and the rest would be a command.
+        for word in (self.folder, self.logs, self.cache, *self.options):
+            if not word.isprintable():
+                raise ConfigError(f"{word!r}: has a character that no script can hold")
         if self.processes % self.nodes:
             raise ConfigError(
                 f"--processes {self.processes} are not divisible by --nodes {self.nodes}"
@@ -114,8 +126,8 @@ case $code in
        again "exit code $code; restart $failed of at most {job.max_restarts}"
      fi ;;
 esac
-echo "{job.name}: exit code $code, starts before this one ${{SLURM_RESTART_COUNT:-0}}"
-exit $code
+echo {_quoted(job.name)}": exit code $code, starts before this one ${{SLURM_RESTART_COUNT:-0}}"
+exit "$code"
 """
 
 
@@ -163,15 +175,16 @@ while :; do
   echo "exit code $code; restart $restarts of at most {job.max_restarts}"
   sleep $((restarts < 6 ? 1 << (restarts - 1) : 60))
 done
-echo "{job.name}: exit code $code, restarts so far $restarts"
-exit $code
+echo {_quoted(job.name)}": exit code $code, restarts so far $restarts"
+exit "$code"
 """
 
 
 def ray_script(job: ClusterJob, restarts: Restarts) -> str:
     """A script that submits a Ray job, whose driver starts and supervises the processes.
 
-    They run in this folder, which all hosts see, or in one that `--working-dir` uploads.
+    They run in this folder, which all hosts see, or in one that `--working-dir` uploads. Ray joins
+    the driver's words for a shell without quoting `$` and the like, so they contain none of those.
     """
     uploads = any("working-dir" in option for option in job.options)
     processes = HostJob(
@@ -193,7 +206,7 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
     return f"""\
 #!/bin/bash
 exec ray job submit {_quoted(*words)} \\
-  -- {_quoted(*driver, json.dumps(given))}
+  -- {_quoted(*driver, quote(json.dumps(given)))}
 """
 
 

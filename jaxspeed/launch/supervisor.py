@@ -9,7 +9,6 @@ import math
 import queue
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from jaxspeed.errors import ExitCode
+from jaxspeed.launch.launch_folder import LaunchFolder
 from jaxspeed.launch.local_group import Asked, Ended, Event, Output
 from jaxspeed.launch.output import Display
 from jaxspeed.launch.remote_group import LOST
@@ -107,7 +107,7 @@ def supervise(
     `start(events, progress)` starts them all: `progress` is a path for `report_progress`.
     """
     newest = fruitless = done = 0
-    with tempfile.TemporaryDirectory(prefix="jaxspeed-launch-") as folder, _passed_on() as events:
+    with LaunchFolder() as folder, _passed_on() as events:
         while True:
             watch = _Watch(count, display, restarts.grace, events)
             attempt = watch.run(lambda: start(events, f"{folder}/progress"))

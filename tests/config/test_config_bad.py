@@ -596,6 +596,12 @@ BAD = {
 }  # fmt: skip
 
 
+BAD["a seed that no program takes"] = (
+    {"run": {"seed": 2**31}}, "run.seed", "at most 2147483647",
+)  # fmt: skip
+BAD["a folder with NUL"] = ({"run": {"output": "a\0b"}}, "run.output", "text without NUL")
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_config_names_its_key_and_what_would_work(name):
     config, path, hint = BAD[name]

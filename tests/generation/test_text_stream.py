@@ -81,6 +81,7 @@ def test_lengths_are_compiled_for_powers_of_two():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
+        ({"seed": 2**31}, "seed: it is an integer from 0 to 2\\^31 - 1"),
         ({"prompts": "a text"}, "prompts: "),
         ({"prompts": []}, "prompts: "),
         ({"tokens": -1}, "tokens: -1"),

@@ -8,7 +8,7 @@ import numpy as np
 
 NAMES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8", "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3", "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3", "int64": "I64", "int32": "I32", "bool": "BOOL",
 }  # fmt: skip
 VOCAB, EMBED, LAYERS, HEADS, KV_HEADS, MLP = 40, 16, 3, 4, 2, 24
 DIM = EMBED // HEADS

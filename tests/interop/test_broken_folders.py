@@ -14,6 +14,7 @@ from tests.interop import folders
 
 pytestmark = pytest.mark.fast
 INDEX = "model.safetensors.index.json"
+DEEP = "[" * 100_000
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -211,6 +212,61 @@ BROKEN = {
         with_file("tokenizer.model", b"\x0a\xff\xff"), "is not a SentencePiece model",
     ),
     "a damaged tokenizer": (with_file("tokenizer.json", "[]"), "is not a tokenizer.json"),
+    "a tokenizer with a text as id": (
+        with_file("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}'), "an id is no integer",
+    ),
+    "deep config": (with_file("config.json", DEEP), "config.json: cannot be read"),
+    "deep index": (with_file(INDEX, DEEP), f"{INDEX}: cannot be read"),
+    "deep header": (
+        with_file("model.safetensors", len(DEEP).to_bytes(8, "little") + DEEP.encode()),
+        "its header is damaged",
+    ),
+    "deep tokenizer": (with_file("tokenizer.json", DEEP), "is not a tokenizer.json"),
+    "an index of other values": (
+        with_file(INDEX, '{"weight_map": {"a": "b", "c": 5}}'), "files that are absent", "  5",
+    ),
+    "a billion layers": (
+        with_config(num_hidden_layers=10**9),
+        "the model has 1,000,000,000 of it, the folder 30 tensors",
+    ),
+    "more layers than there are numbers": (
+        with_config(num_hidden_layers=10**30), "num_hidden_layers is 1000", "no size is over",
+    ),
+    "zero heads": (with_config(num_attention_heads=0), "num_attention_heads is 0"),
+    "integers": (
+        lambda path: sound(path, more={Q: np.zeros((16, 16), np.int32)}), f"{Q} has dtype int32",
+    ),
+    "booleans": (
+        lambda path: sound(path, more={Q: np.zeros((16, 16), bool)}), f"{Q} has dtype bool",
+    ),
+    "a quantization that is a number": (
+        with_config(quantization_config=5), "quantization_config is 5, not a mapping",
+    ),
+    "blocks that are no list": (
+        lambda path: sound(
+            path,
+            more={
+                Q: np.zeros((16, 16), ml_dtypes.float8_e4m3fn),
+                f"{Q}_scale_inv": np.ones((2, 2), np.float32),
+            },
+            quantization_config={"quant_method": "fp8", "weight_block_size": [0, "x"]},
+        ),
+        "weight_block_size is [0, 'x'], not a list of positive integers",
+    ),
+    "a negative epsilon": (
+        with_config(rms_norm_eps=-1.0), "rms_norm_eps is -1.0, which is negative",
+    ),
+    "a number larger than fp64": (with_config(rms_norm_eps=10**400), "which is not a number"),
+    "a negative base of rotations": (with_config(rope_theta=-1), "rope_theta is -1"),
+    "a zero context": (
+        with_config(rope_scaling={"type": "yarn", "original_max_position_embeddings": 0}), "zero",
+    ),
+    "a zero factor": (
+        with_config(rope_scaling={"type": "linear", "factor": 0.0}), "factor 0.0: not positive",
+    ),
+    "a window of text": (
+        with_config(model_type="mistral", sliding_window="x"), "sliding_window is 'x'",
+    ),
 }  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def test_a_program_that_is_not_there_is_named_before_anything_starts(name, capsy
 
 
 def test_a_program_that_another_host_does_not_have_is_named(tmp_path):
-    done = launch_far(tmp_path, 'exec sh -c "$2"', 2, command=["no-such-program"])
+    done = launch_far(tmp_path, 'exec sh -c "$3"', 2, command=["no-such-program"])
     assert done.returncode == 1
     assert "no-such-program: No such file" in done.stderr
 
@@ -274,7 +274,7 @@ def test_exit_codes_in_prose(code, said):
 
 
 def launch_far(folder, ssh, slots, *options, command=()):
-    """On a host `far`, whose ssh is a shell script that is given the command as $2."""
+    """On a host `far`, whose ssh is a shell script that is given the command as $3."""
     (folder / "hosts").write_text(f"far slots={slots}\n")
     (folder / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
     (folder / "ssh").chmod(0o755)
@@ -283,7 +283,7 @@ def launch_far(folder, ssh, slots, *options, command=()):
 
 
 def test_processes_of_another_host(tmp_path):
-    done = launch_far(tmp_path, 'exec sh -c "$2"', 3, "--all-output")
+    done = launch_far(tmp_path, 'exec sh -c "$3"', 3, "--all-output")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1", "[2] 2"]
 
@@ -291,7 +291,7 @@ def test_processes_of_another_host(tmp_path):
 def test_a_host_that_has_fewer_gpus_than_slots_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    done = launch_far(tmp_path, 'exec sh -c "$2"', 4, "--max-restarts", 2)
+    done = launch_far(tmp_path, 'exec sh -c "$3"', 4, "--max-restarts", 2)
     assert done.returncode == ExitCode.CONFIG
     assert f"  | error: {os.uname().nodename}: the hostfile's slot 3, but 2 GPUs" in done.stderr
     assert "rank 0 of 4 on far ended with exit code 2" in last_line(done)

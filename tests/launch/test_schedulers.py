@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -242,7 +243,7 @@ def test_a_ray_job_is_submitted_with_its_environment_and_driver(tmp_path, monkey
     assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "300"
     assert variables["JAX_COMPILATION_CACHE_DIR"] == f"{tmp_path}/cache"
     assert words[4:9] == ["--no-wait", "--", sys.executable, "-m", "jaxspeed.launch.ray.driver"]
-    given = json.loads(words[9])
+    given = json.loads(unquote(words[9]))
     job = decoded_job(given["job"])
     assert (job.count, job.processes, job.devices, job.folder) == (4, 1, 1, str(tmp_path))
     assert job.command == (sys.executable, "-m", "jaxspeed", *TRAIN[1:])

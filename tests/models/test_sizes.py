@@ -107,3 +107,10 @@ def test_overrides_change_a_preset():
     config = models.build("llama", "tiny", {"rope_scaling": {"factor": 4.0}}).config
     assert config.rope_scaling.factor == 4.0
     assert config.hidden_size == 64
+
+
+@pytest.mark.parametrize("heads", [0, -1])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma", "vit"])
+def test_no_heads_are_refused(family, heads):
+    with pytest.raises(ValueError, match="must be positive"):
+        models.build(family, "tiny", {"num_attention_heads": heads})

@@ -1,5 +1,7 @@
 """`python -m jaxspeed.launch.ray.driver JOB`: the driver of a Ray job, which supervises a run.
 
+JOB is JSON, percent-encoded, since it passes through a shell.
+
 Ray reserves the resources of all processes before one starts. Where Ray does not reach a process
 any more, that counts as its end, and the others are ended.
 """
@@ -13,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from urllib.parse import unquote
 
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.launch.agent import decoded, decoded_job, encoded_job
@@ -89,7 +92,7 @@ def drive(job: HostJob, restarts: Restarts, logs: str | None) -> int:
 
 
 def main() -> int:
-    given = json.loads(sys.argv[1])
+    given = json.loads(unquote(sys.argv[1]))
     try:
         return drive(decoded_job(given["job"]), Restarts(**given["restarts"]), given["logs"])
     except JaxspeedError as error:

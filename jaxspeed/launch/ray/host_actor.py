@@ -2,11 +2,11 @@
 
 import queue
 import socket
-import tempfile
 from queue import SimpleQueue
 from typing import Any
 
 from jaxspeed.launch.agent import decoded_job, encoded
+from jaxspeed.launch.launch_folder import LaunchFolder
 from jaxspeed.launch.local_group import LocalGroup, started
 
 _SECONDS_A_POLL = 0.2
@@ -17,7 +17,7 @@ class HostActor:
 
     def __init__(self) -> None:
         self._events: SimpleQueue[Any] = SimpleQueue()
-        self._folder = tempfile.TemporaryDirectory(prefix="jaxspeed-launch-")
+        self._folder = LaunchFolder()
         self._group: LocalGroup | None = None
 
     def place(self) -> tuple[str, str]:

@@ -1,0 +1,47 @@
+"""The temporary folder of a launcher or an agent, and the removal of what killed ones left."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+_PREFIX = "jaxspeed-launch-"
+_SECONDS_TO_LOCK = 60  # between the creation of a folder and its lock, at most
+
+
+class LaunchFolder(tempfile.TemporaryDirectory[str]):
+    """A temporary folder that its process holds a lock on, which ends with the process.
+
+    Those of this user that nobody holds are removed: their processes were killed.
+    """
+
+    def __init__(self) -> None:
+        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # held, or removed by another
+                _remove_if_left(folder)
+        super().__init__(prefix=_PREFIX)
+        self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        held, self._lock = self._lock, -1
+        if held >= 0:
+            os.close(held)
+
+
+def _remove_if_left(folder: Path) -> None:
+    found = folder.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or time.time() - found.st_mtime < _SECONDS_TO_LOCK:
+        return
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
