@@ -190,7 +190,7 @@ def _yaml_loader() -> Any:
             self.level += 1
             if self.level > DEEPEST + 1:
                 raise TooLarge(f"over {DEEPEST} levels")
-            node = super().compose_node(parent, index)
+            node: Any = super().compose_node(parent, index)
             self.level -= 1
             if is_alias:
                 self.composed += getattr(node, "composed", 0)

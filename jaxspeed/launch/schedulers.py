@@ -184,7 +184,7 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
     """A script that submits a Ray job, whose driver starts and supervises the processes.
 
     They run in this folder, which all hosts see, or in one that `--working-dir` uploads. Ray joins
-    the driver's words for a shell without quoting `$` and the like, so they contain none of those.
+    the driver's arguments to a shell's line without quoting `$` and the like: they have none of those.
     """
     uploads = any("working-dir" in option for option in job.options)
     processes = HostJob(
