@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import sys
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxspeed.errors import PretrainedError
+from jaxspeed.interop.config_fields import LARGEST
 from jaxspeed.interop.hf_folder import LanguageModelFolder, PretrainedFolder
 from jaxspeed.interop.pretrained import check_vocabulary, pretrained
 from jaxspeed.user_models.pretrained_model import Pretrained
@@ -118,9 +121,28 @@ def hf_form(name: str) -> ModuleType:
 
 def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
     fields = {field.name: field.name for field in dataclasses.fields(config)}
-    for key in overrides:
+    kinds = typing.get_type_hints(type(config))
+    for key, value in overrides.items():
         _lookup(f"field of the {name} config", key, fields)
+        if not _fits(value, kinds[key]):
+            kind = getattr(kinds[key], "__name__", kinds[key])
+            raise ValueError(f"{key} of the {name} config is {value!r:.100}; it needs {kind}")
     return dataclasses.replace(config, **overrides)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a field may have the value; integers are sizes, and dataclasses may be mappings."""
+    kinds = typing.get_args(kind) or (kind,)
+    if value is None or isinstance(value, bool | str):
+        return type(value) in kinds
+    if isinstance(value, int) and int in kinds:
+        return 1 <= value <= LARGEST
+    if isinstance(value, int | float):
+        return float in kinds and abs(value) <= sys.float_info.max
+    if isinstance(value, list | tuple):
+        return any(typing.get_origin(each) is tuple for each in kinds)
+    is_fields = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+    return is_fields and any(map(dataclasses.is_dataclass, kinds))
 
 
 def _lookup(what: str, name: str, table: Mapping[str, Any]) -> Any:

@@ -249,9 +249,13 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer in a file, or in a folder's tokenizer.json or tokenizer.model."""
-    given = Path(path).expanduser()
-    file = tokenizer_file(given) if given.is_dir() else given
-    if file is None or not file.is_file():
+    try:
+        given = Path(path).expanduser()
+        file = tokenizer_file(given) if given.is_dir() else given
+        is_there = file is not None and file.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a user that is unknown
+        raise DataError(f"data.tokenizer: {str(path)!r}: {error}") from None
+    if file is None or not is_there:
         raise DataError(
             f"data.tokenizer: {str(path)!r} is neither bytes, bpe nor the path of a "
             f"{' or '.join(FILES)}"

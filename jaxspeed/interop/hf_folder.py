@@ -102,6 +102,8 @@ class PretrainedFolder:
             where = dict(content["weight_map"])
             names = sorted(set(map(str, where.values())))
             files_there = {name for name in names if (self.path / name).is_file()}
+        except OSError as error:
+            raise PretrainedError(f"{index}: names a file that no folder has: {error}") from None
         except (KeyError, TypeError, ValueError):
             raise PretrainedError(f"{index}: has no weight_map from tensors to files") from None
         if outside := [name for name in names if Path(name).name != name]:

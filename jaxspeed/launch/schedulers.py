@@ -184,7 +184,7 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
     """A script that submits a Ray job, whose driver starts and supervises the processes.
 
     They run in this folder, which all hosts see, or in one that `--working-dir` uploads. Ray joins
-    the driver's arguments for a shell without quoting `$` and the like, so they have none of those.
+    the driver's arguments to a line of a shell, and does not quote `$` and the like in them.
     """
     uploads = any("working-dir" in option for option in job.options)
     processes = HostJob(

@@ -201,8 +201,13 @@ class Rotation(NamedTuple):
     sin: jax.Array
 
 
+LARGEST_HEAD = 1 << 16
+
+
 def frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
     """theta^(-2i / head_dim) for i in 0 ... head_dim / 2 - 1, in radians per token, scaled."""
+    if head_dim > LARGEST_HEAD:
+        raise ValueError(f"heads of {head_dim:,} dims; rotary embeddings have {LARGEST_HEAD:,}")
     f = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     return f if scaling is None else scaling.scaled(f, theta)
 

@@ -83,7 +83,10 @@ class RunFolder:
 
     def has_begun(self) -> bool:
         """Whether the folder holds a run."""
-        return (self.path / WHOSE).exists()
+        try:
+            return (self.path / WHOSE).exists()
+        except OSError as error:
+            raise ConfigError(f"run.output: {error.strerror}: {self.path}") from None
 
     def differs_in(self, **said: Any) -> bool:
         """Whether the run of the checkpoints differs in any of these values."""
