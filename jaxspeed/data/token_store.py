@@ -191,7 +191,10 @@ def _read_folder(folder: Path) -> Documents:
                 f"data: {str(folder)!r} has format {header['format']}; this version of jaxspeed "
                 f"reads {FORMAT}"
             )
-        tokens, offsets = read_array(folder / TOKENS), read_array(folder / OFFSETS)
+        try:
+            tokens, offsets = read_array(folder / TOKENS), read_array(folder / OFFSETS)
+        except DataError as error:
+            raise ValueError(str(error).removeprefix("data: ")) from None
         file = tokenizer_file(folder)
         tokenizer = read_tokenizer(file) if file else None
         name, digest = f"{header['name']}, tokenized", str(header["digest"])
