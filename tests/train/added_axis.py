@@ -129,12 +129,12 @@ def axes_of(spec: Any) -> list[str]:
 def searched(folder: Path) -> list[dict[str, int]]:
     """The meshes of the candidates that a search estimated, of those that can run."""
     found = jaxspeed.plan(
-        write(folder),
+        write(folder, autotuning={"tuner_num_trials": 9}),
         "cpu:8",
         # Not picklable, so that the search runs in this process, which has the rows.
         loss_fn=lambda model, batch: jnp.square(model(batch["tokens"][:, :-1])).mean(),
         search=True,
-        search_seconds=15,
+        search_seconds=200,
     )
     assert found.search is not None
     return [each.choice.sizes for each in found.search.candidates if not each.estimate.refused]

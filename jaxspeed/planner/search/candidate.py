@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from jaxspeed.axes import (
@@ -86,30 +87,30 @@ class Choice:
     offload_parameters: bool
     micro: int
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """{searched axis: its size}."""
         return dict(zip(searched_axes(), self.mesh, strict=True))
 
-    @property
+    @cached_property
     def pipe(self) -> int:
         return self.sizes[PIPE]
 
-    @property
+    @cached_property
     def tensor(self) -> int:
         return self.sizes[TENSOR]
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """The number of shards of the batch."""
         return data_ranks(self.sizes)
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """The number of shards of ZeRO's state."""
         return storing_ranks(self.sizes)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """The number of replicas of ZeRO's state."""
         return product(copying_axes(), self.sizes)
