@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
+from jaxspeed.placement.specs import spec_axes
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
 from jaxspeed.ring_reduction.rings import INNER, NO_RANK, OUTER, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
@@ -45,6 +46,12 @@ class RingGradients(Gradients):
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
+        own = [r.path for r in self.table if spec_axes(r.read.spec).intersection(summing_axes())]
+        if own:
+            raise ModelError(
+                f'parallel.data_reduction "ring": {own[0]} is sharded over an axis that shards the '
+                'batch, so that no rank has it; use "xla"'
+            )
         if program.own_axes.collective:
             raise ModelError(
                 'parallel.data_reduction "ring": the loss reduces over the axis '

@@ -144,4 +144,8 @@ if __name__ == "__main__":
     meshes = searched(Path(sys.argv[1]))  # before any other use of JAX
     expected = plain()
     found = {name: trained(case, expected) for name, case in CASES.items()}
-    print(json.dumps({"trained": found, "searched": meshes}))
+    try:
+        trained({"stage": 0, "mesh": {"team": 2}, "ring": True, "hidden": True}, expected)
+    except jaxspeed.ModelError as error:
+        refused = str(error)
+    print(json.dumps({"trained": found, "searched": meshes, "refused": refused}))

@@ -42,6 +42,10 @@ def test_an_axis_in_a_parameters_own_spec_drops_out_of_its_storage(child):
     assert found["team, stage 3"]["moments"] == ["data", "team"]
 
 
+def test_rings_refuse_a_parameter_that_no_rank_has(child):
+    assert "up/bias is sharded over an axis that shards the batch" in child["refused"]
+
+
 def test_the_search_finds_meshes_with_the_axis(child):
     sizes = child["searched"]
     assert {"island", "team"} <= set(sizes[0])
