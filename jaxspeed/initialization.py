@@ -36,7 +36,8 @@ def initialize(
 ) -> "Engine":
     """An engine with a freshly initialized state, each array created as its shards.
 
-    If the environment names other processes they are joined, unless JAX has already started.
+    If the environment names other processes they are joined, unless JAX has already started. Then
+    the watchdog of `run.watchdog` watches the engine's calls and the time between them.
 
     Args:
       model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
@@ -75,76 +76,40 @@ def initialize(
     refuse_old_jax(installed())
     from jaxspeed.launch.environment import start_processes
     from jaxspeed.metrics import require_monitors
+    from jaxspeed.parameter_server.engine import engine_of
+    from jaxspeed.run.watchdog import watchdog_of
     from jaxspeed.user_models.batches import WithExtra
     from jaxspeed.user_models.config_model import hidden_size_of
 
-    start_processes()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
     platform = None
     if auto is not None:
+        start_processes()
         platform = devices[0].platform if devices else jax.default_backend()
     source = {} if config is None else config
     known = hidden_size_of(model)
     loaded = load_config(source, over, auto=auto, platform=platform, hidden_size=known)
+    start_processes(loaded.run.watchdog.start)
     monitored = require_monitors(loaded)
     if example_extra is not None:
         example_batch = WithExtra(example_batch, example_extra)
-    engine = engine_of(
-        loaded,
-        model,
-        loss_fn,
-        optimizer,
-        devices=devices,
-        example_batch=example_batch,
-        trainable=trainable,
-        init_with=init_with,
-    )
+    watchdog = watchdog_of(loaded.run.watchdog)
+    with watchdog.call("start", 0):
+        engine = engine_of(
+            loaded,
+            model,
+            loss_fn,
+            optimizer,
+            devices=devices,
+            example_batch=example_batch,
+            trainable=trainable,
+            init_with=init_with,
+        )
+        if watchdog.watches:
+            engine.watch_with(watchdog)
     if monitored:
         write_monitors(engine)
     return engine
-
-
-def engine_of(
-    config: Config,
-    model: Any,
-    loss_fn: Callable[..., Any] | None,
-    optimizer: optax.GradientTransformation | None,
-    *,
-    example_batch: Any = None,
-    **options: Any,
-) -> "Engine":
-    """An engine that writes to no monitor, for a run that writes records of its own.
-
-    Arguments are those of `initialize`.
-    """
-    from jaxspeed.engine.jax_setup import enable_compilation_cache
-    from jaxspeed.engine.memory_precheck import warn_of_room
-    from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
-    from jaxspeed.engine.startup_log import log_startup
-    from jaxspeed.jaxpr.paused_collector import paused_collector
-    from jaxspeed.parameter_server import build
-    from jaxspeed.parameter_server.engine import open_engine
-    from jaxspeed.train.aot_step import read_identity
-    from jaxspeed.user_models.config_model import resolve_model
-
-    model, loss_fn = resolve_model(config, model, loss_fn)
-    enable_compilation_cache(config)
-    with paused_collector():
-        program = build(
-            config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
-        )
-        if config.run.executable is not None:
-            # Reports a bad file before anything is allocated.
-            read_identity(config.run.executable, trusted=config.run.trust_executable)
-        warn_of_room(program, example_batch)
-        try:
-            state = program.init(config.run.seed)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise explain_out_of_memory(program, error) from error
-            raise
-    log_startup(program)
-    return open_engine(program, state)
 
 
 def write_monitors(engine: "Engine") -> None:

@@ -165,10 +165,18 @@ class WatchdogSection(Section):
     evaluate: Positive | None = honoured(
         None, f"Seconds for a batch of an evaluation; {_LEARNT.format(floor='600')}"
     )
+    generate: Positive | None = honoured(
+        None, f"Seconds for a token of `engine.generate`; {_LEARNT.format(floor='600')}"
+    )
     save: Positive | None = honoured(
         None, f"Seconds to start a save, or to end one; {_LEARNT.format(floor='1800')}"
     )
     restore: Positive | None = honoured(None, f"Seconds to restore; {_LEARNT.format(floor='3600')}")
+    user_code: Positive | None = honoured(
+        None,
+        "Seconds of a script's own code between two calls of its engine; by default without limit, "
+        "with a warning when other processes wait for it beyond their time-outs.",
+    )
 
 
 class RunSection(Section):

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,34 @@ Batch = Mapping[str, Any] | Any
 BATCHES = "train_batch", "eval_batch", "evaluating"  # that compile for their shapes
 
 
+class Watch(Protocol):
+    """The watchdog of a user's own loop."""
+
+    def call(self, name: str, step: int) -> AbstractContextManager[Callable[[Any], None]]: ...
+    def compiles(self) -> None: ...
+    def opened(self) -> None: ...
+    def closed(self) -> None: ...
+
+
+def watched[E: "Engine", **P, R](
+    section: str,
+) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
+    """Attribute the time of a method to a section of the watchdog, if the engine has one."""
+
+    def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+        @wraps(method)
+        def call(self: E, /, *given: P.args, **named: P.kwargs) -> R:
+            with self.watching(section) as sent:
+                result = method(self, *given, **named)
+                if isinstance(result, Mapping) and "loss" in result:  # on its way
+                    sent(result["loss"])
+                return result
+
+        return call
+
+    return decorate
+
+
 class Engine:
     """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
 
@@ -65,6 +93,19 @@ class Engine:
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
         self._closing: list[Callable[[], None]] = []
+        self._watch: Watch | None = None
+
+    def watch_with(self, watch: Watch) -> None:
+        """Attribute the time of this engine's calls to the sections of a watchdog."""
+        self._watch = watch
+        watch.opened()
+        self.on_close(watch.closed)
+
+    def watching(self, section: str) -> AbstractContextManager[Callable[[Any], None]]:
+        """A section of the watchdog; what it yields is called with an output on its way."""
+        if self._watch is None:
+            return nullcontext(lambda output: None)
+        return self._watch.call(section, self._reporter.step)
 
     @property
     def state(self) -> TrainState:
@@ -82,12 +123,14 @@ class Engine:
         """The state in this process that loading another one frees."""
         return self.state
 
+    @watched("restore")
     def reset(self) -> None:
         """Replace the state by a freshly initialized one."""
         self.state = self.program.init(self.config.run.seed)
 
     # -- training -------------------------------------------------------------------------------
 
+    @watched("step")
     def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """One optimizer step. Metrics are asynchronous arrays: float(m["loss"]) waits for them.
 
@@ -111,6 +154,7 @@ class Engine:
         self._profile.end(self._reporter.step, metrics, compiled, placed, self._state)
         return metrics
 
+    @watched("evaluate")
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
         once = self._gathered.now()
@@ -163,12 +207,14 @@ class Engine:
         """
         self._reporter.add_hook(fn, every)
 
+    @watched("save")
     def wait(self) -> None:
         """Wait for all steps and saves so far, and log what is pending."""
         self._reporter.flush()
         jax.block_until_ready(self.state)
         self._saver.wait()
 
+    @watched("save")
     def close(self) -> None:
         """Wait, stop saving in the background, and close what writes metrics."""
         self.wait()
@@ -205,6 +251,8 @@ class Engine:
         batch = self.program.read_batch(batch, size, self._not_donated(extra))
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         self._new_shapes = self._shapes[what].see(placed)
+        if self._new_shapes and self._watch is not None:
+            self._watch.compiles()
         return placed
 
     def _not_donated(self, extra: Any) -> Any:
@@ -214,6 +262,7 @@ class Engine:
 
     # -- checkpoints ----------------------------------------------------------------------------
 
+    @watched("save")
     def save_checkpoint(
         self,
         directory: str | Path,
@@ -226,6 +275,7 @@ class Engine:
         """
         return self._saver.save(self.state, directory, tag, client_state)
 
+    @watched("restore")
     def load_checkpoint(
         self,
         directory: str | Path,
@@ -251,6 +301,7 @@ class Engine:
             log.warning("checkpoint %s: %s", restored.tag, note)
         return restored.tag, restored.client_state
 
+    @watched("save")
     def save_pretrained(
         self, folder: str | Path, *, dtype: str | None = None, form: HFForm | None = None
     ) -> ExportSummary:
@@ -273,6 +324,7 @@ class Engine:
         """
         return self.stream(prompts, tokens, **options).finish()
 
+    @watched("generate")
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -308,7 +360,9 @@ class Engine:
         request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer)
         if self._generator is None or self._generator.program is not program:
             self._generator = Generator(program, once=self._gathered.once(program))
-        return self._generator.start(state, request)
+        generation = self._generator.start(state, request)
+        generation.around = partial(self.watching, "generate")
+        return generation
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -368,6 +422,7 @@ class Engine:
         program.model.protect(bound)
         return bound
 
+    @watched("compile")
     def compiled(
         self,
         batch: Batch,
@@ -382,6 +437,7 @@ class Engine:
         with self.program.set_mesh():
             return compiled_report(self.program, batch, self._from_file, extra, meanwhile)
 
+    @watched("compile")
     def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:
         """Compare this step with the same step on one device, from the current state.
 
@@ -399,6 +455,7 @@ class Engine:
         """The function that computes a batch's reduced gradients as this engine does."""
         return checking.reduced_by_one(program)
 
+    @watched("evaluate")
     def diagnose(self, batch: Batch, extra: Any = None) -> diagnosing.Diagnosis:
         """The first non-finite input, parameter, layer or gradient for this batch."""
         batch = self.program.read_batch(batch, self.program.batch.train, extra)

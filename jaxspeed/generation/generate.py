@@ -1,7 +1,8 @@
 """Generation: from a request to its texts, token by token."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -158,6 +159,7 @@ class Generation:
         self._rows, self._count, self._steps = rows, count, steps
         self._context, self._text = context, text
         self._keys = np.tile(jax.random.key_data(jax.random.key(seed)), (len(rows), 1))
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the steps
         self._pieces = self._run()
         if any(row.ended_by is None for row in rows):
             steps.compile_ahead([*map(self._seen, rows)], self._draws())
@@ -175,7 +177,8 @@ class Generation:
         for row in self._rows[self._count :]:  # to a number that the data ranks divide
             row.ended_by = "tokens"
         while any(row.ended_by is None for row in self._rows):
-            found = self._steps.next([*map(self._seen, self._rows)], self._draws())
+            with self.around():
+                found = self._steps.next([*map(self._seen, self._rows)], self._draws())
             for number, row in enumerate(self._rows):
                 if row.ended_by is None and number in found:
                     yield TextPiece(number, row.add(found[number]), found[number])

@@ -12,13 +12,20 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
+from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
-from jaxspeed.engine.engine import Batch, Engine
+from jaxspeed.engine.engine import Batch, Engine, watched
+from jaxspeed.engine.jax_setup import enable_compilation_cache
+from jaxspeed.engine.memory_precheck import warn_of_room
+from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.startup_log import log_startup
+from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
-from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram
+from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram, build
 from jaxspeed.parameter_server.schedules import (
     AsynchronousSchedule,
     SynchronousSchedule,
@@ -27,8 +34,10 @@ from jaxspeed.parameter_server.schedules import (
 )
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker import host_parts
+from jaxspeed.train.aot_step import read_identity
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import TrainState
+from jaxspeed.user_models.config_model import resolve_model
 
 
 class ServedEngine(Engine):
@@ -70,6 +79,7 @@ class ServedEngine(Engine):
         held: TrainState | None = self._store.held
         return held
 
+    @watched("restore")
     def reset(self) -> None:
         """Replace the state by a freshly initialized one, where it is stored."""
         self._workers.discard()
@@ -88,6 +98,7 @@ class ServedEngine(Engine):
 
     # -- training ---------------------------------------------------------------------------------
 
+    @watched("step")
     def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """A part of the batch for each worker.
 
@@ -105,6 +116,7 @@ class ServedEngine(Engine):
         self._reporter.stepped(metrics, start)
         return metrics
 
+    @watched("evaluate")
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode, once every push in flight has arrived."""
         parts = self._parts(batch, "eval_batch", None, extra)
@@ -137,6 +149,7 @@ class ServedEngine(Engine):
 
         return {name: array(x) for name, x in metrics.items()}
 
+    @watched("save")
     def wait(self) -> None:
         """Wait until everything in flight has arrived, and checkpoints are saved."""
         self._drain()
@@ -159,6 +172,7 @@ class LocalServedEngine(ServedEngine):
         traffic: Traffic = self._workers.traffic
         return traffic
 
+    @watched("step")
     def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         self._profile.begin(self._reporter.step + 1, self._store.state)
         metrics = super().train_batch(batch, extra)
@@ -171,6 +185,7 @@ class LocalServedEngine(ServedEngine):
         self.traffic.order.clear()
         return self.program.parts(placed)
 
+    @watched("evaluate")
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         metrics = super().eval_batch(batch, extra)
         self._store.pace.sent(metrics["loss"])
@@ -205,6 +220,7 @@ class LocalServedEngine(ServedEngine):
 
         return reduced
 
+    @watched("evaluate")
     def diagnose(self, batch: Batch, extra: Any = None) -> diagnosing.Diagnosis:
         """The first non-finite value, part by part, on the first worker."""
         batch = self.program.read_batch(batch, self.program.batch.train, extra)
@@ -223,8 +239,36 @@ def _opened(program: LocalProgram, state: TrainState) -> tuple[LocalWorkers, Loc
     return LocalWorkers(program, traffic), LocalServers(program, state, traffic)
 
 
-def open_engine(program: Program, state: TrainState) -> Engine:
-    """The engine of any program."""
+def engine_of(
+    config: Config,
+    model: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: optax.GradientTransformation | None,
+    *,
+    example_batch: Any = None,
+    **options: Any,
+) -> Engine:
+    """An engine of any kind that writes to no monitor, for a run that writes records of its own.
+
+    Arguments are those of `jaxspeed.initialize`.
+    """
+    model, loss_fn = resolve_model(config, model, loss_fn)
+    enable_compilation_cache(config)
+    with paused_collector():
+        program = build(
+            config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
+        )
+        if config.run.executable is not None:
+            # Reports a bad file before anything is allocated.
+            read_identity(config.run.executable, trusted=config.run.trust_executable)
+        warn_of_room(program, example_batch)
+        try:
+            state = program.init(config.run.seed)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise explain_out_of_memory(program, error) from error
+            raise
+    log_startup(program)
     if isinstance(program, LocalProgram):
         return LocalServedEngine(program, state)
     return Engine(program, state)

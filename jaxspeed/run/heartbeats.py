@@ -150,10 +150,10 @@ def shown(beats: Mapping[int, Beat], count: int) -> list[str]:
 
 
 def in_section(beat: Beat | None) -> str:
-    """`step 12`, or the name of the section and the step after which it began."""
+    """`step 12`, or the name of the section and the step after which it began: `user code ...`."""
     if beat is None:
         return "no heartbeat"
-    section, step = beat["section"], beat["step"]
+    section, step = beat["section"].replace("_", " "), beat["step"]
     if section == "step":
         return f"step {step + 1}"
     return f"{section} after step {step}" if step else str(section)

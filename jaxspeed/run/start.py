@@ -21,11 +21,11 @@ from jaxspeed.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
-from jaxspeed.initialization import engine_of
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.parameter_server import batch_of
+from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder

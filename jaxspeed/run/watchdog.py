@@ -1,11 +1,11 @@
 """Watchdog of a run's processes: what is stuck, silent or dead ends all of them, with its name.
 
-The run loop marks the *section* that the main thread is in (`sections.py`). Two daemon threads go
-on while it waits for ever in a collective: one measures time, and one exchanges heartbeats
-(`heartbeats.py`). A section that exceeds its time-out, a process without a heartbeat, one that has
-ended, and an exception of a main thread are posted as a fault, which all processes print before
-they end (`ending.py`). JAX's own heartbeats do not see a process that is alive but stuck (jax issue
-38503).
+The run loop, or each call of an engine in a user's own loop, marks the *section* that the main
+thread is in (`sections.py`). Two daemon threads go on while it waits for ever in a collective: one
+measures time, and one exchanges heartbeats (`heartbeats.py`). A section that exceeds its time-out, a
+process without a heartbeat, one that has ended, and an exception of a main thread are posted as a
+fault, which all processes print before they end (`ending.py`). JAX's own heartbeats do not see a
+process that is alive but stuck (jax issue 38503).
 """
 
 import atexit
@@ -76,6 +76,9 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._early: list[dict[str, Any]] = []  # notices before there was a listener
+        self._calls_from: int | None = None  # the thread that is in a call of an engine
+        self._engines = 0  # open ones of a user's own loop
+        self._warned_of: tuple[int, int] | None = None
 
     def start(self) -> "Watchdog":
         """Start the threads."""
@@ -117,10 +120,10 @@ class Watchdog:
         self.sections.left()
         self._change(before)
 
-    def _change(self, name: str) -> None:
+    def _change(self, name: str, step: int | None = None) -> None:
         """Enter a section. Others learn of a new one at once, not with the next heartbeat."""
         new = name != self.sections.at.section
-        self.sections.enter(name)
+        self.sections.enter(name, step)
         if new:
             self._write()
 
@@ -190,12 +193,60 @@ class Watchdog:
         for notice in early:
             listener(notice)
 
+    # -- what the engines of a user's own loop call ------------------------------------------------
+
+    @property
+    def watches(self) -> bool:
+        return bool(self._threads)
+
+    def opened(self) -> None:
+        """A user's own loop has one more engine."""
+        self._engines += 1
+
+    def closed(self) -> None:
+        """An engine is closed. After the last one nobody waits for this process."""
+        self._engines -= 1
+
+    @contextlib.contextmanager
+    def call(self, name: str, step: int) -> Iterator[Callable[[Any], None]]:
+        """Attribute a call of an engine to a section, and the time after it to user code.
+
+        What is yielded is called with an output that the call dispatched, which goes on until the
+        output is computed. A call within another one, or in another thread, belongs to that.
+        """
+        if self._calls_from is not None:
+            yield lambda output: None
+            return
+        self._calls_from = threading.get_ident()
+        outputs: list[Any] = [None]
+        try:
+            self._change(name, step)
+            yield outputs.append
+        except BaseException:
+            self.sections.raised()
+            raise
+        else:
+            self.sections.returned(name, outputs[-1])
+            if not self._engines:
+                self.sections.end()
+        finally:
+            self._calls_from = None
+
+    def compiles(self) -> None:
+        """The call of an engine compiles."""
+        if self._calls_from == threading.get_ident():
+            self._change("compile")
+
     # -- the thread that measures ------------------------------------------------------------------
 
     def _watch(self) -> None:
         pause = min(self._period, 5.0) / 4
         last = self._clock()
         while not self._closed.wait(pause):
+            if self.beats is not None and distributed.global_state.client is None:
+                self._closed.set()  # the user has left the other processes
+                faulthandler.cancel_dump_traceback_later()
+                return
             # Also where the GIL is held for ever: the interpreter's own thread ends the process.
             faulthandler.dump_traceback_later(4 * self._silence, exit=True)
             now = self._clock()
@@ -211,7 +262,7 @@ class Watchdog:
 
     def check(self, now: float) -> None:
         """Look at the clock: when process 0 last answered, and the time-out of a single process."""
-        at = self.sections.at
+        at = self.sections.look()
         if self.beats is None:
             if now - at.since > at.limit:
                 self._end(fault_of(0, self.beat(), "stuck", _timed_out(self.beat())))
@@ -314,19 +365,37 @@ class Watchdog:
     def _look_for_the_last(self) -> None:
         """Post the process that is furthest behind, if its section has timed out.
 
-        Those that wait for it may time out before: it compiles, or saves.
+        Those that wait for it may time out before: it compiles, or saves. One that has written no
+        heartbeat has not come to its engine.
         """
+        assert self.beats is not None
 
         def progress(rank: int) -> tuple[Any, ...]:
             beat = self._last[rank]
             return beat["count"], beat["waits"], -beat["seconds"]
 
-        if running := [rank for rank, beat in self._last.items() if beat["section"] != "end"]:
-            last = min(running, key=progress)
-            self._post_if_stuck(last, self._last[last])
+        running = [rank for rank, beat in self._last.items() if beat["section"] != "end"]
+        late = [rank for rank in running if _is_late(self._last[rank])]
+        if not late:
+            return
+        last = min(running, key=progress)
+        beat, waiting = self._last[last], self._last[late[0]]
+        if absent := set(range(self.beats.count)) - set(self._last):
+            waits = f"process {late[0]} is in {in_section(waiting)}, {_timed_out(waiting)}"
+            self._post(min(absent), None, "stuck", f"no heartbeat so far, and {waits}")
+        elif last in late:
+            self._post(last, beat, "stuck", _timed_out(beat))
+        elif beat["limit"] is None and self._warned_of != (last, beat["count"]):
+            self._warned_of = last, beat["count"]
+            log.warning(
+                "process %d on %s has been in %s for %.0f s, and process %d waits for it in %s; "
+                "run.watchdog.user_code bounds the time of user code",
+                *(last, beat["host"], in_section(beat), beat["seconds"]),
+                *(late[0], in_section(waiting)),
+            )
 
     def _post_if_stuck(self, rank: int, beat: Beat) -> None:
-        if beat["limit"] is not None and beat["seconds"] > beat["limit"]:
+        if _is_late(beat):
             self._post(rank, beat, "stuck", _timed_out(beat))
 
     def _look_for_a_slow_one(self) -> None:
@@ -362,9 +431,13 @@ def slowest(beats: Mapping[int, Beat]) -> str | None:
     )
 
 
+def _is_late(beat: Beat) -> bool:
+    return beat["limit"] is not None and beat["seconds"] > beat["limit"]
+
+
 def _timed_out(beat: Beat) -> str:
     return (
-        f"stuck for {beat['seconds']:.0f} s; the time-out of run.watchdog.{beat['section']} is "
+        f"stuck for {beat['seconds']:.0f} s; the time-out of run.watchdog.{beat['bound']} is "
         f"{beat['limit']:.0f} s"
     )
 
