@@ -99,7 +99,8 @@ def add(commands: Any) -> None:
         type=_seconds,
         default=10.0,
         metavar="S",
-        help="seconds between SIGTERM and SIGKILL for the others when one fails (10)",
+        help="seconds between SIGTERM and SIGKILL, for the others when one fails, and after a "
+        "request to stop for all but runs, which save first (10)",
     )
     parser.add_argument(
         "--max-restarts",

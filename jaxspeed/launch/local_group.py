@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.launch.binding import allowed_cores, has_gpus, shared_evenly, visible_gpus
-from jaxspeed.launch.variables import COORDINATOR, COUNT, PROGRESS, RANK
+from jaxspeed.launch.variables import COORDINATOR, COUNT, PROGRESS, RANK, file_of_stops
 
+# For `signal`, beside the signals' numbers: SIGKILL, unless a process ends by itself, as it reports.
+GIVE_UP = 0
 # After a process has ended, for the processes that it started, and for their output.
 _SECONDS_TO_END, _SECONDS_TO_READ_ON = 0.5, 2.0
 
@@ -117,6 +119,7 @@ class LocalGroup:
             **process_environment(job, local_rank),
             PROGRESS: self._progress,
         }
+        file_of_stops(self._progress, rank).unlink(missing_ok=True)  # of an earlier start
         ours, theirs = os.openpty() if job.terminal and rank == 0 else (None, None)
         process = subprocess.Popen(
             command,
@@ -172,6 +175,11 @@ class LocalGroup:
 
     def signal(self, number: int) -> None:
         """Send a signal to all that live; SIGKILL also to the processes that they started."""
+        if number == GIVE_UP:
+            lives = (rank for rank, process in self._processes.items() if process.poll() is None)
+            if any(file_of_stops(self._progress, rank).exists() for rank in lives):
+                return
+            number = signal.SIGKILL
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from jaxspeed.errors import ExitCode
 from jaxspeed.launch.launch_folder import LaunchFolder
-from jaxspeed.launch.local_group import Asked, Ended, Event, Output
+from jaxspeed.launch.local_group import GIVE_UP, Asked, Ended, Event, Output
 from jaxspeed.launch.output import Display
 from jaxspeed.launch.remote_group import LOST
 
@@ -56,7 +56,8 @@ class Restarts:
     Attributes:
       most: in all.
       without_progress: in a row, without a newer checkpoint between them.
-      grace: seconds between SIGTERM and SIGKILL for the processes that did not fail.
+      grace: seconds between SIGTERM and SIGKILL for the processes that did not fail; and between
+        a request to stop and SIGKILL, for those that do not save first.
       back_off: seconds before the first restart, doubled for each without progress.
     """
 
@@ -113,9 +114,12 @@ def supervise(
             attempt = watch.run(lambda: start(events, f"{folder}/progress"))
             if attempt.cause is None:
                 if attempt.asked is not None and attempt.code:
-                    saved = "; the state is saved" * (attempt.code == ExitCode.PREEMPTED)
+                    how = "; the state is saved" * (attempt.code == ExitCode.PREEMPTED)
+                    if killed := [r for r, c in attempt.codes.items() if c == -signal.SIGKILL]:
+                        ranks = ", ".join(map(str, sorted(killed)))
+                        how += f"; killed after {restarts.grace:g} s (--grace): rank {ranks}"
                     name = signal.Signals(attempt.asked).name
-                    display.say(f"jaxspeed launch: stopped by {name}{saved}")
+                    display.say(f"jaxspeed launch: stopped by {name}{how}")
                 return int(attempt.code)
             fruitless = 0 if attempt.progress > newest else fruitless + 1
             newest = max(newest, attempt.progress)
@@ -200,8 +204,8 @@ class _Watch:
         self._failures: list[Ended] = []  # before any process was ended from here
         self._asked: int | None = None
         self._times_asked = self._progress = 0
-        self._term_at = self._kill_at = math.inf
-        self._is_ending = False
+        self._term_at = self._kill_at = self._give_up_at = math.inf
+        self._is_ending = self._gave_up = False
 
     def run(self, start: Callable[[], ProcessGroup]) -> Attempt:
         begun = time.time()
@@ -225,7 +229,8 @@ class _Watch:
             self._progress = max(self._progress, event.progress)
             if event.code == ExitCode.PREEMPTED and self._asked is None:
                 self._asked = signal.SIGTERM  # it was asked itself; all save and end
-            if event.code and not (self._asked is not None and _is_stop(event.code)):
+            killed = self._gave_up and event.code == -signal.SIGKILL
+            if event.code and not (self._asked is not None and (_is_stop(event.code) or killed)):
                 self._failed(event)
         elif isinstance(event, Asked):
             if event.number == signal.SIGWINCH:
@@ -234,6 +239,8 @@ class _Watch:
             if event.number in STOPS:
                 self._asked = self._asked or event.number
                 self._times_asked += 1
+                if self._times_asked == 1:
+                    self._give_up_at = time.monotonic() + self._grace
             # The second one ends a process at once; one that sees a third is beyond help.
             group.signal(signal.SIGKILL if self._times_asked > 2 else event.number)
 
@@ -251,6 +258,9 @@ class _Watch:
             self._is_ending, self._term_at = True, math.inf
             self._kill_at = now + self._grace
             group.signal(signal.SIGTERM)
+        if now >= self._give_up_at:
+            self._gave_up, self._give_up_at = True, now + max(self._grace, _TICK)
+            group.signal(GIVE_UP)
         if now >= self._kill_at:
             self._kill_at = math.inf
             group.signal(signal.SIGKILL)

@@ -18,3 +18,19 @@ def report_progress(step: int) -> None:
     if (path := os.environ.get(PROGRESS)) and os.environ.get(RANK, "0") == "0":
         with contextlib.suppress(OSError):
             Path(path).write_text(str(step))
+
+
+def report_stops(stops: bool) -> None:
+    """Report whether this process ends by itself after a signal, once it has saved.
+
+    Then the launcher waits for that, and otherwise kills the process.
+    """
+    if path := os.environ.get(PROGRESS):
+        file = file_of_stops(path, os.environ.get(RANK, "0"))
+        with contextlib.suppress(OSError):
+            file.touch() if stops else file.unlink(missing_ok=True)
+
+
+def file_of_stops(progress: str, rank: int | str) -> Path:
+    """The file that is there while a process ends by itself after a signal."""
+    return Path(f"{progress}-stops-{rank}")

@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 
 from jaxspeed.checkpoint.process_agreement import HOURS
+from jaxspeed.launch.variables import report_stops
 from jaxspeed.run.heartbeats import Heartbeats
 from jaxspeed.run.watchdog import Watchdog
 
@@ -46,11 +47,13 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _REQUESTS:
                 self._before[number] = signal.signal(number, self._asked)
+            report_stops(True)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        report_stops(False)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if self._was_sent:  # the second: the default action

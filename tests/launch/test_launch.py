@@ -354,6 +354,47 @@ def test_a_third_request_kills():
     assert child.returncode == 128 + signal.SIGKILL
 
 
+IGNORES = (
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_processes_that_do_not_react_to_a_request_to_stop_are_killed_after_the_grace(number):
+    code = f"{IGNORES}\nprint(os.getpid(), flush=True)\n"
+    code += "if rank == 2: signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(60)"
+    child = started(code, "--all-output", "--grace", "0.5", "--max-restarts", "2")
+    pids = [int(child.stdout.readline().split()[1]) for _ in range(3)]
+    began = time.monotonic()
+    child.send_signal(number)
+    _, err = child.communicate(timeout=30)
+    assert time.monotonic() - began < 10 and ends(*pids)
+    assert child.returncode == 128 + number
+    ranks = "0, 1" if number == signal.SIGTERM else "0, 1, 2"
+    last = f"jaxspeed launch: stopped by {number.name}; killed after 0.5 s (--grace): rank {ranks}"
+    assert err.splitlines()[-1] == last
+
+
+def test_a_run_that_saves_before_it_ends_is_waited_for_beyond_the_grace():
+    """As `jaxspeed.run.signals` reports it; afterwards the grace counts again."""
+    code = f"""{IGNORES}
+sys.path.insert(0, {str(Path.cwd())!r})
+from jaxspeed.launch.variables import report_stops
+report_stops(True)
+print("ready", flush=True)
+time.sleep(2)
+print("saved", flush=True)
+report_stops(False)
+time.sleep(60)
+"""
+    child = started(code, "--all-output", "--grace", "0.3")
+    for _ in range(3):
+        assert "ready" in child.stdout.readline()
+    child.terminate()
+    out, err = child.communicate(timeout=30)
+    assert out.count("saved") == 3 and "killed after 0.3 s" in err.splitlines()[-1]
+
+
 def test_other_signals_are_the_processes_own_business():
     code = "signal.signal(signal.SIGUSR1, lambda *_: (print('noted', flush=True), sys.exit(0)))\n"
     child = started(code + "print('ready', flush=True); time.sleep(60)", "--all-output")
