@@ -21,7 +21,7 @@ from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.launch.binding import allowed_cores, has_gpus, shared_evenly, visible_gpus
 from jaxspeed.launch.variables import COORDINATOR, COUNT, PROGRESS, RANK, file_of_stops
 
-# For `signal`, beside the signals' numbers: SIGKILL, unless a process ends by itself, as it reports.
+# For `signal`, beside numbers of signals: SIGKILL, unless a process reports that it ends by itself.
 GIVE_UP = 0
 # After a process has ended, for the processes that it started, and for their output.
 _SECONDS_TO_END, _SECONDS_TO_READ_ON = 0.5, 2.0

@@ -2,8 +2,8 @@
 
 The run loop, or each call of an engine in a user's own loop, marks the *section* that the main
 thread is in (`sections.py`). Two daemon threads go on while it waits for ever in a collective: one
-measures time, and one exchanges heartbeats (`heartbeats.py`). A section that exceeds its time-out, a
-process without a heartbeat, one that has ended, and an exception of a main thread are posted as a
+measures time, and one exchanges heartbeats (`heartbeats.py`). A section that exceeds its time-out,
+a process without a heartbeat, one that has ended, and an exception of a main thread are posted as a
 fault, which all processes print before they end (`ending.py`). JAX's own heartbeats do not see a
 process that is alive but stuck (jax issue 38503).
 """
@@ -374,7 +374,7 @@ class Watchdog:
             beat = self._last[rank]
             return beat["count"], beat["waits"], -beat["seconds"]
 
-        running = [rank for rank, beat in self._last.items() if beat["section"] != "end"]
+        running = [rank for rank, beat in sorted(self._last.items()) if beat["section"] != "end"]
         late = [rank for rank in running if _is_late(self._last[rank])]
         if not late:
             return

@@ -301,6 +301,155 @@ def test_all_processes_stop_at_the_same_call_whichever_is_ahead():
     assert {r.signal.name for r in requests} == {"SIGTERM"}
 
 
+# -- calls of engines in a user's own loop ---------------------------------------------------------
+
+
+class Output:
+    """What a step dispatched."""
+
+    computed = False
+
+    def is_ready(self):
+        return self.computed
+
+
+def call(dog, name, step, output=None):
+    with dog.call(name, step) as sent:
+        sent(output)
+
+
+def in_loops(count, **given):
+    """Processes with an engine each."""
+    run = Run(count, silence=1e6, **given)
+    for dog in run.dogs:
+        dog.opened()
+        call(dog, "start", 0)
+    return run
+
+
+def test_a_step_lasts_until_its_output_is_computed_and_then_the_time_is_the_users():
+    (dog,) = (run := in_loops(1, step=6.0, user_code=4.0)).dogs
+    output = Output()
+    call(dog, "step", 3, output)
+    run.now = 5.0
+    assert dog.beat()["section"] == "step" and dog.beat()["step"] == 3
+    output.computed = True
+    beat = dog.beat()
+    assert (beat["section"], beat["step"], beat["seconds"], beat["limit"]) == ("user_code", 4, 0, 4)
+    call(dog, "step", 4, Output())
+    call(dog, "step", 5, Output())  # before the one before it is computed
+    assert dog.beat()["section"] == "step" and dog.beat()["step"] == 5
+    call(dog, "save", 6)
+    assert dog.beat()["section"] == "user_code"
+    assert dog.sections._time_outs._longest["step"] == 0.0  # of others than the first: at once
+
+
+def test_user_code_beyond_its_bound_ends_the_run_and_is_named():
+    run = in_loops(3, step=10.0, user_code=20.0)
+    for dog in run.dogs:
+        call(dog, "step", 4)
+    for rank in (0, 2):
+        run.dogs[rank].sections.enter("step", 5)
+    run.now = 15.0
+    run.beat(1, 2, 0)
+    assert run.notice() is None  # others wait beyond their time-outs
+    run.now = 21.0
+    run.beat(1, 2, 0)
+    assert message(run.notice()) == (
+        "jaxspeed: process 1 on host1, in user code after step 5: stuck for 21 s; the time-out of "
+        "run.watchdog.user_code is 20 s"
+    )
+
+
+def test_user_code_has_no_bound_by_default_and_a_long_wait_for_it_is_logged_once(caplog):
+    run = in_loops(2, step=10.0)
+    for dog in run.dogs:
+        call(dog, "step", 4)
+    for run.now in (1e4, 2e4):  # all are slow, and none waits
+        run.beat(1, 0)
+    assert run.notice() is None and not caplog.records
+    run.dogs[0].sections.enter("step", 5)
+    for run.now in (20_009.0, 20_011.0, 20_016.0):
+        run.beat(1, 0)
+    assert run.notice() is None and [record.getMessage() for record in caplog.records] == [
+        "process 1 on host1 has been in user code after step 5 for 20011 s, and process 0 waits "
+        "for it in step 6; run.watchdog.user_code bounds the time of user code"
+    ]
+
+
+def test_one_that_has_not_come_to_its_engine_is_named_not_those_that_wait_for_it():
+    run = in_loops(3, compile=30.0)
+    for rank in (0, 1):
+        run.dogs[rank].sections.enter("compile")
+    run.beat(1, 0)
+    run.now = 31.0
+    run.beat(1, 0)
+    fault = run.notice()
+    assert message(fault) == (
+        "jaxspeed: process 2: no heartbeat so far, and process 0 is in compile, stuck for 31 s; "
+        "the time-out of run.watchdog.compile is 30 s"
+    )
+    assert fault["positions"][-1] == "  process 2: no heartbeat"
+
+
+def test_an_exception_names_the_call_and_leaves_the_time_after_it_to_the_user():
+    (dog,) = (run := in_loops(1, step=6.0, user_code=40.0)).dogs
+    with pytest.raises(ValueError), dog.call("step", 2):
+        raise ValueError
+    beat = dog.beat()
+    assert (beat["section"], beat["limit"], beat["bound"]) == ("step", 40.0, "user_code")
+    run.now = 3.0
+    call(dog, "step", 2)  # it is caught, and the loop goes on
+    assert dog.beat()["section"] == "user_code" and dog.beat()["step"] == 3
+
+
+def test_a_call_within_another_or_in_another_thread_belongs_to_that():
+    (dog,) = in_loops(1).dogs
+    with dog.call("step", 0):
+        count = dog.beat()["count"]
+        call(dog, "evaluate", 0)
+        with pytest.raises(ValueError), dog.call("save", 0):
+            raise ValueError
+        other = threading.Thread(target=call, args=(dog, "save", 0))
+        other.start()
+        other.join()
+        other = threading.Thread(target=dog.compiles)
+        other.start()
+        other.join()
+        assert dog.beat()["section"] == "step" and dog.beat()["count"] == count
+        dog.compiles()
+        assert dog.beat()["section"] == "compile"
+    assert dog.beat()["section"] == "user_code"
+
+
+def test_after_its_last_engine_is_closed_nobody_waits_for_a_process():
+    (dog,) = in_loops(1, user_code=4.0).dogs
+    dog.opened()
+    for left in ("user_code", "end"):
+        with dog.call("save", 0):
+            dog.closed()
+        assert dog.beat()["section"] == left
+    assert dog.beat()["limit"] is None
+    with dog.call("start", 0):
+        dog.opened()
+    assert dog.beat()["section"] == "user_code"
+
+
+def test_a_process_that_leaves_jaxs_service_is_watched_no_more(monkeypatch):
+    """With its watchdog's threads: the service does not answer, which would end it."""
+    ended = []
+    section = configured(silence=0.4, user_code=0.1)
+    dog = Watchdog(section, Heartbeats(Store(), 0, 2), end=ended.append)
+    monkeypatch.setattr("jaxspeed.run.watchdog.distributed.global_state.client", object())
+    dog.start()
+    monkeypatch.setattr("jaxspeed.run.watchdog.distributed.global_state.client", None)
+    for thread in dog._threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    dog.close()
+    assert not ended
+
+
 def test_processes_in_the_same_section_are_shown_together():
     beat = {"section": "step", "step": 11, "seconds": 3.0}
     beats = {0: beat, 1: {**beat, "seconds": 8.0}, 3: beat, 4: {**beat, "section": "save"}}
