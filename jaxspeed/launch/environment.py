@@ -9,6 +9,7 @@ where JAX gives one GPU to each, and Open MPI 5 is found, which no longer sets w
 import importlib.util
 import os
 import re
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from jaxspeed.launch.rendezvous import explained_wait, meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
-JAX_SECONDS = 60  # at least, for JAX's own start once all have met
+JAX_SECONDS = 60  # for JAX's own start if all have met late; at most half of the limit
 # JAX waits two minutes for the devices of each process, once they have met (0.10.2).
 _LATE_DEVICES = re.compile(r"\blocal_topology/\w+/(\d+) and duration: (\w+)")
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # which JAX reads
@@ -56,9 +57,9 @@ class Membership:
 def start_processes(seconds: float | None = None) -> Membership | None:
     """Join the run's other processes, if the environment names any. Call it before JAX starts.
 
-    Waits `seconds` for them, by default half an hour. A no-op if this is the only process, or if
-    `jax.distributed` is initialized. Commands call it, and so does `jaxspeed.initialize`; a script
-    that uses JAX before that calls it first.
+    That takes `seconds` at most, by default half an hour; half as much more if the last process has
+    come late. A no-op if this is the only process, or if `jax.distributed` is initialized. Commands
+    call it, and so does `jaxspeed.initialize`; a script that uses JAX before that calls it first.
 
     Raises:
       ConfigError: the environment is incomplete.
@@ -76,23 +77,24 @@ def start_processes(seconds: float | None = None) -> Membership | None:
             f"any use of JAX. For processes that train apart, set {COUNT}=1"
         )
     seconds = START_SECONDS if seconds is None else seconds
+    until = time.monotonic() + seconds
     try:
         meet(found.coordinator, found.count, found.rank, seconds)
     except RunError as error:
         raise RunError(f"{which} cannot start: {error}") from None
     _reach_without_proxy(found.coordinator)
-    limit = max(int(seconds), JAX_SECONDS)
-    waits = f"{which}: all have met, and not all have joined JAX's service (limit {limit} s)"
+    rest = max(until - time.monotonic(), min(JAX_SECONDS, seconds / 2))
+    waits = f"{which}: all have met, and not all have joined JAX's service (limit {seconds:.0f} s)"
     try:
         # JAX ends a process natively at its time-out, without a word on which one is late.
-        with explained_wait(waits, end_after=limit):
+        with explained_wait(waits, end_after=rest):
             jax.distributed.initialize(
                 found.coordinator,
                 found.count,
                 found.rank,
                 local_device_ids=found.gpus,
                 cluster_detection_method="deactivate",
-                initialization_timeout=limit + 30,
+                initialization_timeout=int(rest) + 30,
             )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

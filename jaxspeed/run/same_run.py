@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.launch.rendezvous import explained_wait
 from jaxspeed.run.watchdog import Watchdog
 
-_LONGER = 60.0  # than the time-out: the watchdog of process 0 names one that is stuck before
+_PERIODS = 3  # in which the watchdog of process 0 names one that is stuck, after the time-out
 _MOST = 50  # differences and missing processes that are shown
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
@@ -65,9 +66,14 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
     if beats is None or watchdog.met:
         return
     watchdog.will_meet()
-    seconds = watchdog.sections.limit("start") + _LONGER
+    limit, longer = watchdog.sections.limit("start"), _PERIODS * watchdog.period
+    until = time.monotonic() + limit
+
+    def rest(more: float) -> float:
+        return max(until + more - time.monotonic(), 0.1)
+
     waits = f"process {beats.rank}: not all processes have compared their configs"
-    waits = f"{waits} with process 0's (limit {seconds:.0f} s)"
+    waits = f"{waits} with process 0's (limit {limit:.0f} s)"
     try:
         with explained_wait(waits):
             # A digest, so that process 0 need not send all facts to all.
@@ -75,23 +81,25 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
             if beats.rank == 0:
                 beats.answer("facts", own)
                 beats.answer("digest of facts", _digest(facts))
-            same = beats.answered("digest of facts", seconds) == _digest(facts)
-            first = {} if same else beats.answered("facts", seconds)
+            elif beats.of(0) is None:  # it has no watchdog yet, which would name it
+                beats.answered("digest of facts", rest(0))
+            same = beats.answered("digest of facts", rest(longer)) == _digest(facts)
+            first = {} if same else beats.answered("facts", rest(longer))
             different = [] if same else _differences(beats.rank, own, first)
             beats.say("differs", different[:_MOST])
             if beats.rank == 0:
-                found = beats.wait_for_all("differs", seconds)
+                found = beats.wait_for_all("differs", rest(longer))
                 missing = [rank for rank in range(beats.count) if rank not in found]
                 lines = [line for _, lines in sorted(found.items()) for line in lines]
                 answer = {"missing": missing[:_MOST], "different": lines[:_MOST]}
                 beats.answer("met", {**answer, "beat": watchdog.beat()})
-            result = beats.answered("met", seconds + 10)
+            result = beats.answered("met", rest(longer + 10))
     except jax.errors.JaxRuntimeError:
-        raise RunError(f"process 0 has not answered for {seconds:.0f} s") from None
+        raise RunError(f"process 0 has not answered for {limit:.0f} s") from None
     if result["missing"]:
         raise RunError(
             f"of {beats.count} processes, {len(result['missing'])} did not start within "
-            f"{seconds:.0f} s (run.watchdog.start): {', '.join(map(str, result['missing']))}"
+            f"{limit:.0f} s (run.watchdog.start): {', '.join(map(str, result['missing']))}"
         )
     if result["different"]:
         raise ConfigError("the processes of this run differ:\n" + "\n".join(result["different"]))

@@ -58,12 +58,12 @@ class Watchdog:
         self._enabled = beats is not None if given.enabled is None else given.enabled
         self._silence = given.silence
         count = beats.count if beats is not None else 1
-        self._period = min(
+        self.period = min(
             max(given.silence / MOST_BEATS, 3 * count / MESSAGES_PER_SECOND),
             given.silence / LEAST_BEATS,
         )
         # Seconds of a wait for messages, after which `close` may have been called.
-        self._wait = min(max(1.0, count / MESSAGES_PER_SECOND), self._period)
+        self._wait = min(max(1.0, count / MESSAGES_PER_SECOND), self.period)
         self._here = where()
         self._seen: dict[int, tuple[int, float]] = {}  # number of the last heartbeat, and when
         self._last: dict[int, Beat] = {}
@@ -172,7 +172,7 @@ class Watchdog:
             return
         self._ending.failure = error
         if may_follow(error):  # a collective fails at once where another process has ended
-            time.sleep(self._silence + 3 * self._period)
+            time.sleep(self._silence + 3 * self.period)
         fault = fault_by(error, self.beats, self.beat())
         if fault["why"] == "error" and not isinstance(error, JaxspeedError):
             traceback.print_exception(error)
@@ -240,7 +240,7 @@ class Watchdog:
     # -- the thread that measures ------------------------------------------------------------------
 
     def _watch(self) -> None:
-        pause = min(self._period, 5.0) / 4
+        pause = min(self.period, 5.0) / 4
         last = self._clock()
         while not self._closed.wait(pause):
             if self.beats is not None and distributed.global_state.client is None:
@@ -298,13 +298,13 @@ class Watchdog:
                 self.exchange()
                 notice = self._next_notice(self.beats)
             except jax.errors.JaxRuntimeError:  # `check` counts the seconds without an answer
-                self._closed.wait(min(self._period, 1.0))
+                self._closed.wait(min(self.period, 1.0))
                 continue
             if notice is None:
                 continue
             if notice["kind"] == "fault":
                 if notice["why"] == "error":  # the same exception may be on its way here
-                    self._closed.wait(min(self._period, 1.0))
+                    self._closed.wait(min(self.period, 1.0))
                 self._end(notice)
             elif notice["kind"] in self._listeners:
                 self._listeners[notice["kind"]](notice)
@@ -313,7 +313,7 @@ class Watchdog:
 
     def _next_notice(self, beats: Heartbeats) -> dict[str, Any] | None:
         """The next notice within a period."""
-        until = self._clock() + self._period
+        until = self._clock() + self.period
         while not self._closed.is_set() and (rest := until - self._clock()) > 0:
             notice = beats.next_notice(min(rest, self._wait))
             self._contact = self._clock()

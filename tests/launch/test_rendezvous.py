@@ -230,7 +230,7 @@ def test_a_rank_that_is_started_twice_is_named():
 
 STUCK = """
 from jaxspeed.launch import environment, rendezvous
-rendezvous._SILENCE, environment.JAX_SECONDS = 1.0, 3
+rendezvous._SILENCE = 1.0
 environment.start_processes(3.0)
 """
 
@@ -247,24 +247,34 @@ def test_a_process_0_that_is_stuck_before_it_serves_jax_is_named_within_the_limi
         try:
             server.settimeout(60)
             with server.accept()[0] as peer:
+                began = time.monotonic()
                 peer.sendall(b'{"error": ""}\n')
             said = child.communicate(timeout=30)[1].splitlines()
         finally:
             child.kill()
             child.wait()
-    assert child.returncode == 1, said
+    took = time.monotonic() - began
+    assert child.returncode == 1 and 2 < took < 20, (said, took)
     what = "process 1 of 2 (from JAX_NUM_PROCESSES): all have met, and not all have joined JAX's"
     assert said[0] == f"waiting: {what} service (limit 3 s)"
     assert said[-1] == f"jaxspeed: {what} service (limit 3 s)" and len(said) <= 4
 
 
+@pytest.mark.parametrize("has_a_watchdog", [True, False])
 def test_a_process_0_that_does_not_compare_configs_is_waited_for_with_a_message(
-    monkeypatch, capsys
+    monkeypatch, capsys, has_a_watchdog
 ):
+    """To the limit, and a little longer if its watchdog lives, which names what is stuck."""
+    waited = []
+
     class Beats:
         rank, count = 1, 2
 
+        def of(self, rank):
+            return {"section": "start"} if has_a_watchdog else None
+
         def answered(self, what, seconds):
+            waited.append(round(seconds))
             time.sleep(0.5)
             raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
@@ -272,16 +282,18 @@ def test_a_process_0_that_does_not_compare_configs_is_waited_for_with_a_message(
         beats=Beats(),
         met=False,
         host="here",
+        period=2.0,
         will_meet=lambda: None,
         sections=SimpleNamespace(limit=lambda section: 35.0),
     )
     monkeypatch.setattr(rendezvous, "_SILENCE", 0.1)
-    with pytest.raises(RunError, match="process 0 has not answered for 95 s"):
+    with pytest.raises(RunError, match="process 0 has not answered for 35 s"):
         same_run.meet(watchdog, {})
+    assert waited == [41 if has_a_watchdog else 35]
     said = capsys.readouterr().err.splitlines()
     assert said[0] == (
         "waiting: process 1: not all processes have compared their configs with process 0's "
-        "(limit 95 s)"
+        "(limit 35 s)"
     )
     time.sleep(0.3)
     assert not capsys.readouterr().err  # it has ended

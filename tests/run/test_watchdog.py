@@ -263,7 +263,7 @@ def test_all_may_post_at_once_and_one_fault_is_kept():
 @pytest.mark.parametrize(("count", "period", "wait"), [(4, 5, 1), (3000, 9, 3), (10_000, 15, 10)])
 def test_heartbeats_are_rarer_in_large_runs(count, period, wait):
     dog = Watchdog(configured(), Heartbeats(Store(), 1, count))
-    assert (dog._period, dog._wait) == (period, wait)
+    assert (dog.period, dog._wait) == (period, wait)
 
 
 def test_a_signal_after_another_process_has_passed_its_own_on_is_the_first(monkeypatch):
