@@ -23,13 +23,13 @@ def block(*_: Any, **__: Any) -> None:
 
 
 def main(folder: str, config: dict[str, Any], place: str) -> None:
-    engine = tiny.engine(run={"watchdog": LIMITS}, **config)
+    engine = tiny.engine(**{"run": {"watchdog": LIMITS}, **config})
     batch = tiny.batch(engine.program.batch.train)
-    if place == "train_batch":
-        engine.add_hook(lambda step, metrics: step < 3 or block())
     for step in range(6):
         if place == "user code" and step == 3:
             block()
+        if place == "train_batch" and step == 3:
+            engine._place = block
         loss = float(engine.train_batch(batch)["loss"])
         if place == "eval_batch" and step == 3:
             engine._place = block
