@@ -217,9 +217,9 @@ class Watchdog:
         if self._calls_from is not None:
             yield lambda output: None
             return
-        self._calls_from = threading.get_ident()
         outputs: list[Any] = [None]
         try:
+            self._calls_from = threading.get_ident()
             self._change(name, step)
             yield outputs.append
         except BaseException:
