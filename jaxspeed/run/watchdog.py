@@ -120,10 +120,10 @@ class Watchdog:
         self.sections.left()
         self._change(before)
 
-    def _change(self, name: str, step: int | None = None) -> None:
+    def _change(self, name: str) -> None:
         """Enter a section. Others learn of a new one at once, not with the next heartbeat."""
         new = name != self.sections.at.section
-        self.sections.enter(name, step)
+        self.sections.enter(name)
         if new:
             self._write()
 
@@ -220,7 +220,7 @@ class Watchdog:
         outputs: list[Any] = [None]
         try:
             self._calls_from = threading.get_ident()
-            self._change(name, step)
+            self.sections.enter(name, step)  # others learn of it with the next heartbeat
             yield outputs.append
         except BaseException:
             self.sections.raised()

@@ -27,13 +27,13 @@ def engine():
 def watched(engine):
     """The watchdog of an engine, and the sections that it enters."""
     dog = Watchdog(Config.load({"run": {"watchdog": {"enabled": True}}}).run.watchdog)
-    sections, change = [], dog._change
+    sections, enter = [], dog.sections.enter
 
     def noted(name, step=None):
         sections.append(name)
-        change(name, step)
+        enter(name, step)
 
-    dog._change = noted
+    dog.sections.enter = noted
     engine.watch_with(dog)
     return dog, sections
 
