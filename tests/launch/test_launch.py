@@ -273,13 +273,16 @@ def test_exit_codes_in_prose(code, said):
 # -- other hosts, which a shell stands for; with a real sshd: tests/system/test_clusters.py -----
 
 
-def launch_far(folder, ssh, slots, *options, command=()):
-    """On a host `far`, whose ssh is a shell script that is given the command as $3."""
+def far(folder, ssh, slots):
+    """Options for a host `far`, whose ssh is a shell script that is given the command as $3."""
     (folder / "hosts").write_text(f"far slots={slots}\n")
     (folder / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
     (folder / "ssh").chmod(0o755)
-    options = ("--hostfile", folder / "hosts", "--ssh", folder / "ssh", *options)
-    return launch("print(rank)", *options, command=command)
+    return ("--hostfile", folder / "hosts", "--ssh", folder / "ssh")
+
+
+def launch_far(folder, ssh, slots, *options, command=()):
+    return launch("print(rank)", *far(folder, ssh, slots), *options, command=command)
 
 
 def test_processes_of_another_host(tmp_path):
@@ -354,16 +357,22 @@ def test_a_third_request_kills():
     assert child.returncode == 128 + signal.SIGKILL
 
 
-IGNORES = (
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
-)
+IGNORES = """
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+"""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_processes_that_do_not_react_to_a_request_to_stop_are_killed_after_the_grace(number):
-    code = f"{IGNORES}\nprint(os.getpid(), flush=True)\n"
-    code += "if rank == 2: signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(60)"
-    child = started(code, "--all-output", "--grace", "0.5", "--max-restarts", "2")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, "SIGTERM, another host"])
+def test_processes_that_do_not_react_to_a_request_to_stop_are_killed_after_the_grace(
+    number, tmp_path
+):
+    host = ()
+    if not isinstance(number, signal.Signals):
+        number, host = signal.SIGTERM, far(tmp_path, 'exec sh -c "$3"', 3)
+    code = f"{IGNORES}if rank == 2: signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+    code += "print(os.getpid(), flush=True); time.sleep(60)"
+    child = started(code, "--all-output", "--grace", "0.5", "--max-restarts", "2", *host)
     pids = [int(child.stdout.readline().split()[1]) for _ in range(3)]
     began = time.monotonic()
     child.send_signal(number)
