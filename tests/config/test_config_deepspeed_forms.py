@@ -3,7 +3,7 @@ or are errors with the key that is meant."""
 
 import pytest
 
-from jaxspeed.config import Config, examine, explain_config
+from jaxspeed.config import Config, examine, explain_config, fix_config
 from jaxspeed.config.suggestions import suggest
 from jaxspeed.config.tree import VOCABULARY, read
 from jaxspeed.errors import ConfigError
@@ -210,11 +210,6 @@ MEANT = {
     "train_batch_sise": (8, 'Did you mean "train_batch_size"?'),
     "trian_batch_size": (8, 'Did you mean "train_batch_size"?'),
     "train_micro_batch_size": (8, 'Did you mean "train_micro_batch_size_per_gpu"?'),
-    "offload_optimizer": ({"device": "cpu"}, '"zero_optimization.offload_optimizer"'),
-    "stage3_max_live_parameters": (1, '"zero_optimization.stage3_max_live_parameters"'),
-    "optimizer.weight_decay": (0.1, '"optimizer.params.weight_decay"'),
-    "optimizer.lr": (0.1, '"optimizer.params.lr"'),
-    "lr": (0.1, '"optimizer.params.lr"'),
     "max_grad_norm": (1.0, '"gradient_clipping"'),
     "zero_optimization.gradient_clipping": (1.0, '"gradient_clipping"'),
     "gradient_accumulation_dtype": ("fp32", '"data_types.grad_accum_dtype"'),
@@ -226,18 +221,50 @@ MEANT = {
 }
 
 
-@pytest.mark.parametrize("path", MEANT)
-def test_a_key_that_resembles_another_is_an_error_that_names_it(path):
-    value, hint = MEANT[path]
+def with_key(path, value):
     tree = {"optimizer": {"type": "AdamW", "params": {}}}
     *parents, last = path.split(".")
     node = tree
     for part in parents:
         node = node.setdefault(part, {})
     node[last] = value
+    return tree
+
+
+@pytest.mark.parametrize("path", MEANT)
+def test_a_key_that_resembles_another_is_an_error_that_names_it(path):
+    value, hint = MEANT[path]
+    tree = with_key(path, value)
     found = [problem for problem in examine(tree).problems if problem.path == path]
     assert len(found) == 1
     assert hint in found[0].works
+
+
+MISPLACED = {
+    "offload_optimizer": ({"device": "cpu"}, "zero_optimization.offload_optimizer"),
+    "stage3_max_live_parameters": (1, "zero_optimization.stage3_max_live_parameters"),
+    "optimizer.weight_decay": (0.1, "optimizer.params.weight_decay"),
+    "optimizer.lr": (0.1, "optimizer.params.lr"),
+    "lr": (0.1, "optimizer.params.lr"),
+    "stage": (2, "zero_optimization.stage"),
+}
+
+
+@pytest.mark.parametrize("path", MISPLACED)
+def test_a_misplaced_key_is_ignored_as_by_deepspeed_with_its_place(path):
+    value, place = MISPLACED[path]
+    tree = with_key(path, value)
+    config = Config.load(tree)
+    note = f"{path}: Ignored, as by DeepSpeed. It has an effect only as {place}."
+    assert note in config.notes
+    assert read(config, place) != value
+    (row, *_) = [row for row in explain_config(tree) if row.key.startswith(path)]
+    assert row.verdict == "ignored" and f"only as {place}" in row.sentence
+    with pytest.raises(ConfigError, match=f'{path}: found an unknown key.*"{place}"'):
+        Config.load(tree, strict=True)
+    fixed, _ = fix_config(tree)
+    assert Config.load(fixed, strict=True)
+    assert read(fixed, place) == value and read(fixed, path) is None
 
 
 # Names that resemble a known one by their letters, and mean something else.

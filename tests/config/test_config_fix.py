@@ -57,11 +57,28 @@ def test_what_has_one_answer_is_fixed(name):
     assert json.dumps(tree) == before
 
 
-def test_what_has_no_answer_or_would_overwrite_a_key_stays():
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"sparse_gradients": True}, {}),
+        ({"train_batch_sise": 8, "train_batch_size": 4}, {"train_batch_size": 4}),
+        ({"max_grad_norm": 0.5, "gradient_clipping": 1.0}, {"gradient_clipping": 1.0}),
+        ({"fp16": {"frobnicate": 1}}, {"fp16": {}}),
+    ],
+)
+def test_what_is_refused_and_what_would_overwrite_a_key_is_removed(tree, expected):
+    fixed, problems = fix_config(tree)
+    assert fixed == expected and len(problems) == 1
+    assert not examine(fixed).problems
+
+
+def test_what_has_no_answer_stays():
     for tree in (
-        {"sparse_gradients": True},
-        {"train_batch_sise": 8, "train_batch_size": 4},
-        {"max_grad_norm": 0.5, "gradient_clipping": 1.0},
+        {"gradient_accumulation_steps": 4},
+        {"train_batch_size": "many"},
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"mesh": {"frobnicate": 1}},
+        {"mine": {"enabled": True}},  # ignored, also by DeepSpeed
     ):
         assert fix_config(tree) == (tree, [])
 
