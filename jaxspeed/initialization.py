@@ -73,11 +73,13 @@ def initialize(
     from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 
     refuse_old_jax(installed())
+    from jaxspeed.engine.jax_setup import leave_out_libtpu
     from jaxspeed.launch.environment import start_processes
     from jaxspeed.metrics import require_monitors
     from jaxspeed.user_models.batches import WithExtra
     from jaxspeed.user_models.config_model import hidden_size_of
 
+    leave_out_libtpu()
     start_processes()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
     platform = None

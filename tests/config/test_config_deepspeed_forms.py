@@ -4,7 +4,7 @@ or are errors with the key that is meant."""
 import pytest
 
 from jaxspeed.config import Config, examine, explain_config, fix_config
-from jaxspeed.config.suggestions import suggest
+from jaxspeed.config.suggestions import closest, suggest
 from jaxspeed.config.tree import VOCABULARY, read
 from jaxspeed.errors import ConfigError
 
@@ -273,6 +273,23 @@ def test_names_of_something_else_resemble_nothing(name):
     assert suggest(name, {"enabled": True}) is None
 
 
+@pytest.mark.parametrize(
+    ("word", "choices", "near"),
+    [
+        ("bfp16", ["fp32", "fp16", "bf16"], "bf16"),  # one letter from both, and begins as one
+        ("fp61", ["fp32", "fp16", "bf16"], "fp16"),
+        ("interleave", ["1f1b", "interleaved"], "interleaved"),
+        ("WarmupRL", ["WarmupLR", "WarmupDecayLR"], "WarmupLR"),
+        ("config.json", ["ds_config.json"], None),
+        ("cosine", ["OneCycle"], None),
+        ("train_steps", ["train_batch_size"], None),
+        ("column", ["row", "columns_of"], None),
+    ],
+)
+def test_a_suggestion_is_one_of_which_the_word_is_a_typo(word, choices, near):
+    assert closest(word, choices) == near
+
+
 def test_nothing_is_suggested_that_would_be_refused():
     assert suggest("sparse_gradient", False) is not None
     assert suggest("sparse_gradient", True) is None
@@ -306,6 +323,30 @@ def test_json_may_have_comments_and_last_commas(tmp_path):
     assert config.zero_optimization.stage == 2
     assert config.tensorboard.output_path == "a//b#c,]/*d*/"
     assert config.tensorboard.job_name == "x,}"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"train_batch_size": 8,\n,}', "line 2, column 1: a comma without an item before it"),
+        ("{,}", "line 1, column 2"),
+        ('{"zero_optimization": {"stage": 1,\n /* b */ ,}}', "line 2, column 10"),
+        ('{"strict": false},', "Extra data"),
+    ],
+)
+def test_a_comma_that_hjson_refuses_is_an_error(text, place, tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=place):
+        Config.load(path)
+
+
+def test_a_last_comma_is_an_error_where_the_config_is_read_strictly(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_size": 8,\n "tensorboard": {"job_name": "x,}"},\n}')
+    assert Config.load(path).train_batch_size == 8
+    with pytest.raises(ConfigError, match="line 2, column 36: a comma after the last item"):
+        Config.load(path, strict=True)
 
 
 def test_an_error_keeps_its_place_behind_comments(tmp_path):

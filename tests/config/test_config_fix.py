@@ -93,10 +93,16 @@ def test_the_command_writes_a_fixed_config(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 ignored" in printed
     assert "gradient_clipping: 1.0, from Hugging Face's default" in printed
-    assert 'Did you mean "train_batch_size"?' in printed
+    assert 'Did you mean "train_batch_size"? -> train_batch_size: 8' in printed
+    assert "left" not in printed
     assert json.loads(good.read_text())["train_batch_size"] == 8
     assert main(["config", str(good), "--auto", "hf"]) == 0
     assert main(["config", str(good), "--auto", "hf", "--strict"]) == 2
+    bad.write_text('{"fp16": {"opt_level": "O2"}, "gradient_accumulation_steps": 4}')
+    assert main(["config", str(bad), "--fix", str(good)]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "remove the key. -> removed" in shown
+    assert "left, since no single answer fixes it: gradient_accumulation_steps: found" in shown
     verdicts = [line.split() for line in printed.splitlines()]
     order = [v for line in verdicts for v in line[2:3] if v in ("ignored", "honoured", "harmless")]
     assert order == sorted(order, key=["ignored", "honoured", "harmless"].index)
