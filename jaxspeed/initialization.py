@@ -13,6 +13,7 @@ import jax
 import optax
 
 from jaxspeed.config import Config, load_config
+from jaxspeed.deepspeed_habits import explain_arguments
 
 if TYPE_CHECKING:
     from jaxspeed.config import AutoValues
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jaxspeed.metrics import Sink
 
 
+@explain_arguments
 def initialize(
     model: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
