@@ -3,6 +3,8 @@
 What `fix_config` makes of a form is in its row. DeepSpeed 0.19.8 raises on what it removed.
 """
 
+import random
+
 import pytest
 
 from jaxspeed.config import Config, examine, explain_config, fix_config
@@ -212,6 +214,27 @@ def test_a_form_is_refused_with_the_alternative_and_fixed(name):
     else:
         assert fixed == expected and problems
         assert not examine(fixed).problems
+
+
+def merged(a, b):
+    """Two configs in one; of two values the second."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return b
+    return a | {key: merged(a[key], b[key]) if key in a else b[key] for key in b}
+
+
+def test_several_forms_are_fixed_together():
+    """Nothing is left that has an answer, and no fix makes a problem of its own."""
+    rng = random.Random(0)
+    for _ in range(100):
+        names = rng.sample(sorted(REFUSED), 4)
+        tree = {}
+        for name in names:
+            tree = merged(tree, REFUSED[name][0])
+        left = examine(fix_config(tree)[0], strict=True).problems
+        assert not any(problem.fix for problem in left), names
+        known = {"fp16.enabled", "gradient_accumulation_steps", "scheduler.params"}
+        assert all(problem.path.startswith(tuple(known)) for problem in left), (names, left)
 
 
 # The form; the key whose verdict it is, the verdict, and what its sentence has.
