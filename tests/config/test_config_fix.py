@@ -103,6 +103,10 @@ def test_the_command_writes_a_fixed_config(tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "remove the key. -> removed" in shown
     assert "left, since no single answer fixes it: gradient_accumulation_steps: found" in shown
+    assert main(["config", str(bad), "--fix", str(good), "--json"]) == 2
+    as_json = capsys.readouterr()
+    assert {row["key"] for row in json.loads(as_json.out)} >= {"gradient_accumulation_steps"}
+    assert as_json.err.startswith("fixed: fp16.opt_level: ")
     verdicts = [line.split() for line in printed.splitlines()]
     order = [v for line in verdicts for v in line[2:3] if v in ("ignored", "honoured", "harmless")]
     assert order == sorted(order, key=["ignored", "honoured", "harmless"].index)
