@@ -67,8 +67,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a command in many processes",
-        description="Run a command in many processes: on this host, on those of a hostfile, or by "
-        "a scheduler.",
+        description="Run a command in many processes: on this host, on those of a hostfile, or\n"
+        "by a scheduler.",
         epilog="example: jaxspeed launch --processes 4 --logs logs -- train configs/tiny.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -95,15 +95,18 @@ def machine() -> dict[str, Any]:
 
 def _interconnect(devices: list[Any]) -> str:
     """The network of the devices: the torus of a TPU slice, otherwise their hosts."""
+    from jaxspeed.placement.paths import counted
+
     coords: list[Any] = [getattr(device, "coords", None) for device in devices]
     hosts = len({device.process_index for device in devices})
     if all(coords):
         torus = "x".join(str(max(c[dim] for c in coords) + 1) for dim in range(len(coords[0])))
         slices = len({getattr(device, "slice_index", 0) for device in devices})
-        return f"ICI, a torus of {torus}, {slices} slice(s), {hosts} host(s)"
+        on = f"{counted(slices, 'slice')}, {counted(hosts, 'host')}"
+        return f"ICI, a torus of {torus}, {on}"
     if devices[0].platform == "cpu":
-        return f"memory of {hosts} host(s); the devices are simulated"
-    return f"{hosts} host(s), {len(devices) // hosts} devices each"
+        return f"memory of {counted(hosts, 'host')}; the devices are simulated"
+    return f"{counted(hosts, 'host')}, {counted(len(devices) // hosts, 'device')} each"
 
 
 def _version(name: str) -> str | None:

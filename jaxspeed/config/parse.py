@@ -32,8 +32,11 @@ class _Pairs(list):
     """A mapping as its (key, value) pairs, with duplicate keys."""
 
 
-def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
-    """Read a dict or a .json, .yaml or .yml file: (tree, problems, name)."""
+def read_source(source: Any, strict: bool = False) -> tuple[dict[str, Any], list[Problem], str]:
+    """Read a dict or a .json, .yaml or .yml file: (tree, problems, name).
+
+    With `strict`, a comma after the last item of a JSON file is an error.
+    """
     if isinstance(source, Mapping):
         return *as_tree(source), "the config"
     if not isinstance(source, str | Path):
@@ -47,7 +50,7 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise TooLarge(f"over {MOST_BYTES:,} bytes")
-        tree, problems = _parsed(content.decode("utf-8-sig"), path.suffix.lower())
+        tree, problems = _parsed(content.decode("utf-8-sig"), path.suffix.lower(), strict)
     except TooLarge as error:
         return {}, [Problem(origin, str(error), _NO_CONFIG)], origin
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -112,7 +115,7 @@ def _unreadable(path: Path, error: Exception) -> Problem:
         return Problem(name, "a folder", "Needs a .json, .yaml or .yml file.")
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        works = "Needs JSON, in which comments and a comma after the last item may stand."
+        works = "Needs JSON, in which comments and, unless strict, a last comma may stand."
         return Problem(name, place, works)
     reason = re.sub(r"\s+", " ", str(error))
     return Problem(name, reason[:200], "Needs a readable .json, .yaml or .yml file.")
@@ -125,11 +128,11 @@ def _file_names(folder: Path) -> list[str]:
         return []
 
 
-def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
+def _parsed(text: str, suffix: str, strict: bool) -> tuple[Any, list[Problem]]:
     if suffix in (".yaml", ".yml"):
         return _parsed_yaml(text)
     if suffix == ".json":
-        return _parsed_json(_plain_json(text))
+        return _parsed_json(_plain_json(text, strict))
     raise ValueError(f'a file name that ends in "{suffix}"')
 
 
@@ -137,18 +140,27 @@ def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
 _STRING = r'"(?:\\.|[^"\\\n])*"?'
 _COMMENT = re.compile(rf"({_STRING})|(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", re.S)
 _LAST_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
+_COMMA_ALONE = re.compile(rf"({_STRING})|(?<=[\[{{,])\s*,")
 
 
-def _plain_json(text: str) -> str:
+def _plain_json(text: str, strict: bool) -> str:
     """Blank out comments and commas after a last item, which DeepSpeed's parser, hjson, accepts.
 
-    Each other character keeps its line and column, which errors name.
+    Each other character keeps its line and column, which errors name. As in hjson, a comma without
+    an item before it is an error; with `strict` so is one after the last item.
     """
 
     def blank(found: re.Match[str]) -> str:
         return found[1] or re.sub(r"[^\n]", " ", found[0])
 
-    return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))
+    plain = _COMMENT.sub(blank, text)
+    refused = [(_COMMA_ALONE, "a comma without an item before it")]
+    refused += [(_LAST_COMMA, "a comma after the last item")] if strict else []
+    for pattern, what in refused:
+        for found in pattern.finditer(plain):
+            if found[1] is None:
+                raise json.JSONDecodeError(what, plain, plain.index(",", found.start()))
+    return _LAST_COMMA.sub(blank, plain)
 
 
 def _parsed_json(text: str) -> tuple[Any, list[Problem]]:

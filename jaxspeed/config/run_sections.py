@@ -23,7 +23,7 @@ from jaxspeed.config.types import (
     lower,
     section,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
+from jaxspeed.config.verdicts import REMOVED, approximated, harmless, honoured, refused
 
 _DATA_RANKS = "The table lists data-parallel sizes; the mesh has the other axes."
 _MONITOR = (
@@ -48,7 +48,9 @@ class Elasticity(Lenient):
     """Elastic batch: one global batch for many device counts."""
 
     enabled: Flag = honoured(
-        False, "The batch triple comes from DeepSpeed's table of compatible device counts."
+        False,
+        "The batch triple comes from DeepSpeed's table of compatible device counts. "
+        f"{REMOVED}; it works here.",
     )
     max_train_batch_size: Count = honoured(
         2000, "The global batch stays at or below this.", when=_ELASTIC

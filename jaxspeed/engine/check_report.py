@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jaxspeed.config import match
 from jaxspeed.engine.plain_flax import PlainGradients
-from jaxspeed.placement.paths import listed
+from jaxspeed.placement.paths import counted, listed
 from jaxspeed.placement.show import as_text
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import Arrays
@@ -78,7 +78,7 @@ class CheckReport:
     def __rich__(self) -> Group:
         verdict = "agrees with" if self.ok else "DIFFERS from"
         title = (
-            f"the step on {self.devices} devices {verdict} the step on one device "
+            f"the step on {counted(self.devices, 'device')} {verdict} the step on one device "
             f"(tolerance {self.tolerance:g}"
             + (f": the model computes in {self.lower})" if self.lower else ")")
         )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
+from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.gathered import Gathered
@@ -72,7 +73,7 @@ def watched[E: "Engine", **P, R](
     return decorate
 
 
-class Engine:
+class Engine(DeepSpeedHabits):
     """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
 
     def __init__(self, program: Program, state: TrainState) -> None:
@@ -146,8 +147,8 @@ class Engine:
         self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
         self._gathered.drop()
-        self._compile_together(self.step, self.state, placed)
-        self._state, metrics = self._explained(self.step, self.state, placed)
+        self._compile_together(self._step, self.state, placed)
+        self._state, metrics = self._explained(self._step, self.state, placed)
         self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
         compiled = partial(self.compiled, batch, extra)
@@ -197,6 +198,10 @@ class Engine:
                 f"engine.step: a step is several programs here ({names}), so there is no one "
                 "function; call engine.train_batch"
             )
+        return PureStep(self._step)
+
+    @property
+    def _step(self) -> Any:
         return self._from_file or self.program.step
 
     def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:

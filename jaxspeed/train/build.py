@@ -24,9 +24,9 @@ from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.placement.codec import CodecRule
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import build_mesh, simulated
-from jaxspeed.placement.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.placement.precision import DTYPES, compute_dtype, keeps_fp32, precision_of
 from jaxspeed.placement.rows import Leaf, Offload, Placement
-from jaxspeed.placement.rules import check_patterns
+from jaxspeed.placement.rules import check_patterns, examples, nearest
 from jaxspeed.placement.stacks import Stack, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
@@ -80,6 +80,7 @@ def build_program(
         trainable=trainable,
         frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
         full_precision=config.parallel.full_precision,
+        keep_in_fp32=_kept_in_fp32(config),
         state_collections=config.parallel.state_collections,
         init_with=init_with,
     )
@@ -175,8 +176,20 @@ def _check_patterns(config: Config, model: Model) -> None:
         )
     paths = [path for leaf in model.leaves for path in leaf.paths]
     check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
+    for name in _kept_in_fp32(config):
+        if not any(keeps_fp32(name, path) for path in (*paths, *model.variables)):
+            raise ConfigError(
+                f"data_types.keep_in_fp32_modules: {name!r} is in no path of this model; it has, "
+                f"for example: {examples(nearest(name, paths))}"
+            )
     groups = config.optimizer.groups if config.optimizer else []
     check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
+
+
+def _kept_in_fp32(config: Config) -> Sequence[str]:
+    """Names of parameters in fp32; "auto" leaves it to the model."""
+    names = config.data_types.keep_in_fp32_modules
+    return () if names == "auto" else names
 
 
 def _stack_of(

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError
+from jaxspeed.placement.precision import keeps_fp32
 from jaxspeed.user_models.batches import takes_rng
 from jaxspeed.user_models.linen_model import LinenModel
 from jaxspeed.user_models.nnx_model import NnxModel
@@ -26,6 +27,7 @@ def adapt_model(
     trainable: Any = None,
     frozen: Sequence[str] = (),
     full_precision: Sequence[str] = (),
+    keep_in_fp32: Sequence[str] = (),
     state_collections: Sequence[str] | None = None,
     init_with: Callable[[Any, Any], Any] | None = None,
 ) -> Model:
@@ -37,6 +39,7 @@ def adapt_model(
         not be a Param, or another filter of nnx.
       frozen: path patterns of parameters that are not trained, even if `trainable` covers them.
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
+      keep_in_fp32: the same as names of `data_types.keep_in_fp32_modules`.
       state_collections: state carried from step to step besides parameters: names of Linen
         collections or of nnx Variable types; None for all but sown and intermediate values.
       init_with: the calls that create a Linen module's parameters, as init_with(model, batch);
@@ -50,6 +53,7 @@ def adapt_model(
             trainable=trainable,
             frozen=frozen,
             full_precision=full_precision,
+            keep_in_fp32=keep_in_fp32,
             state_collections=state_collections,
             init_with=init_with,
         )
@@ -66,7 +70,8 @@ def adapt_model(
     is_trained = replace(wanted, chosen=chosen)
 
     def is_full(paths: Sequence[str]) -> bool:
-        return covered(full_precision, paths)
+        named = any(keeps_fp32(name, path) for name in keep_in_fp32 for path in paths)
+        return named or covered(full_precision, paths)
 
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ModelError(
