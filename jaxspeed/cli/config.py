@@ -46,6 +46,7 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     from jaxspeed.config import Config, examine, fix_config
     from jaxspeed.config.explain import explain
+    from jaxspeed.config.parse import LAST_COMMA
     from jaxspeed.config.problems import config_error
 
     if given.schema:
@@ -64,7 +65,9 @@ def run(given: argparse.Namespace) -> int:
     fixed: list[Any] = []
     if given.fix:
         refuse_unwritable("--fix", given.fix)
+        commas = [problem for problem in examined.problems if problem.found == LAST_COMMA]
         tree, fixed = fix_config(examined.given, **options)
+        fixed = [*commas, *fixed]
         _write(Path(given.fix), tree)
         examined = examine(tree, **options)
     rows = explain(examined)

@@ -65,7 +65,7 @@ def examine(
       platform: cpu, gpu or tpu, by which the preset chooses the precision.
       hidden_size: finds that of the model, for "auto" keys that depend on it.
     """
-    given, problems, origin = read_source(source, strict)
+    given, problems, origin = read_source(source)
     if problems and not given:
         return Examined({}, {}, Settings(), tuple(problems), origin, is_read=False)
     if isinstance(overrides, str):

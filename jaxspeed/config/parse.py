@@ -32,11 +32,8 @@ class _Pairs(list):
     """A mapping as its (key, value) pairs, with duplicate keys."""
 
 
-def read_source(source: Any, strict: bool = False) -> tuple[dict[str, Any], list[Problem], str]:
-    """Read a dict or a .json, .yaml or .yml file: (tree, problems, name).
-
-    With `strict`, a comma after the last item of a JSON file is an error.
-    """
+def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
+    """Read a dict or a .json, .yaml or .yml file: (tree, problems, name)."""
     if isinstance(source, Mapping):
         return *as_tree(source), "the config"
     if not isinstance(source, str | Path):
@@ -50,7 +47,7 @@ def read_source(source: Any, strict: bool = False) -> tuple[dict[str, Any], list
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise TooLarge(f"over {MOST_BYTES:,} bytes")
-        tree, problems = _parsed(content.decode("utf-8-sig"), path.suffix.lower(), strict)
+        tree, problems = _parsed(content.decode("utf-8-sig"), path.suffix.lower())
     except TooLarge as error:
         return {}, [Problem(origin, str(error), _NO_CONFIG)], origin
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -115,8 +112,7 @@ def _unreadable(path: Path, error: Exception) -> Problem:
         return Problem(name, "a folder", "Needs a .json, .yaml or .yml file.")
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        works = "Needs JSON, in which comments and, unless strict, a last comma may stand."
-        return Problem(name, place, works)
+        return Problem(name, place, "Needs JSON, in which comments may stand.")
     reason = re.sub(r"\s+", " ", str(error))
     return Problem(name, reason[:200], "Needs a readable .json, .yaml or .yml file.")
 
@@ -128,14 +124,17 @@ def _file_names(folder: Path) -> list[str]:
         return []
 
 
-def _parsed(text: str, suffix: str, strict: bool) -> tuple[Any, list[Problem]]:
+def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
     if suffix in (".yaml", ".yml"):
         return _parsed_yaml(text)
     if suffix == ".json":
-        return _parsed_json(_plain_json(text, strict))
+        plain, commas = _plain_json(text)
+        tree, problems = _parsed_json(plain)
+        return tree, [*commas, *problems]
     raise ValueError(f'a file name that ends in "{suffix}"')
 
 
+LAST_COMMA = "a comma after the last item"
 # Text and comments without their ends match, too, so that the end is searched for once.
 _STRING = r'"(?:\\.|[^"\\\n])*"?'
 _COMMENT = re.compile(rf"({_STRING})|(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", re.S)
@@ -143,24 +142,28 @@ _LAST_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
 _COMMA_ALONE = re.compile(rf"({_STRING})|(?<=[\[{{,])\s*,")
 
 
-def _plain_json(text: str, strict: bool) -> str:
-    """Blank out comments and commas after a last item, which DeepSpeed's parser, hjson, accepts.
+def _plain_json(text: str) -> tuple[str, list[Problem]]:
+    """Blank out comments, and commas after a last item, each of which is a problem.
 
-    Each other character keeps its line and column, which errors name. As in hjson, a comma without
-    an item before it is an error; with `strict` so is one after the last item.
+    Each other character keeps its line and column, which errors name. A comma without an item
+    before it is no JSON at all.
     """
 
     def blank(found: re.Match[str]) -> str:
         return found[1] or re.sub(r"[^\n]", " ", found[0])
 
     plain = _COMMENT.sub(blank, text)
-    refused = [(_COMMA_ALONE, "a comma without an item before it")]
-    refused += [(_LAST_COMMA, "a comma after the last item")] if strict else []
-    for pattern, what in refused:
-        for found in pattern.finditer(plain):
-            if found[1] is None:
-                raise json.JSONDecodeError(what, plain, plain.index(",", found.start()))
-    return _LAST_COMMA.sub(blank, plain)
+    for found in _COMMA_ALONE.finditer(plain):
+        if found[1] is None:
+            at = plain.index(",", found.start())
+            raise json.JSONDecodeError("a comma without an item before it", plain, at)
+    places = [found.start() for found in _LAST_COMMA.finditer(plain) if found[1] is None]
+    lines = [(plain.count("\n", 0, at) + 1, at - plain.rfind("\n", 0, at)) for at in places]
+    remedy = "Remove it; `jaxspeed config CONFIG --fix OUT` does."
+    commas = [
+        Problem(f"line {line}, column {column}", LAST_COMMA, remedy) for line, column in lines
+    ]
+    return _LAST_COMMA.sub(blank, plain), commas
 
 
 def _parsed_json(text: str) -> tuple[Any, list[Problem]]:

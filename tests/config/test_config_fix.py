@@ -94,6 +94,7 @@ def test_the_command_writes_a_fixed_config(tmp_path, capsys):
     assert "1 ignored" in printed
     assert "gradient_clipping: 1.0, from Hugging Face's default" in printed
     assert 'Did you mean "train_batch_size"? -> train_batch_size: 8' in printed
+    assert "line 1, column 63: found a comma after the last item." in " ".join(printed.split())
     assert "left" not in printed
     assert json.loads(good.read_text())["train_batch_size"] == 8
     assert main(["config", str(good), "--auto", "hf"]) == 0
