@@ -34,7 +34,9 @@ CASES = {
         image_size=8,
         patch_size=4,
         num_classes=4,
-        **EIGHT,
+        # With 0.2 its loss jumps between 0.009 and 0.1 at the end, and one unit in the last place
+        # of the initial weights grows to 7e-6 of the loss in ten steps of plain Flax.
+        **{**EIGHT, "initializer_range": 0.1},
     ),
     **{
         f"llama, {heads} key heads": family(
