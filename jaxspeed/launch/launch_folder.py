@@ -10,20 +10,27 @@ import time
 from pathlib import Path
 
 _PREFIX = "jaxspeed-launch-"
+# Bytes: the path of a UNIX socket has at most 107.
+_LONGEST_PARENT = 107 - len("/jaxspeed-launch-12345678/coordinator")
 _SECONDS_TO_LOCK = 60  # between the creation of a folder and its lock, at most
 
 
 class LaunchFolder(tempfile.TemporaryDirectory[str]):
     """A temporary folder that its process holds a lock on, which ends with the process.
 
+    No other user can enter it, and the path of a UNIX socket in it is short enough.
+
     Those of this user that nobody holds are removed: their processes were killed.
     """
 
     def __init__(self) -> None:
-        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > _LONGEST_PARENT:
+            parent = "/tmp"
+        for folder in Path(parent).glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):  # held, or removed by another
                 _remove_if_left(folder)
-        super().__init__(prefix=_PREFIX)
+        super().__init__(prefix=_PREFIX, dir=parent)
         self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
