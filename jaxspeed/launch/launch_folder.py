@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 _PREFIX = "jaxspeed-launch-"
-# Bytes: the path of a UNIX socket has at most 107.
-_LONGEST_PARENT = 107 - len("/jaxspeed-launch-12345678/coordinator")
+_LONGEST_PARENT = 70  # bytes, and 37 of jaxspeed-launch-*/coordinator: 107 is the most of a socket
 _SECONDS_TO_LOCK = 60  # between the creation of a folder and its lock, at most
 
 
@@ -24,9 +23,7 @@ class LaunchFolder(tempfile.TemporaryDirectory[str]):
     """
 
     def __init__(self) -> None:
-        parent = tempfile.gettempdir()
-        if len(os.fsencode(parent)) > _LONGEST_PARENT:
-            parent = "/tmp"
+        parent = short_temporary_folder()
         for folder in Path(parent).glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):  # held, or removed by another
                 _remove_if_left(folder)
@@ -39,6 +36,12 @@ class LaunchFolder(tempfile.TemporaryDirectory[str]):
         held, self._lock = self._lock, -1
         if held >= 0:
             os.close(held)
+
+
+def short_temporary_folder() -> str:
+    """The system's folder for temporary files; /tmp if its path is too long for sockets below."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _LONGEST_PARENT else "/tmp"
 
 
 def _remove_if_left(folder: Path) -> None:

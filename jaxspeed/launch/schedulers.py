@@ -211,6 +211,8 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
     driver = [sys.executable, "-m", _RAY_DRIVER]
     return f"""\
 #!/bin/bash
+# The cluster takes a token, from RAY_AUTH_TOKEN or ~/.ray/auth_token.
+export RAY_AUTH_MODE="${{RAY_AUTH_MODE:-token}}"
 exec ray job submit {_quoted(*words)} \\
   -- {_quoted(*driver, quote(json.dumps(given)))}
 """
