@@ -188,7 +188,10 @@ def test_ray_runs_the_tiny_config(tmp_path):
 @pytest.mark.full
 def test_on_ray_a_killed_process_is_named_and_the_others_end(tmp_path):
     pytest.importorskip("ray")
-    code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os.kill(os.getpid(), 9)\n"
+    code = "import os, time\n"
+    code += "assert os.environ['JAX_COORDINATOR_ADDRESS'].startswith('unix:/')\n"
+    code += "assert len(os.environ['JAXSPEED_TOKEN']) == 64\n"
+    code += "os.environ['JAX_PROCESS_ID'] == '1' and os.kill(os.getpid(), 9)\n"
     command = (sys.executable, "-c", code + "time.sleep(60)")
     job = {"job": encoded_job(HostJob(command, 1, 2, "", bind=False)), "restarts": {}, "logs": None}
     driver = [sys.executable, "-m", "jaxspeed.launch.ray.driver", json.dumps(job)]
@@ -264,6 +267,43 @@ def wait_for_files(folder, pattern, count):
     while len(list(folder.glob(pattern))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+# -- the token of a run ------------------------------------------------------------------------
+
+# Keeps a hash of its token, and the processes whose command line has the token.
+TOKEN = """
+import glob, hashlib, os, pathlib, sys, time
+token = os.environ["JAXSPEED_TOKEN"].encode()
+shown = []
+for file in glob.glob("/proc/[0-9]*/cmdline"):
+    try: text = pathlib.Path(file).read_bytes()
+    except OSError: continue
+    if token in text: shown.append(text)
+said = [len(token), hashlib.sha256(token).hexdigest(), *shown]
+part = pathlib.Path(sys.argv[1], f"part-{os.getpid()}")
+part.write_text(repr(said))
+part.rename(part.with_name(f"token-{os.getpid()}"))
+"""
+
+
+@pytest.mark.parametrize("way", ["slurm", "mpi", "hostfile"])
+def test_both_processes_have_a_token_that_no_command_line_shows(way, request, tmp_path):
+    words = [sys.executable, "-S", "-c", TOKEN, tmp_path]
+    launch = [sys.executable, "-m", "jaxspeed", "launch"]
+    if way == "hostfile":
+        command, given = launched(request.getfixturevalue("sshd"), tmp_path, *words), environment()
+    elif way == "slurm":
+        given = request.getfixturevalue("slurm")
+        command = [*launch, "--on", "slurm", "--processes", 2, "--", *words]
+    else:
+        require("mpirun")
+        options = ["--option=--allow-run-as-root", "--option=--oversubscribe"]
+        command, given = [*launch, "--on", "mpi", "--processes", 2, *options, "--", *words], None
+    run(*command, env=given or environment(), cwd=tmp_path)
+    wait_for_files(tmp_path, "token-*", 2)
+    first, second = (file.read_text() for file in tmp_path.glob("token-*"))
+    assert first == second and first.startswith("[64, ") and first.count(",") == 1
 
 
 # -- the hostfile's way ------------------------------------------------------------------------
