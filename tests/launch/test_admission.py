@@ -190,7 +190,7 @@ class Other(threading.Thread):
         [lambda said: encoded({"problem": "", "proof": ""})],
         [lambda said: encoded(answer("", said["number"], 0, ""))],
         [lambda said: encoded(answer("", said["number"], 0, "process 0 has a problem"))],
-        [lambda said, i=i: encoded(answer("", said["number"], i, None)) for i in range(100)],
+        [lambda said, i=i: encoded(answer("", said["number"], i, None)) for i in range(400)],
         [lambda said: encoded({"refused": "go \x1b[31maway"})],
         [lambda said: b"[" * 60_000 + b"\n"],
         [lambda said: b"a" * 100_000],

@@ -114,7 +114,7 @@ def test_an_mpi_script_names_the_coordinator_of_a_hostfile(printed, tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     script = printed("mpi", "--nodes", "2", "--hostfile", "hosts")
     assert "-n 4 --map-by ppr:2:node" in script and "--hostfile hosts" in script
-    assert "-x JAX_COORDINATOR_ADDRESS=a:2" in script
+    assert "-x JAX_COORDINATOR_ADDRESS=a:2" in script and "-x JAXSPEED_TOKEN " in script
     assert "JAX_COORDINATOR_ADDRESS" not in printed("mpi")
 
 
