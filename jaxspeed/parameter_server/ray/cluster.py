@@ -103,8 +103,8 @@ def _closed_to_others() -> Iterator[None]:
 
     Without Ray's clusters for macOS it does what Ray does there: its own address is loopback.
     """
-    constants = importlib.import_module("ray._private.ray_constants")
-    raylet = importlib.import_module("ray._raylet")
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    raylet: Any = importlib.import_module("ray._raylet")
     given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = {name: os.environ.get(name) for name in given}, constants.ENABLE_RAY_CLUSTER
 
