@@ -77,6 +77,11 @@ class Listening:
     unconfined: str = ""
     path: str = ""
 
+    def places(self) -> list[str]:
+        """The address or path of each socket."""
+        names = [each.getsockname() for each in self.sockets]
+        return [name if isinstance(name, str) else str(name[0]) for name in names]
+
     def __enter__(self) -> "Listening":
         return self
 

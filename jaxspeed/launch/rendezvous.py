@@ -85,7 +85,7 @@ def _gather(listening: Listening, count: int, seconds: float, token: str) -> Non
             if member is None:
                 if silence.is_over():
                     verdict = f"have not started (limit {seconds:.0f} s)"
-                    _say(_missing(count, found, verdict, listening.unconfined))
+                    _say(_missing(count, found, verdict, listening))
                 continue
             opened.enter_context(member.peer)
             member.send(None)
@@ -98,7 +98,7 @@ def _gather(listening: Listening, count: int, seconds: float, token: str) -> Non
             members.append(member)
         if not problem and len(found) < count - 1:
             verdict = f"did not start within {seconds:.0f} s"
-            problem = _missing(count, found, verdict, listening.unconfined)
+            problem = _missing(count, found, verdict, listening)
         for each in members:
             each.send(problem)
     if problem:
@@ -121,15 +121,15 @@ def _allow_connections(count: int) -> None:
         )
 
 
-def _missing(count: int, found: Mapping[int, Member], verdict: str, unconfined: str) -> str:
+def _missing(count: int, found: Mapping[int, Member], verdict: str, listening: Listening) -> str:
     missing = [rank for rank in range(1, count) if rank not in found]
     hosts = sorted({member.name for member in found.values()} | {socket.gethostname()})
     shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-    text = (
+    at = listening.unconfined or f"process 0 listens at {', '.join(listening.places())} alone"
+    return (
         f"of {count} processes, {len(missing)} {verdict}: {shown}. The others are on "
-        f"{', '.join(hosts[:20])}"
+        f"{', '.join(hosts[:20])}; {at}"
     )
-    return f"{text}; {unconfined}" if unconfined else text
 
 
 class _Silence:

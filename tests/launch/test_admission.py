@@ -214,8 +214,7 @@ def test_one_that_is_not_process_0_learns_no_token_and_is_not_believed(lines):
 
 def places(text):
     with listen(Address.parse(text)) as listening:
-        names = [each.getsockname() for each in listening.sockets]
-    return {name if isinstance(name, str) else name[0] for name in names}, listening
+        return set(listening.places()), listening
 
 
 def test_process_0_listens_at_the_coordinators_address_alone():

@@ -76,6 +76,7 @@ def test_processes_that_never_start_are_named_on_all_that_did():
     for text in found.values():
         assert "of 5 processes, 2 did not start within 1 s: 1, 3." in text
         assert f"The others are on {socket.gethostname()}" in text
+        assert text.endswith("; process 0 listens at 127.0.0.1 alone")
 
 
 def test_a_closed_port_and_a_loopback_address_are_named(monkeypatch):
