@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from jaxspeed.errors import ExitCode
 from jaxspeed.launch.agent import encoded_job
 from jaxspeed.launch.local_group import HostJob
+from tests.launch.hostile_user import tree
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -200,6 +202,29 @@ def test_on_ray_a_killed_process_is_named_and_the_others_end(tmp_path):
     assert "rank 1 of 2 on" in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.ray
+@pytest.mark.full
+def test_on_ray_nothing_outlives_a_driver_that_is_killed(tmp_path):
+    pytest.importorskip("ray")
+    command = (sys.executable, "-S", "-c", f"{saves('TERM')}; time.sleep(600)")
+    job = encoded_job(HostJob(command, 1, 2, "", bind=False, folder=str(tmp_path)))
+    given = json.dumps({"job": job, "restarts": {}, "logs": None})
+    driver = [sys.executable, "-m", "jaxspeed.launch.ray.driver", quote(given)]
+    child = subprocess.Popen(driver, env=environment())
+    try:
+        wait_for_files(tmp_path, "ready-*", 2, seconds=120)
+        pids = [*tree(child.pid)]
+        ranks = {int(file.name.removeprefix("ready-")) for file in tmp_path.glob("ready-*")}
+        assert ranks < set(pids)
+    finally:
+        child.kill()
+        child.wait()
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
 @pytest.mark.full
 def test_a_preempted_slurm_job_is_queued_again(slurm, tmp_path):
     """Its first start ends as a saved run does, its second one succeeds."""
@@ -262,8 +287,8 @@ def saves(name):
     )
 
 
-def wait_for_files(folder, pattern, count):
-    deadline = time.monotonic() + 60
+def wait_for_files(folder, pattern, count, seconds=60):
+    deadline = time.monotonic() + seconds
     while len(list(folder.glob(pattern))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
