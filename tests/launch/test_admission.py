@@ -1,6 +1,7 @@
 """Who is not of the run: process 0 refuses it, says so once, and goes on waiting."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -272,8 +273,21 @@ def test_what_is_no_address_is_named(text):
         Address.parse(text)
 
 
-def test_processes_meet_at_a_socket(tmp_path):
-    processes = [Met(f"unix:{tmp_path}/coordinator", rank) for rank in range(3)]
+def test_processes_meet_at_a_socket_and_others_are_named_by_process_and_user(tmp_path, caplog):
+    path = tmp_path / "coordinator"
+    processes = [Met(f"unix:{path}", rank) for rank in (0, 1)]
+    until, peer = time.monotonic() + 10, None
+    while peer is None:
+        try:
+            peer = Address("", path=str(path)).connected(10)
+        except OSError:  # it does not listen yet
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    with peer:
+        peer.sendall(b"x\n")
+        assert "refused" in peer.makefile().read()
+    processes.append(Met(f"unix:{path}", 2))
     for each in processes:
         each.join(20)
         assert each.problem == ""
+    assert f"from process {os.getpid()} of user {os.getuid()}: its line is" in caplog.text

@@ -13,7 +13,7 @@ from jaxspeed.launch.local_group import LocalGroup, started
 _SECONDS_A_POLL = 0.2
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     """Where a process runs.
 
     Attributes:
@@ -37,7 +37,7 @@ class HostActor:
         self._folder = LaunchFolder()
         self._group: LocalGroup | None = None
 
-    def place(self) -> Place:
+    def place(self) -> ActorPlace:
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -46,7 +46,7 @@ class HostActor:
             port = free.getsockname()[1]
         node = ray.get_runtime_context().get_node_id()
         here = f"unix:{self._folder.name}/coordinator"
-        return Place(socket.gethostname(), node, str(Address(address, port)), here)
+        return ActorPlace(socket.gethostname(), node, str(Address(address, port)), here)
 
     def start(self, job: str) -> None:
         self._group = started(decoded_job(job), self._events, f"{self._folder.name}/progress")
