@@ -24,12 +24,13 @@ from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.engine.step_report import compiled_report
-from jaxspeed.errors import JaxspeedError
+from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.placement.codec import Stored, unpad
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -252,14 +253,21 @@ class Engine:
         return restored.tag, restored.client_state
 
     def save_pretrained(
-        self, folder: str | Path, *, dtype: str | None = None, form: HFForm | None = None
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        form: HFForm | None = None,
+        ema: bool = False,
     ) -> ExportSummary:
         """Write the parameters to a Hugging Face folder, with config.json and the tokenizer.
 
         Called on every process. `dtype` is fp32, bf16 or fp16, by default that of the update; a
-        `form` is needed where the model is neither of a family nor pretrained.
+        `form` is needed where the model is neither of a family nor pretrained. With `ema` the
+        moving averages are written in their place.
         """
-        return save_pretrained(self.program, self.state, folder, dtype=dtype, form=form)
+        state = self._with_parameters(self.ema_parameters) if ema else self.state
+        return save_pretrained(self.program, state, folder, dtype=dtype, form=form)
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -327,13 +335,10 @@ class Engine:
 
         Offloaded ones are copied to the devices.
         """
+        state = self.state
 
         def here(row: Row) -> jax.Array:
-            stored = updated_values(self.state, row)
-            if in_host(row.updated):
-                kind, at = row.read.memory_kind, self.placements.stored(row, row.updated).shardings
-                here = jax.tree.map(lambda sharding: sharding.with_memory_kind(kind), at)
-                stored = jax.device_put(stored, here)
+            stored = self._on_devices(row, updated_values(state, row))
             value: jax.Array = row.decoded(row.updated, stored)
             return value
 
@@ -342,11 +347,43 @@ class Engine:
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Replace the parameters at these paths; the optimizer's state and the step stay."""
+        self.state = self._with_parameters(values)
+
+    @property
+    def ema_parameters(self) -> dict[str, jax.Array]:
+        """The moving averages of the parameters (`optimizer.ema_decay`), like `parameters`.
+
+        Those that are not trained are as they are.
+
+        Raises:
+          ConfigError: the config keeps no moving average.
+        """
+        if self.program.optimizer.ema_decay is None:
+            raise ConfigError(
+                "optimizer.ema_decay: not set, so there is no moving average of the weights; the "
+                "config of the run that kept one would do"
+            )
+        average, found = self.state.ema, self.parameters
+        for path, stored in average.items():
+            row = self.placements[path]
+            found[path] = unpad(self._on_devices(row, stored), row.leaf.shape)
+        return found
+
+    @staticmethod
+    def _on_devices(row: Row, stored: Stored) -> Stored:
+        """The arrays of a value, of which those that are offloaded are copied to the devices."""
+
+        def here(x: jax.Array) -> jax.Array:
+            at: Any = x.sharding
+            return jax.device_put(x, at.with_memory_kind(row.read.memory_kind))
+
+        offloaded = any(in_host(x.sharding) for x in jax.tree.leaves(stored))
+        return jax.tree.map(here, stored) if offloaded else stored
+
+    def _with_parameters(self, values: Mapping[str, Any]) -> TrainState:
         state = self.state
         params, master = self.program.storage.placed(values)
-        self.state = replace(
-            state, params={**state.params, **params}, master={**state.master, **master}
-        )
+        return replace(state, params={**state.params, **params}, master={**state.master, **master})
 
     @property
     def runnable(self) -> tuple[Program, TrainState]:
