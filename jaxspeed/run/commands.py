@@ -100,17 +100,16 @@ def evaluate_run(
 
 def _figures(found: Evaluated, of_text: bool, of_bytes: bool) -> dict[str, Any]:
     """What is shown of an evaluation; None for what nothing was evaluated for."""
-    metrics = found.means if found.weight else {}
-    loss = metrics.pop("loss", None)
-    shown: dict[str, Any] = {"eval_loss": loss, "eval_weight": found.weight}
+    metrics = found.means if found.weight else {"loss": None}
+    loss = metrics.pop("loss")
+    shown = {"eval_loss": loss, "eval_weight": found.weight}
     if of_text:
-        shown |= {
-            "perplexity": None if loss is None else float(np.exp(loss)),
-            "tokens": round(found.weight),
-        }
-        if of_bytes:
-            shown["bits_per_byte"] = None if loss is None else loss / math.log(2)
-    return {**shown, **metrics}
+        with np.errstate(over="ignore"):
+            shown["perplexity"] = None if loss is None else float(np.exp(loss))
+        shown["tokens"] = round(found.weight)
+    if of_text and of_bytes:
+        shown["bits_per_byte"] = None if loss is None else loss / math.log(2)
+    return {**metrics, **shown}
 
 
 def sample_run(

@@ -17,6 +17,7 @@ from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.train_state.staged_init import compile_ahead
 from jaxspeed.user_models.config_model import resolve_model
+from jaxspeed.user_models.pretrained_model import Pretrained
 
 log = logging.getLogger("jaxspeed")
 
@@ -98,10 +99,11 @@ def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
 
 def _knows_marks(engine: Engine) -> bool:
     """Whether the loss is that of a family, which ignores samples that are marked as padding."""
-    model = engine.config.model
-    if model is None or model.factory is not None:
+    section, model = engine.config.model, engine.program.source.model
+    if section is None or section.factory is not None:
         return False
-    return resolve_model(engine.config)[1] is engine.program.objective.loss_fn
+    loss = model.loss if isinstance(model, Pretrained) else resolve_model(engine.config)[1]
+    return loss is engine.program.objective.loss_fn
 
 
 def _marked(engine: Engine, held_out: Split) -> Iterator[Part]:

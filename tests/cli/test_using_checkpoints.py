@@ -219,6 +219,8 @@ def test_the_section_eval_is_evaluated_by_the_command_and_by_a_run(here, tmp_pat
 
 def test_token_files_are_evaluated_by_the_files_of_their_folder(here, tmp_path):
     tokenize = ["--set", "data.path=texts/a.txt", "--set", "data.source=text"]
+    tokenize += ["--output", "runs/config"]  # the run's tokenizer, and no new one
+    tokenize += ["--set", "data.tokenizer=bpe"]
     succeeded("data", "tokenize", "config.yaml", tmp_path / "tokens", *tokenize)
     text = np.frombuffer(TEXTS["texts/a.txt"][0].encode() + b"\0", np.uint8)
     np.save(tmp_path / "ids.npy", text)

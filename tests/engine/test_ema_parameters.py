@@ -27,6 +27,7 @@ SETTINGS = {
         "bf16": {"enabled": True},
     },
     "one device": {"devices": 1},
+    "servers": {"devices": 3, "parallel": {"data_reduction": "parameter_server"}},
 }
 
 
