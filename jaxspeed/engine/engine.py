@@ -266,7 +266,7 @@ class Engine:
         `form` is needed where the model is neither of a family nor pretrained. With `ema` the
         moving averages are written in their place.
         """
-        state = self._with_parameters(self.ema_parameters) if ema else self.state
+        state = self.averaged if ema else self.state
         return save_pretrained(self.program, state, folder, dtype=dtype, form=form)
 
     # -- generation -----------------------------------------------------------------------------
@@ -336,18 +336,13 @@ class Engine:
         Offloaded ones are copied to the devices.
         """
         state = self.state
-
-        def here(row: Row) -> jax.Array:
-            stored = self._on_devices(row, updated_values(state, row))
-            value: jax.Array = row.decoded(row.updated, stored)
-            return value
-
-        return {row.path: here(row) for row in self.placements}
+        return {row.path: self._parameter(state, row) for row in self.placements}
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Replace the parameters at these paths; the optimizer's state and the step stay."""
-        self.state = self._with_parameters(values)
+        params, master = self.program.storage.placed(values)
+        self.state = _with_parameters(self.state, params, master)
 
     @property
     def ema_parameters(self) -> dict[str, jax.Array]:
@@ -358,32 +353,40 @@ class Engine:
         Raises:
           ConfigError: the config keeps no moving average.
         """
+        state = self._with_averages()
+        return {
+            row.path: _average(state, row) if row.path in state.ema else self._parameter(state, row)
+            for row in self.placements
+        }
+
+    @property
+    def averaged(self) -> TrainState:
+        """The state with the moving averages as parameters, of which one at a time is on devices.
+
+        Raises:
+          ConfigError: the config keeps no moving average.
+        """
+        state = self._with_averages()
+        params: dict[str, Any] = {}
+        master: dict[str, Any] = {}
+        for path in state.ema:
+            average = _average(state, self.placements[path])
+            for found, new in zip((params, master), self.program.storage.placed({path: average})):
+                found |= new
+        return _with_parameters(state, params, master)
+
+    def _with_averages(self) -> TrainState:
         if self.program.optimizer.ema_decay is None:
             raise ConfigError(
                 "optimizer.ema_decay: not set, so there is no moving average of the weights; the "
                 "config of the run that kept one would do"
             )
-        average, found = self.state.ema, self.parameters
-        for path, stored in average.items():
-            row = self.placements[path]
-            found[path] = unpad(self._on_devices(row, stored), row.leaf.shape)
-        return found
+        return self.state
 
     @staticmethod
-    def _on_devices(row: Row, stored: Stored) -> Stored:
-        """The arrays of a value, of which those that are offloaded are copied to the devices."""
-
-        def here(x: jax.Array) -> jax.Array:
-            at: Any = x.sharding
-            return jax.device_put(x, at.with_memory_kind(row.read.memory_kind))
-
-        offloaded = any(in_host(x.sharding) for x in jax.tree.leaves(stored))
-        return jax.tree.map(here, stored) if offloaded else stored
-
-    def _with_parameters(self, values: Mapping[str, Any]) -> TrainState:
-        state = self.state
-        params, master = self.program.storage.placed(values)
-        return replace(state, params={**state.params, **params}, master={**state.master, **master})
+    def _parameter(state: TrainState, row: Row) -> jax.Array:
+        value: jax.Array = row.decoded(row.updated, _on_devices(row, updated_values(state, row)))
+        return value
 
     @property
     def runnable(self) -> tuple[Program, TrainState]:
@@ -442,3 +445,25 @@ class Engine:
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         with self.program.set_mesh():
             return diagnosing.diagnose(self.program, self.state, placed)
+
+
+def _average(state: TrainState, row: Row) -> jax.Array:
+    """The moving average of a parameter on the devices, unpadded."""
+    return unpad(_on_devices(row, state.ema[row.path]), row.leaf.shape)
+
+
+def _on_devices(row: Row, stored: Stored) -> Stored:
+    """The arrays of a value, copied to the devices if they are offloaded."""
+
+    def here(x: jax.Array) -> jax.Array:
+        at: Any = x.sharding
+        return jax.device_put(x, at.with_memory_kind(row.read.memory_kind))
+
+    offloaded = any(in_host(x.sharding) for x in jax.tree.leaves(stored))
+    return jax.tree.map(here, stored) if offloaded else stored
+
+
+def _with_parameters(
+    state: TrainState, params: Mapping[str, Any], master: Mapping[str, Any]
+) -> TrainState:
+    return replace(state, params={**state.params, **params}, master={**state.master, **master})

@@ -57,13 +57,13 @@ def evaluate_run(
       data: paths of files and folders.
       ema: whether the moving average of the weights is evaluated.
     """
-    checkpoints, section = Checkpoints(source, tag), data_section(source.config)
-    given = SourceSection(paths=[*data], text_field=section.text_field) if data else section.eval
+    checkpoint, section = ChosenCheckpoint(source, tag), data_section(source.config)
+    apart = SourceSection(paths=[*data], text_field=section.text_field) if data else section.eval
     parts: dict[str, Split | None] = {}
-    if given is not None:
+    if apart is not None:
         most, extra = None, {}
-        tokenizer = source.tokenizer(checkpoints.files())
-        for name, samples in evaluation_parts(section, given, source.reads, tokenizer).items():
+        tokenizer = source.tokenizer(checkpoint.files())
+        for name, samples in evaluation_parts(section, apart, source.reads, tokenizer).items():
             parts[name] = Split([samples], seed=0, shuffle=False) if samples else None
     else:
         corpus = source.corpus()
@@ -73,12 +73,12 @@ def evaluate_run(
             log.warning(
                 "the data differ from those of the run in %s: samples held out here may have been "
                 "trained on there",
-                checkpoints.folder,
+                checkpoint.folder,
             )
         parts["held out"], tokenizer = corpus.held_out, corpus.tokenizer
         most = source.config.run.eval_batches
         extra = {"unigram_entropy": corpus.unigram_entropy}
-    engine, step, tag = checkpoints.restored(ema)
+    engine, step, tag = checkpoint.restored(ema)
     found, total = dict.fromkeys(parts, Evaluated()), Evaluated()
     with source.watchdog.section("evaluate"), engine.evaluating():
         for name, split in parts.items():
@@ -94,7 +94,7 @@ def evaluate_run(
         "ema": ema,
         **_figures(total, of_text, of_bytes),
         **extra,
-        "files": [] if given is None else files,
+        "files": [] if apart is None else files,
     }
 
 
@@ -121,11 +121,11 @@ def sample_run(
     **options: Any,
 ) -> Iterator[tuple[int, str]]:
     """Texts from a checkpoint, streamed; arguments and pieces are those of `sample_texts`."""
-    checkpoints = Checkpoints(source, tag)
-    tokenizer = source.tokenizer(checkpoints.files())
+    checkpoint = ChosenCheckpoint(source, tag)
+    tokenizer = source.tokenizer(checkpoint.files())
     if tokenizer is None:
         raise ModelError("sample: the model has no tokenizer, so it cannot generate text")
-    engine, _, _ = checkpoints.restored(ema)
+    engine, _, _ = checkpoint.restored(ema)
     context = source.config.data.seq_len or source.reads.seq_len
     return sample_texts(engine, tokenizer, prompts, context=context, **options)
 
@@ -145,8 +145,8 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
     return engine.check(corpus.train.batch(0, engine.program.batch.train))
 
 
-class Checkpoints:
-    """The checkpoint of a run that a command reads: `tag`, or the newest intact one."""
+class ChosenCheckpoint:
+    """The checkpoint that a command reads: the one of this tag, or the newest intact one."""
 
     def __init__(self, source: Source, tag: str | None) -> None:
         self._source, self._tag = source, tag
@@ -169,5 +169,5 @@ class Checkpoints:
             found = self._all.restore(engine.program, tag=self._tag, in_place_of=engine.held)
         engine.state = found.state
         if ema:
-            engine.parameters = engine.ema_parameters
+            engine.state = engine.averaged
         return engine, found.step, found.tag

@@ -14,7 +14,6 @@ from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError
 from jaxspeed.jaxpr.paused_collector import paused_collector
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.train_state.staged_init import compile_ahead
 from jaxspeed.user_models.config_model import resolve_model
 from jaxspeed.user_models.pretrained_model import Pretrained
@@ -119,31 +118,33 @@ def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:
 
     Such a sample is a batch of copies, one for each rank; if the loss mixes samples it is omitted.
     """
-    size, ranks, shared = _batch_size(engine), engine.program.ranks, _shared(engine, held_out)
+    program, size, shared = engine.program, _batch_size(engine), _shared(engine, held_out)
     is_sum = None
     for start in range(0, shared, size):
         count = min(size, shared - start)
-        place = placer(engine.program.batch_shardings, count)
+        place = placer(program.batch_shardings, count)
         batch = place(lambda rows, a=start, n=count: held_out.slice(a, n, rows))  # type: ignore[misc]
-        is_sum = _traced(engine, batch).is_sum if is_sum is None else is_sum
+        is_sum = _is_sum(engine, batch) if is_sum is None else is_sum
         yield Part(batch, None if is_sum else count)
-    place = placer(engine.program.batch_shardings, ranks)
+    if shared == held_out.samples:
+        return
+    ranks, few = program.ranks, held_out.samples - shared
+    copied = placer(program.batch_shardings, ranks)
+    first = copied(lambda rows: held_out.copies(shared, ranks, rows))
+    if why := program.objective.by_parts(_rest(engine, first), False).mixes:
+        if not shared:
+            raise DataError(
+                f"data: {few} samples to evaluate on are fewer than the {ranks} data ranks, and "
+                f"{why}; more of them would do"
+            )
+        log.info(
+            "evaluation omits %d of %d held-out samples, which do not divide over %d data ranks: "
+            "%s", few, held_out.samples, ranks, why,
+        )  # fmt: skip
+        return
+    is_sum = _is_sum(engine, first)
     for sample in range(shared, held_out.samples):
-        batch = place(lambda rows, i=sample: held_out.copies(i, ranks, rows))  # type: ignore[misc]
-        objective = engine.program.objective
-        if sample == shared and (why := objective.by_parts(_rest(engine, batch), False).mixes):
-            few = held_out.samples - shared
-            if not shared:
-                raise DataError(
-                    f"data.held_out: {few} samples are fewer than the {ranks} data ranks, and "
-                    f"{why}; a larger fraction or more data would do"
-                )
-            log.info(
-                "evaluation omits %d of %d held-out samples, which do not divide over %d data "
-                "ranks: %s", few, held_out.samples, ranks, why,
-            )  # fmt: skip
-            return
-        is_sum = _traced(engine, batch).is_sum if is_sum is None else is_sum
+        batch = copied(lambda rows, i=sample: held_out.copies(i, ranks, rows))  # type: ignore[misc]
         yield Part(batch, None if is_sum else ranks, ranks)
 
 
@@ -157,9 +158,9 @@ def _rest(engine: Engine, batch: Any) -> tuple[Any, ...]:
     return engine.program.state.variables, batch, jnp.asarray(0), jnp.asarray(0)
 
 
-def _traced(engine: Engine, batch: Any) -> LossProgram:
-    """The loss in evaluation mode; the weight of a mean is its number of samples."""
-    return engine.program.objective.trace(_rest(engine, batch), train=False)
+def _is_sum(engine: Engine, batch: Any) -> bool:
+    """Whether the loss returns a weight; the weight of a mean is its number of samples."""
+    return engine.program.objective.trace(_rest(engine, batch), train=False).is_sum
 
 
 def _batch_size(engine: Engine) -> int:

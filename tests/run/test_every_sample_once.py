@@ -140,5 +140,5 @@ def test_samples_of_a_loss_that_mixes_them_are_omitted_with_the_reason(caplog):
     with caplog.at_level("INFO", "jaxspeed"):
         assert evaluate(small, split(**tiny.batch(COUNT))).weight == COUNT // 8 * 8
     assert f"omits 5 of {COUNT}" in caplog.text and "mixes" in caplog.text
-    with pytest.raises(jaxspeed.DataError, match="3 samples are fewer than the 8 data ranks"):
+    with pytest.raises(jaxspeed.DataError, match="3 samples to evaluate on are fewer than the 8"):
         evaluate(small, split(**tiny.batch(3)))
