@@ -1,5 +1,6 @@
 """Sections `elasticity`, `checkpoint`, `model`, `run`, `data`, `autotuning`, and monitors."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
@@ -402,3 +403,8 @@ class Data(SourceSection):
     shuffle: Flag = honoured(True, "A new order each epoch, a function of seed and step only.")
     seed: Natural | None = honoured(None, "Seed of the order; run.seed by default.")
     prefetch: Count = honoured(2, "Number of batches transferred to the devices ahead of the step.")
+
+    @property
+    def sources(self) -> Sequence[SourceSection]:
+        """Those of a mixture, or the one of the section itself."""
+        return self.mixture or [self]
