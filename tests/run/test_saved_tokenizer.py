@@ -104,7 +104,11 @@ def test_a_run_its_checkpoint_and_its_export_have_the_files(pretrained, tmp_path
     (tmp_path / "corpus.txt").unlink()
     for name in expected:
         (pretrained / name).unlink()
-    assert files_of(source_of(given).tokenizer(checkpoints.files("step-00000001"))) == expected
+    saved = checkpoints.files("step-00000001")
+    elsewhere = given | {"run": {"output": str(tmp_path / "elsewhere")}}
+    assert files_of(source_of(elsewhere).tokenizer(saved)) == expected  # the checkpoint's
+    assert files_of(source_of(given).tokenizer({})) == expected  # that of the run's folder
+    assert isinstance(source_of(elsewhere).tokenizer({}), ByteTokenizer)  # the config's default
     shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "alone")
     for source in (tmp_path / "alone", tmp_path / "mine"):
         out = tmp_path / f"of-{source.name}"
