@@ -1,9 +1,10 @@
 """Reference models in Flax NNX that call `jaxspeed.ops`, one file per family.
 
 A family's module has `Config` (a frozen dataclass of sizes), `PRESETS` (configs by name),
-`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`. The file beside it, NAME_hf.py, has
-its form in Hugging Face's files: `read_config`, `write_config` and `table`, the rules by which
-tensors are read and written. Families are imported on demand.
+`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`, which gives samples that are marked
+as padding no weight; a classifier's has an accuracy too, where `train` is False. The file beside
+it, NAME_hf.py, has its form in Hugging Face's files: `read_config`, `write_config` and `table`, the
+rules by which tensors are read and written. Families are imported on demand.
 """
 
 from __future__ import annotations
