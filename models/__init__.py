@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.config_fields import LARGEST
+from jaxspeed.interop.config_fields import LARGEST, unsupported
 from jaxspeed.interop.hf_folder import LanguageModelFolder, PretrainedFolder
+from jaxspeed.interop.mapping import lines
 from jaxspeed.interop.pretrained import check_vocabulary, pretrained
 from jaxspeed.user_models.pretrained_model import Pretrained
 
@@ -30,6 +31,13 @@ FAMILIES: dict[str, str] = {
     "gpt2": "jaxspeed.models.gpt2",
     "llama": "jaxspeed.models.llama",
     "gemma": "jaxspeed.models.gemma",
+    "gemma1": "jaxspeed.models.gemma1",
+    "phi3": "jaxspeed.models.phi3",
+    "granite": "jaxspeed.models.granite",
+    "smollm3": "jaxspeed.models.smollm3",
+    "ministral": "jaxspeed.models.ministral",
+    "olmo2": "jaxspeed.models.olmo2",
+    "glm4": "jaxspeed.models.glm4",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -41,11 +49,21 @@ MODEL_TYPES: dict[str, str] = {
     "mistral": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
+    "gemma": "gemma1",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
     "gemma3": "gemma",  # its language model
+    "phi3": "phi3",  # and Phi-4
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "ministral": "ministral",
+    "olmo2": "olmo2",
+    "glm": "glm4",  # GLM-4
+    "glm4": "glm4",  # GLM-4-0414
     "vit": "vit",
 }
+# Families with a form in Hugging Face's files.
+HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
 
 class Built(NamedTuple):
@@ -91,10 +109,13 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     opened = PretrainedFolder(folder)
     kind = opened.config["model_type"]
     if kind not in MODEL_TYPES:
+        fields = [field for name in HF_FAMILIES for field in hf_form(name).FIELDS]
+        unread = unsupported(opened.config, fields)
         raise PretrainedError(
             f"{opened.path}: model_type {kind!r} is of no known family: "
             f"{_suggest(kind, MODEL_TYPES)}. A model of your own reads it with a mapping table: "
-            "jaxspeed.interop.pretrained"
+            "jaxspeed.interop.pretrained. Fields of its config that no family supports:"
+            f"{lines(unread) or ' none'}"
         )
     name = MODEL_TYPES[kind]
     module, form = family(name), hf_form(name)

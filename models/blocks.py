@@ -86,7 +86,7 @@ class Attention(CachedAttention):
         rotations: Sequence[ops.Rotation] = (),
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
-        second: jax.Array | None = None,
+        second: jax.Array | bool = False,
     ) -> jax.Array:
         q, k = self.q_proj(x), self.k_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -109,7 +109,7 @@ class Attention(CachedAttention):
         v: jax.Array,
         segment_ids: jax.Array | None,
         positions: jax.Array | None,
-        second: jax.Array | None,
+        second: jax.Array | bool,
     ) -> jax.Array:
         """Attention with the layer's window: kernels know it when they are traced."""
         if self.cached_key is not None:

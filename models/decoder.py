@@ -15,7 +15,7 @@ from jaxspeed import ops
 
 from . import language
 from .blocks import Projections
-from .layers import Embedding, check_heads, normal, scan_blocks, stacked
+from .layers import Embedding, RMSNorm, check_heads, normal, scan_blocks, stacked
 
 
 class Rotary(NamedTuple):
@@ -57,6 +57,11 @@ class DecoderSizes:
         if isinstance(scaling, Mapping):
             object.__setattr__(self, "rope_scaling", ops.rope_scaling(scaling))
         ops.frequencies(*self.rotary)  # or an error
+        dims = self.rotary.dims
+        if not 0 < dims <= self.size_of_head or dims % 2:
+            raise ValueError(
+                f"{dims} of the {self.size_of_head} dims of a head are rotated; these are pairs"
+            )
 
     @property
     def size_of_head(self) -> int:
@@ -140,6 +145,11 @@ class RotaryDecoder(language.Decoder):
             unroll=self.config.unroll,
         )
         return _times(self.norm(x), self.hidden_scale)
+
+
+def rms_norm(config: DecoderSizes, rngs: nnx.Rngs) -> RMSNorm:
+    """Over the hidden size."""
+    return RMSNorm({"embed": config.hidden_size}, eps=config.rms_norm_eps, rngs=rngs)
 
 
 def _identity(rotations: Sequence[ops.Rotation | None]) -> ops.Rotation:

@@ -14,7 +14,7 @@ from jaxspeed import ops
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, swiglu
-from .decoder import DecoderSizes, RotaryDecoder
+from .decoder import DecoderSizes, RotaryDecoder, rms_norm
 from .layers import RMSNorm, dropout, normal
 
 
@@ -92,14 +92,14 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
         return RMSNorm({"head_dim": dims["head_dim"]}, eps=c.rms_norm_eps, rngs=rngs)
 
     return NormBefore(
-        norm(c, rngs),
+        rms_norm(c, rngs),
         Attention(
             c.projections(out_init=out_init, bias=c.qkv_bias, out_bias=c.o_bias),
             qk_norm=head_norm if c.qk_norm else None,
             windows=(c.sliding_window,),
             rngs=rngs,
         ),
-        norm(c, rngs),
+        rms_norm(c, rngs),
         GatedFeedForward(
             c.hidden_size,
             c.intermediate_size,
@@ -113,17 +113,13 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
     )
 
 
-def norm(config: DecoderSizes, rngs: nnx.Rngs) -> RMSNorm:
-    return RMSNorm({"embed": config.hidden_size}, eps=config.rms_norm_eps, rngs=rngs)
-
-
 def residual_init(config: Config) -> Initializer:
     """Output weights of branches, scaled as in GPT-2: Meta did not publish Llama's scheme."""
     return normal(config.initializer_range / (2 * config.num_hidden_layers) ** 0.5)
 
 
 def build(config: Config, rngs: nnx.Rngs) -> RotaryDecoder:
-    return RotaryDecoder(config, block, norm, rotaries=(config.rotary,), rngs=rngs)
+    return RotaryDecoder(config, block, rms_norm, rotaries=(config.rotary,), rngs=rngs)
 
 
 loss = language.next_token_loss

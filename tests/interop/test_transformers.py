@@ -47,6 +47,13 @@ LONGROPE = {
 GEMMA = {
     "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 100, "pad_token_id": None,
 }  # fmt: skip
+PHI3 = {"pad_token_id": None}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.15, "residual_multiplier": 0.7,
+    "logits_scaling": 1.6,
+}  # fmt: skip
+SMOLLM3 = {"num_hidden_layers": 4, "pad_token_id": None, "tie_word_embeddings": False}
+GLM = {"head_dim": 16, "pad_token_id": None}
 # name: (configuration class, model class, fields)
 CASES = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", {
@@ -93,6 +100,34 @@ CASES = {
     "gemma3, tied": ("Gemma3Text", "Gemma3ForCausalLM", SIZES | GEMMA | {
         "num_hidden_layers": 6, "tie_word_embeddings": True,
     }),
+    "gemma": ("Gemma", "GemmaForCausalLM", SIZES | {"head_dim": 24, "pad_token_id": None}),
+    "phi3": ("Phi3", "Phi3ForCausalLM", SIZES | PHI3 | {"sliding_window": 100}),
+    "phi3, rotated in part": ("Phi3", "Phi3ForCausalLM", SIZES | PHI3 | {
+        "tie_word_embeddings": True, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 256, "rope_parameters": LONGROPE | {
+            "partial_rotary_factor": 0.75, "short_factor": [1.0 + i / 8 for i in range(6)],
+            "long_factor": [1.0 + i for i in range(6)],
+        },
+    }),
+    "granite": ("Granite", "GraniteForCausalLM", SIZES | MULTIPLIERS),
+    "granite, tied, with biases": ("Granite", "GraniteForCausalLM", SIZES | MULTIPLIERS | {
+        "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+    }),
+    "smollm3": ("SmolLM3", "SmolLM3ForCausalLM", SIZES | SMOLLM3),
+    "smollm3, windowed": ("SmolLM3", "SmolLM3ForCausalLM", SIZES | SMOLLM3 | {
+        "use_sliding_window": True, "sliding_window": 77, "no_rope_layers": [0, 1, 1, 0],
+        "attention_bias": True,
+    }),
+    "ministral": ("Ministral", "MinistralForCausalLM", SIZES | {
+        "sliding_window": 100, "head_dim": 16,
+    }),
+    "ministral, interleaved": ("Ministral", "MinistralForCausalLM", SIZES | {
+        "sliding_window": 100, "head_dim": 24,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
+    "olmo2": ("Olmo2", "Olmo2ForCausalLM", SIZES | {"pad_token_id": None}),
+    "glm": ("Glm", "GlmForCausalLM", SIZES | GLM),
+    "glm4": ("Glm4", "Glm4ForCausalLM", SIZES | GLM | {"attention_bias": False}),
     "vit": ("ViT", "ViTForImageClassification", {
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_labels": 7,
