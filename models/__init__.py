@@ -38,6 +38,7 @@ FAMILIES: dict[str, str] = {
     "ministral": "jaxspeed.models.ministral",
     "olmo2": "jaxspeed.models.olmo2",
     "glm4": "jaxspeed.models.glm4",
+    "gpt_neox": "jaxspeed.models.gpt_neox",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -60,6 +61,7 @@ MODEL_TYPES: dict[str, str] = {
     "olmo2": "olmo2",
     "glm": "glm4",  # GLM-4
     "glm4": "glm4",  # GLM-4-0414
+    "gpt_neox": "gpt_neox",  # Pythia
     "vit": "vit",
 }
 # Families with a form in Hugging Face's files.
@@ -133,6 +135,17 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     return pretrained(
         lambda rngs: module.build(config, rngs), opened, form.table(config), module.loss, config
     )
+
+
+def known() -> dict[str, dict[str, list[str]]]:
+    """By family: the model types of Hugging Face that it reads, and its presets."""
+    return {
+        name: {
+            "model_types": [kind for kind, other in MODEL_TYPES.items() if other == name],
+            "presets": list(family(name).PRESETS),
+        }
+        for name in FAMILIES
+    }
 
 
 def hf_form(name: str) -> ModuleType:

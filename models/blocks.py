@@ -153,6 +153,11 @@ def gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
 
 
+@ops.saves_inputs
+def exact_gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
 class FeedForward(nnx.Module):
     """down(activation(up(x)))."""
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed import ops
 
-from .blocks import FeedForward, NormBefore
+from .blocks import FeedForward, NormBefore, exact_gelu
 from .layers import (
     LayerNorm,
     Linear,
@@ -97,11 +97,6 @@ class ViTAttention(nnx.Module):
         return self.o_proj(ops.attention(q, k, v, causal=False))
 
 
-@ops.saves_inputs
-def gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
 def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
     c = config
     init = truncated_normal(c.initializer_range)
@@ -110,7 +105,7 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
         norm(c, rngs),
         ViTAttention(c, rngs=rngs),
         norm(c, rngs),
-        FeedForward(c.hidden_size, mlp, gelu, init=init, rngs=rngs),
+        FeedForward(c.hidden_size, mlp, exact_gelu, init=init, rngs=rngs),
         dropout(c.dropout, rngs),
     )
 

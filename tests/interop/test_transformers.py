@@ -128,6 +128,9 @@ CASES = {
     "olmo2": ("Olmo2", "Olmo2ForCausalLM", SIZES | {"pad_token_id": None}),
     "glm": ("Glm", "GlmForCausalLM", SIZES | GLM),
     "glm4": ("Glm4", "Glm4ForCausalLM", SIZES | GLM | {"attention_bias": False}),
+    "gpt_neox": ("GPTNeoX", "GPTNeoXForCausalLM", {
+        name: SIZES[name] for name in SIZES if name != "num_key_value_heads"
+    } | {"rotary_pct": 0.5}),
     "vit": ("ViT", "ViTForImageClassification", {
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_labels": 7,
