@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -166,7 +167,8 @@ def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a field may have the value; integers are sizes, and dataclasses may be mappings."""
-    kinds = typing.get_args(kind) or (kind,)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(kind) if is_union else (kind,)
     if value is None or isinstance(value, bool | str):
         return type(value) in kinds
     if isinstance(value, int) and int in kinds:

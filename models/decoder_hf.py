@@ -15,6 +15,8 @@ from jaxspeed.interop.mapping import MappingTable, TensorRule
 from .decoder import DecoderSizes
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
+# Of a config.json without a folder's: the default of some classes is larger than a vocabulary.
+NO_PADDING: dict[str, Any] = {"pad_token_id": None}
 BLOCK, OURS = "model.layers.{layer}", "blocks"
 
 # -- config.json -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from jaxspeed.interop.mapping import MappingTable
 from .decoder_hf import (
     ATTENTION,
     FUSED_GATED,
+    NO_PADDING,
     NORMS_BEFORE,
     decoder_table,
     read_partial,
@@ -45,7 +46,7 @@ def read_config(values: Mapping[str, Any]) -> Config:
 
 def write_config(config: Config) -> dict[str, Any]:
     kind = "glm4" if config.output_norms else "glm"
-    return {"model_type": kind, **write_sizes(config, FIELDS), **write_rope(config)}
+    return {"model_type": kind, **NO_PADDING, **write_sizes(config, FIELDS), **write_rope(config)}
 
 
 def table(config: Config) -> MappingTable:

@@ -12,6 +12,7 @@ from .decoder_hf import (
     ATTENTION,
     BLOCK,
     FUSED_GATED,
+    NO_PADDING,
     NORMS_BEFORE,
     OURS,
     QKV,
@@ -46,7 +47,12 @@ def read_config(values: Mapping[str, Any]) -> Config:
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    written = {"model_type": "phi3", **write_sizes(config, FIELDS), **write_rope(config)}
+    written = {
+        "model_type": "phi3",
+        **NO_PADDING,
+        **write_sizes(config, FIELDS),
+        **write_rope(config),
+    }
     original = getattr(config.rope_scaling, "original_max_position_embeddings", None)
     return written | ({"original_max_position_embeddings": original} if original else {})
 

@@ -14,6 +14,7 @@ from .decoder_hf import (
     GATED,
     GLOBAL,
     LOCAL,
+    NO_PADDING,
     NORMS_BEFORE,
     decoder_table,
     read_layers,
@@ -64,6 +65,7 @@ def write_config(config: Config) -> dict[str, Any]:
     window, unrotated = config.unrotated_window, config.is_unrotated
     return {
         "model_type": "smollm3",
+        **NO_PADDING,
         **write_sizes(config, FIELDS),
         **write_rope(config),
         "no_rope_layers": [int(not each) for each in unrotated],
