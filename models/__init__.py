@@ -54,17 +54,19 @@ MODEL_TYPES: dict[str, str] = {
     "gemma": "gemma1",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
-    "gemma3": "gemma",  # its language model
     "phi3": "phi3",  # and Phi-4
     "granite": "granite",
     "smollm3": "smollm3",
     "ministral": "ministral",
+    "ministral3": "ministral",
     "olmo2": "olmo2",
     "glm": "glm4",  # GLM-4
     "glm4": "glm4",  # GLM-4-0414
     "gpt_neox": "gpt_neox",  # Pythia
     "vit": "vit",
 }
+# Models with images, of which the language model is read: the family with their defaults.
+WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 # Families with a form in Hugging Face's files.
 HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
@@ -111,19 +113,23 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     """
     opened = PretrainedFolder(folder)
     kind = opened.config["model_type"]
+    if kind in WITH_IMAGES:
+        opened = LanguageModelFolder(opened, hf_form(WITH_IMAGES[kind]).LANGUAGE_MODELS[kind])
+        kind = str(opened.config["model_type"])
     if kind not in MODEL_TYPES:
         fields = [field for name in HF_FAMILIES for field in hf_form(name).FIELDS]
         unread = unsupported(opened.config, fields)
         raise PretrainedError(
             f"{opened.path}: model_type {kind!r} is of no known family: "
-            f"{_suggest(kind, MODEL_TYPES)}. A model of your own reads it with a mapping table: "
-            "jaxspeed.interop.pretrained. Fields of its config that no family supports:"
+            f"{_suggest(kind, MODEL_TYPES | WITH_IMAGES)}. A model of your own reads it with a "
+            "mapping table: jaxspeed.interop.pretrained. Fields of its config that no family "
+            "supports:"
             f"{lines(unread) or ' none'}"
         )
     name = MODEL_TYPES[kind]
     module, form = family(name), hf_form(name)
-    if kind not in form.MODEL_TYPES:
-        opened = LanguageModelFolder(opened, form.LANGUAGE_MODELS[kind])
+    if isinstance(opened, LanguageModelFolder) and not opened.config.get("architectures"):
+        opened.config["architectures"] = [form.MODEL_TYPES[kind]]
     try:
         config = form.read_config(opened.config)
     except PretrainedError as error:
@@ -142,7 +148,7 @@ def known() -> dict[str, dict[str, list[str]]]:
     """By family: the model types of Hugging Face that it reads, and its presets."""
     return {
         name: {
-            "model_types": [kind for kind, other in MODEL_TYPES.items() if other == name],
+            "model_types": [k for k, f in (MODEL_TYPES | WITH_IMAGES).items() if f == name],
             "presets": list(family(name).PRESETS),
         }
         for name in FAMILIES

@@ -50,6 +50,7 @@ class Attention(CachedAttention):
     Args:
       qk_norm: makes the norm of queries, and that of keys, of the sizes of their dims.
       rotate: rotates queries and keys, where a call gets rotations.
+      query_scale: of rotated queries, by their positions.
       windows: of all layers, or of each of the two kinds of layers; None: all tokens before.
       scale: of the scores; 1 / sqrt(head_dim) by default.
       cap: bound of the scores.
@@ -61,6 +62,7 @@ class Attention(CachedAttention):
         *,
         qk_norm: Callable[[dict[str, int]], RMSNorm] | None = None,
         rotate: Callable[[jax.Array, ops.Rotation], jax.Array] = ops.rotate,
+        query_scale: Callable[[jax.Array], jax.Array] | None = None,
         windows: Sequence[int | None] = (None,),
         scale: float | None = None,
         cap: float | None = None,
@@ -77,6 +79,7 @@ class Attention(CachedAttention):
         self.q_norm = qk_norm(heads) if qk_norm else None
         self.k_norm = qk_norm(kv_heads) if qk_norm else None
         self.rotate = rotate
+        self.query_scale = query_scale
         self.windows = tuple(windows)
         self.form: dict[str, Any] = {"scale": scale, "soft_cap": cap}
 
@@ -95,7 +98,11 @@ class Attention(CachedAttention):
             by = rotations[0]
             if len(rotations) > 1:
                 by = jax.tree.map(lambda a, b: jnp.where(second, b, a), *rotations)
-            q = checkpoint_name(self.rotate(q, by), "query")
+            q = self.rotate(q, by)
+            if self.query_scale is not None:
+                read = jnp.arange(q.shape[1]) if positions is None else positions
+                q = q * self.query_scale(read)[..., None, None].astype(q.dtype)
+            q = checkpoint_name(q, "query")
             k = checkpoint_name(self.rotate(k, by), "key")
         else:
             q, k = checkpoint_name(q, "query"), checkpoint_name(k, "key")

@@ -28,7 +28,6 @@ MODEL_TYPES = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"
 # Gemma 3 with images: the fields that its text_config lacks where they have these values.
 LANGUAGE_MODELS = {
     "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "vocab_size": 262208,
         "hidden_size": 2304,

@@ -4,7 +4,15 @@ import json
 from collections.abc import Mapping
 
 import pytest
-from jaxspeed.models import FAMILIES, HF_FAMILIES, MODEL_TYPES, family, from_pretrained, hf_form
+from jaxspeed.models import (
+    FAMILIES,
+    HF_FAMILIES,
+    MODEL_TYPES,
+    WITH_IMAGES,
+    family,
+    from_pretrained,
+    hf_form,
+)
 
 import jaxspeed
 from jaxspeed.cli.main import main
@@ -98,11 +106,31 @@ def test_report_lists_families_with_their_types_and_presets(capsys):
     assert main(["report", "--models", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == FAMILIES.keys()
-    assert {kind for each in found.values() for kind in each["model_types"]} == set(MODEL_TYPES)
+    types = {kind for each in found.values() for kind in each["model_types"]}
+    assert types == {*MODEL_TYPES, *WITH_IMAGES}
     assert found["glm4"]["model_types"] == ["glm", "glm4"]
     assert "phi4" in found["phi3"]["presets"]
     assert main(["report", "--models"]) == 0
     assert "model_types: llama, mistral, qwen2, qwen3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "architecture"),
+    [(None, "llama", "Mistral"), ("ministral3", "ministral", "Ministral3")],
+)
+def test_a_mistral_with_images_has_the_language_model_that_it_names(
+    tmp_path, kind, family, architecture
+):
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    rope = yarn | ({"llama_4_scaling_beta": 0.1} if kind else {})
+    text = folders.LLAMA | {"model_type": kind, "rope_parameters": rope, "architectures": None}
+    del text["rope_theta"]
+    tensors = {f"language_model.{n}": x for n, x in folders.llama_tensors().items()}
+    outer = {"model_type": "mistral3", "text_config": text}
+    found = from_pretrained(folders.folder(tmp_path, outer, tensors))
+    assert type(found.config).__module__ == f"jaxspeed.models.{family}"
+    assert found.weights.folder.config["architectures"] == [f"{architecture}ForCausalLM"]
+    assert found.weights.folder.tensors.keys() == folders.llama_tensors().keys()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +148,7 @@ def test_report_lists_families_with_their_types_and_presets(capsys):
             r"layers \[0\] have a sliding window; only that .* without a rotation, \[2\]",
         ),
         ("ministral", {"layer_types": ["full_attention"]}, "3 of sliding_attention and full"),
+        ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta"),
         ("glm4", {"partial_rotary_factor": 1.5}, "6 of the 4 dims of a head"),
         ("glm", {"partial_rotary_factor": "half"}, "config.json"),
         ("phi3", {"partial_rotary_factor": 0.25}, "1 of the 4 dims of a head are rotated"),
