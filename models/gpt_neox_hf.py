@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
+from jaxspeed.interop.config_fields import (
+    Field,
+    Fields,
+    Fixed,
+    Read,
+    read_fields,
+    write_fields,
+)
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
 from .decoder_hf import QKV, read_partial, read_scaling, write_rope
 from .gpt_neox import Config
 
 MODEL_TYPES = {"gpt_neox": "GPTNeoXForCausalLM"}
-FIELDS = (
+FIELDS: Fields = (
     Field("hidden_size", "hidden_size"),
     Field("num_hidden_layers", "num_hidden_layers"),
     Field("num_attention_heads", "num_attention_heads"),
