@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspeed import ops
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.config_fields import Field, Fixed, Read, write_fields
+from jaxspeed.interop.config_fields import Field, Fields, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
 from .decoder import DecoderSizes
@@ -22,7 +22,7 @@ BLOCK, OURS = "model.layers.{layer}", "blocks"
 # -- config.json -----------------------------------------------------------------------------------
 
 
-def size_fields(**defaults: Any) -> tuple[Field | Fixed | Read, ...]:
+def size_fields(**defaults: Any) -> tuple[Field | Read, ...]:
     """The fields of `DecoderSizes`; without a default they are required."""
     kinds = {"rms_norm_eps": float, "initializer_range": float, "tie_word_embeddings": bool}
     names = (
@@ -35,8 +35,45 @@ def size_fields(**defaults: Any) -> tuple[Field | Fixed | Read, ...]:
     return (*sizes, *map(Read, (*rope, "partial_rotary_factor")))
 
 
-def write_sizes(config: DecoderSizes, fields: Sequence[Field | Fixed | Read]) -> dict[str, Any]:
-    return write_fields(config, fields) | {"head_dim": config.size_of_head}
+def read_sizes(
+    values: Mapping[str, Any], fields: Fields, theta: float, partial: float | None = None
+) -> dict[str, Any]:
+    """The fields of ours, those of rotary positions too.
+
+    Args:
+      theta: the default of `rope_theta`.
+      partial: that of `partial_rotary_factor`; None where all of a head is rotated.
+    """
+    found = read_fields(values, fields)
+    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
+    if partial is not None:
+        found["partial_rotary_factor"] = _partial(values, partial)
+        values = {**values, "rope_parameters": _rope(values) | {"partial_rotary_factor": 1.0}}
+    found["rope_theta"], found["rope_scaling"] = read_rope(values, theta)
+    return found
+
+
+def write_sizes(kind: str, config: DecoderSizes, fields: Fields) -> dict[str, Any]:
+    """The contents of config.json of a model type.
+
+    Rotary positions are in both spellings: libraries know one or the other.
+    """
+    theta, scaling = config.rope_theta, config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        set_fields = {k: v for k, v in dataclasses.asdict(scaling).items() if v is not None}
+        rope = {"rope_type": scaling.rope_type, **set_fields}
+    partial = getattr(config, "partial_rotary_factor", None)
+    part = {} if partial is None else {"partial_rotary_factor": partial}
+    return {
+        "model_type": kind,
+        **write_fields(config, fields),
+        "head_dim": config.size_of_head,
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else rope,
+        **part,
+        "rope_parameters": {"rope_theta": theta, **part, **rope},
+    }
 
 
 def read_layers(values: Mapping[str, Any], layers: int) -> list[str] | None:
@@ -60,18 +97,8 @@ def read_rope(values: Mapping[str, Any], theta: float) -> tuple[float, ops.Scali
     Raises:
       PretrainedError: unknown type or fields, or only a part of each head is rotated.
     """
-    if read_partial(values, 1.0) != 1.0:
+    if _partial(values, 1.0) != 1.0:
         raise PretrainedError("config.json: partial_rotary_factor is not supported")
-    return read_scaling(values, theta)
-
-
-def read_partial(values: Mapping[str, Any], default: float) -> float:
-    """The part of each head that is rotated."""
-    return _rope(values).get("partial_rotary_factor", values.get("partial_rotary_factor", default))
-
-
-def read_scaling(values: Mapping[str, Any], theta: float) -> tuple[float, ops.Scaling | None]:
-    """As `read_rope`, where a part of a head may be rotated."""
     fields = _rope(values)
     theta = fields.pop("rope_theta", None) or values.get("rope_theta") or theta
     fields.pop("partial_rotary_factor", None)
@@ -95,21 +122,13 @@ def read_scaling(values: Mapping[str, Any], theta: float) -> tuple[float, ops.Sc
         raise PretrainedError(f"config.json: {error}") from None
 
 
+def _partial(values: Mapping[str, Any], default: float) -> float:
+    """The part of each head that is rotated."""
+    return _rope(values).get("partial_rotary_factor", values.get("partial_rotary_factor", default))
+
+
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-
-
-def write_rope(config: DecoderSizes) -> dict[str, Any]:
-    """Both spellings: libraries know one or the other."""
-    theta, scaling = config.rope_theta, config.rope_scaling
-    kind: dict[str, Any] = {"rope_type": "default"}
-    if scaling is not None:
-        set_fields = {k: v for k, v in dataclasses.asdict(scaling).items() if v is not None}
-        kind = {"rope_type": scaling.rope_type, **set_fields}
-    written = {"rope_theta": theta, "rope_scaling": None if scaling is None else kind}
-    partial = getattr(config, "partial_rotary_factor", None)
-    part = {} if partial is None else {"partial_rotary_factor": partial}
-    return written | part | {"rope_parameters": {"rope_theta": theta, **part, **kind}}
 
 
 # -- mapping rules: weights of linear layers have the output dim first -----------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.interop.config_fields import Field, Fixed, read_fields
+from jaxspeed.interop.config_fields import Field, Fixed
 from jaxspeed.interop.mapping import MappingTable
 
 from .decoder_hf import (
@@ -13,9 +13,8 @@ from .decoder_hf import (
     GATED,
     NORMS_BEFORE,
     decoder_table,
-    read_rope,
+    read_sizes,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .gemma1 import Config
@@ -33,13 +32,11 @@ FIELDS = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
-    found["rope_theta"], found["rope_scaling"] = read_rope(values, 10000.0)
-    return Config(**found)
+    return Config(**read_sizes(values, FIELDS, 10000.0))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    return {"model_type": "gemma", **write_sizes(config, FIELDS), **write_rope(config)}
+    return write_sizes("gemma", config, FIELDS)
 
 
 def table(config: Config) -> MappingTable:

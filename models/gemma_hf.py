@@ -19,7 +19,6 @@ from .decoder_hf import (
     read_layers,
     read_rope,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .gemma import Config
@@ -87,17 +86,17 @@ def _global_layers(values: Mapping[str, Any], layers: int, period: int) -> tuple
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    written = write_sizes(config, FIELDS)
-    written["layer_types"] = [GLOBAL if g else LOCAL for g in config.is_global.tolist()]
-    rope = write_rope(config)
+    kinds = {"layer_types": [GLOBAL if g else LOCAL for g in config.is_global.tolist()]}
     if not config.qk_norm:
         if config.rope_local_theta is not None:
             raise ValueError("Hugging Face's gemma2 has one rotation for all layers")
-        return {"model_type": "gemma2", **written, **rope}
+        return write_sizes("gemma2", config, FIELDS) | kinds
+    written = write_sizes("gemma3_text", config, FIELDS) | kinds
     local = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
-    kinds = {LOCAL: {"rope_type": "default", "rope_theta": local}, GLOBAL: rope["rope_parameters"]}
-    older = {"rope_theta": config.rope_theta, "rope_local_base_freq": local}
-    return {"model_type": "gemma3_text", **written, **older, "rope_parameters": kinds}
+    own = {"rope_type": "default", "rope_theta": local}
+    rotations = {LOCAL: own, GLOBAL: written["rope_parameters"]}
+    del written["rope_scaling"]
+    return {**written, "rope_local_base_freq": local, "rope_parameters": rotations}
 
 
 NORMS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.interop.config_fields import Field, Fixed, read_fields
+from jaxspeed.interop.config_fields import Field, Fixed
 from jaxspeed.interop.mapping import MappingTable
 
 from .decoder_hf import (
@@ -14,10 +14,8 @@ from .decoder_hf import (
     NO_PADDING,
     NORMS_BEFORE,
     decoder_table,
-    read_partial,
-    read_scaling,
+    read_sizes,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .glm4 import Config
@@ -37,16 +35,13 @@ OUTPUT_NORMS = {
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
-    found["output_norms"] = values["model_type"] == "glm4"
-    found["partial_rotary_factor"] = read_partial(values, 0.5)
-    found["rope_theta"], found["rope_scaling"] = read_scaling(values, 10000.0)
-    return Config(**found)
+    found = read_sizes(values, FIELDS, 10000.0, partial=0.5)
+    return Config(**found, output_norms=values["model_type"] == "glm4")
 
 
 def write_config(config: Config) -> dict[str, Any]:
     kind = "glm4" if config.output_norms else "glm"
-    return {"model_type": kind, **NO_PADDING, **write_sizes(config, FIELDS), **write_rope(config)}
+    return write_sizes(kind, config, FIELDS) | NO_PADDING
 
 
 def table(config: Config) -> MappingTable:

@@ -5,45 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.interop.config_fields import (
-    Field,
-    Fields,
-    Fixed,
-    Read,
-    read_fields,
-    write_fields,
-)
+from jaxspeed.interop.config_fields import Field, Fixed, Read
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
-from .decoder_hf import QKV, read_partial, read_scaling, write_rope
+from .decoder_hf import QKV, read_sizes, size_fields, write_sizes
 from .gpt_neox import Config
 
 MODEL_TYPES = {"gpt_neox": "GPTNeoXForCausalLM"}
-FIELDS: Fields = (
-    Field("hidden_size", "hidden_size"),
-    Field("num_hidden_layers", "num_hidden_layers"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("intermediate_size", "intermediate_size"),
-    Field("vocab_size", "vocab_size"),
-    Field("max_position_embeddings", "max_position_embeddings"),
+FIELDS = (
+    *size_fields(num_key_value_heads=None, rms_norm_eps=1e-5, tie_word_embeddings=False),
     Field("layer_norm_eps", "rms_norm_eps", float, 1e-5),
-    Field("initializer_range", "initializer_range", float, 0.02),
-    Field("tie_word_embeddings", "tie_word_embeddings", bool, False),
     Field("attention_bias", "attention_bias", bool, True),
-    *map(Read, ("rotary_emb_base", "rotary_pct", "rope_scaling", "rope_parameters", "rope_theta")),
-    *map(Read, ("partial_rotary_factor", "original_max_position_embeddings")),
+    Read("rotary_emb_base"),
+    Read("rotary_pct"),
     Fixed("hidden_act", ("gelu",)),
     Fixed("use_parallel_residual", (True,)),
 )
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
-    found["num_key_value_heads"] = found["num_attention_heads"]
-    found["partial_rotary_factor"] = read_partial(values, values.get("rotary_pct", 0.25))
-    base = values.get("rotary_emb_base", 10000.0)
-    found["rope_theta"], found["rope_scaling"] = read_scaling(values, base)
-    return Config(**found)
+    base, part = values.get("rotary_emb_base", 10000.0), values.get("rotary_pct", 0.25)
+    return Config(**read_sizes(values, FIELDS, base, partial=part))
 
 
 def write_config(config: Config) -> dict[str, Any]:
@@ -54,7 +36,7 @@ def write_config(config: Config) -> dict[str, Any]:
             "Hugging Face's gpt_neox has hidden_size / num_attention_heads dims a head"
         )
     older = {"rotary_emb_base": config.rope_theta, "rotary_pct": config.partial_rotary_factor}
-    return {"model_type": "gpt_neox", **write_fields(config, FIELDS), **write_rope(config), **older}
+    return write_sizes("gpt_neox", config, FIELDS) | older
 
 
 def table(config: Config) -> MappingTable:

@@ -15,9 +15,8 @@ from .decoder_hf import (
     HEAD_NORMS,
     NORMS_BEFORE,
     decoder_table,
-    read_rope,
+    read_sizes,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .llama import Config
@@ -39,9 +38,7 @@ FIELDS = (
 
 def read_config(values: Mapping[str, Any]) -> Config:
     kind = values["model_type"]
-    found = read_fields(values, FIELDS)
-    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
-    found["rope_theta"], found["rope_scaling"] = read_rope(values, 10000.0)
+    found = read_sizes(values, FIELDS, 10000.0)
     bias = bool(values.get("attention_bias", False))
     found["qkv_bias"] = kind == "qwen2" or bias
     found["o_bias"] = bias
@@ -88,7 +85,7 @@ def write_config(config: Config) -> dict[str, Any]:
         more = {"sliding_window": c.sliding_window}
     if (c.qkv_bias != c.o_bias and kind != "qwen2") or (c.mlp_bias and kind != "llama"):
         raise ValueError(f"Hugging Face's {kind} has no such biases")
-    return {"model_type": kind, **write_sizes(c, FIELDS), **more, **write_rope(c)}
+    return write_sizes(kind, c, FIELDS) | more
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields
 from jaxspeed.interop.mapping import MappingTable
 
@@ -17,9 +16,8 @@ from .decoder_hf import (
     NORMS_BEFORE,
     decoder_table,
     read_layers,
-    read_rope,
+    read_sizes,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .ministral import Config
@@ -36,33 +34,31 @@ FIELDS = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
-    layers = found["num_hidden_layers"]
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    growth = {}
     if values["model_type"] == "ministral3":
-        if GROWTH not in rope:
-            raise PretrainedError(f"config.json: rope_parameters has no {GROWTH}")
-        found["query_growth"] = rope.pop(GROWTH)
-        rope.pop("max_position_embeddings", None)
-    elif "sliding_window" not in values:
+        growth = read_fields(rope, [Field(GROWTH, "query_growth", float)], "rope_parameters")
+        rope = {n: x for n, x in rope.items() if n not in (GROWTH, "max_position_embeddings")}
+    found = read_sizes({**values, "rope_parameters": rope}, FIELDS, 10000.0) | growth
+    layers = found["num_hidden_layers"]
+    if "sliding_window" not in values and not growth:
         found["sliding_window"] = 4096
-    found["rope_theta"], found["rope_scaling"] = read_rope({**values, "rope_parameters": rope}, 1e4)
     kinds = read_layers(values, layers) or [LOCAL] * layers
     found["global_layers"] = tuple(i for i, kind in enumerate(kinds) if kind == GLOBAL)
     return Config(**found)
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    written = write_sizes(config, FIELDS) | write_rope(config)
     if config.query_growth is not None:
         if config.sliding_window is not None and config.global_layers:
             raise ValueError("Hugging Face's ministral3 has one window for all layers")
+        written = write_sizes("ministral3", config, FIELDS)
         grown = {GROWTH: config.query_growth}
         both = {name: written[name] | grown for name in ("rope_scaling", "rope_parameters")}
-        return {"model_type": "ministral3", **written, **both}
+        return written | both
     windowed = config.sliding_window is not None
     kinds = [LOCAL if windowed and not each else GLOBAL for each in config.is_global]
-    return {"model_type": "ministral", **written, "layer_types": kinds}
+    return {**write_sizes("ministral", config, FIELDS), "layer_types": kinds}
 
 
 def table(config: Config) -> MappingTable:

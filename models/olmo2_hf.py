@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.interop.config_fields import Field, Fixed, read_fields
+from jaxspeed.interop.config_fields import Field, Fixed
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
 from .decoder_hf import (
@@ -14,9 +14,8 @@ from .decoder_hf import (
     GATED,
     OURS,
     decoder_table,
-    read_rope,
+    read_sizes,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .olmo2 import Config
@@ -34,14 +33,11 @@ NORMS = {
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
-    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
-    found["rope_theta"], found["rope_scaling"] = read_rope(values, 10000.0)
-    return Config(**found)
+    return Config(**read_sizes(values, FIELDS, 10000.0))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    return {"model_type": "olmo2", **write_sizes(config, FIELDS), **write_rope(config)}
+    return write_sizes("olmo2", config, FIELDS)
 
 
 def table(config: Config) -> MappingTable:

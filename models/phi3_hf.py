@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.interop.config_fields import Field, Fixed, read_fields
+from jaxspeed.interop.config_fields import Field, Fixed
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
 from .decoder_hf import (
@@ -17,10 +17,8 @@ from .decoder_hf import (
     OURS,
     QKV,
     decoder_table,
-    read_partial,
-    read_scaling,
+    read_sizes,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .phi3 import Config
@@ -35,26 +33,17 @@ FIELDS = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
-    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
-    found["partial_rotary_factor"] = read_partial(values, 1.0)
-    # Older files name LongRoPE otherwise.
     scaling = values.get("rope_scaling")
     if isinstance(scaling, Mapping) and scaling.get("type") in ("su", "yarn"):
+        # Older files name LongRoPE so.
         values = {**values, "rope_scaling": {**scaling, "type": "longrope"}}
-    found["rope_theta"], found["rope_scaling"] = read_scaling(values, 10000.0)
-    return Config(**found)
+    return Config(**read_sizes(values, FIELDS, 10000.0, partial=1.0))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    written = {
-        "model_type": "phi3",
-        **NO_PADDING,
-        **write_sizes(config, FIELDS),
-        **write_rope(config),
-    }
     original = getattr(config.rope_scaling, "original_max_position_embeddings", None)
-    return written | ({"original_max_position_embeddings": original} if original else {})
+    scaled = {"original_max_position_embeddings": original} if original else {}
+    return {**write_sizes("phi3", config, FIELDS), **NO_PADDING, **scaled}
 
 
 def table(config: Config) -> MappingTable:

@@ -18,9 +18,8 @@ from .decoder_hf import (
     NORMS_BEFORE,
     decoder_table,
     read_layers,
-    read_rope,
+    read_sizes,
     size_fields,
-    write_rope,
     write_sizes,
 )
 from .smollm3 import Config
@@ -37,7 +36,7 @@ FIELDS = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
+    found = read_sizes(values, FIELDS, 2000000.0)
     layers = found["num_hidden_layers"]
     rotated = values.get("no_rope_layers")  # 1 where there is a rotation
     if rotated is None:
@@ -56,18 +55,16 @@ def read_config(values: Mapping[str, Any]) -> Config:
                 f"config.json: layers {windowed} have a sliding window; only that of the layers "
                 f"without a rotation, {list(unrotated)}, is supported"
             )
-        found["unrotated_window"] = values["sliding_window"] if windowed or not kinds else None
-    found["rope_theta"], found["rope_scaling"] = read_rope(values, 2000000.0)
+        if windowed or not kinds:
+            found |= read_fields(values, [Field("sliding_window", "unrotated_window")])
     return Config(**found)
 
 
 def write_config(config: Config) -> dict[str, Any]:
     window, unrotated = config.unrotated_window, config.is_unrotated
     return {
-        "model_type": "smollm3",
+        **write_sizes("smollm3", config, FIELDS),
         **NO_PADDING,
-        **write_sizes(config, FIELDS),
-        **write_rope(config),
         "no_rope_layers": [int(not each) for each in unrotated],
         "use_sliding_window": window is not None,
         "sliding_window": window,

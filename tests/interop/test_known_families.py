@@ -148,7 +148,7 @@ def test_a_mistral_with_images_has_the_language_model_that_it_names(
             r"layers \[0\] have a sliding window; only that .* without a rotation, \[2\]",
         ),
         ("ministral", {"layer_types": ["full_attention"]}, "3 of sliding_attention and full"),
-        ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta"),
+        ("ministral3", {}, "rope_parameters:\n  llama_4_scaling_beta is missing"),
         ("glm4", {"partial_rotary_factor": 1.5}, "6 of the 4 dims of a head"),
         ("glm", {"partial_rotary_factor": "half"}, "config.json"),
         ("phi3", {"partial_rotary_factor": 0.25}, "1 of the 4 dims of a head are rotated"),
