@@ -143,7 +143,7 @@ CASES = {
         "initializer_range": 0.15,
     }),
 }  # fmt: skip
-BY_DEFAULT = ("gpt2", "qwen3")
+BY_DEFAULT = ("gpt2", "qwen3", "olmo2", "glm4")
 cases = pytest.mark.parametrize(
     "case",
     [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in CASES],
