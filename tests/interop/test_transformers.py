@@ -126,9 +126,10 @@ CASES = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     }),
     "ministral3": ("Ministral3", "Ministral3ForCausalLM", SIZES | {
-        "head_dim": 16, "pad_token_id": None, "rope_parameters": YARN | {
+        "head_dim": 16, "initializer_range": 0.1, "pad_token_id": None,
+        "rope_parameters": YARN | {
             "original_max_position_embeddings": 100, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
+            "llama_4_scaling_beta": 0.1,
         },
     }),
     "olmo2": ("Olmo2", "Olmo2ForCausalLM", SIZES | {"pad_token_id": None}),
