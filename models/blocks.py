@@ -81,7 +81,7 @@ class Attention(CachedAttention):
         self.rotate = rotate
         self.query_scale = query_scale
         self.windows = tuple(windows)
-        self.form: dict[str, Any] = {"scale": scale, "soft_cap": cap}
+        self.scale, self.cap = scale, cap
 
     def __call__(
         self,
@@ -119,6 +119,7 @@ class Attention(CachedAttention):
         second: jax.Array | bool,
     ) -> jax.Array:
         """Attention with the layer's window: kernels know it when they are traced."""
+        form: dict[str, Any] = {"scale": self.scale, "soft_cap": self.cap}
         if self.cached_key is not None:
             reach: Any = self.windows[0]
             if len(self.windows) > 1:
@@ -126,13 +127,13 @@ class Attention(CachedAttention):
                 reach = jnp.where(
                     second, *(everything if w is None else w for w in reversed(self.windows))
                 )
-            cached = self.attend_cached(q, k, v, positions, reach, **self.form)
+            cached = self.attend_cached(q, k, v, positions, reach, **form)
             if cached is not None:
                 return cached
 
         def within(window: int | None):
             return lambda q, k, v: ops.attention(
-                q, k, v, window=window, segment_ids=segment_ids, **self.form
+                q, k, v, window=window, segment_ids=segment_ids, **form
             )
 
         if len(self.windows) == 1:
