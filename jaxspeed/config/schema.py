@@ -255,6 +255,10 @@ class Settings(Lenient):
         False, "Gradients are dense arrays in XLA; remove the key, embeddings train without it."
     )
 
+    trainable: list[Pattern] | None = honoured(
+        None,
+        "Path patterns of the parameters that are trained, by default all; all others are frozen.",
+    )
     optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 

@@ -337,7 +337,7 @@ class Engine:
             value: jax.Array = row.decoded(row.updated, stored)
             return value
 
-        return {row.path: here(row) for row in self.placements}
+        return self.placements.joined({row.path: here(row) for row in self.placements})
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:

@@ -77,12 +77,19 @@ class Objective:
     @cached_property
     def traces(self) -> LossTraces:
         """Traced programs of the loss, with parameters as layers read them."""
+        table = self.table
         params = {
-            row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
+            path: jax.ShapeDtypeStruct(table.shape_of(path), rows[0].read.dtype)
+            for path, rows in table.parameters.items()
+        }
+        ranges = {
+            path: [(row.path, row.leaf.shape[0]) for row in rows]
+            for path, rows in table.parameters.items()
+            if len(rows) > 1
         }
         patterns = tuple(self.unit_patterns)
         casts = self.autocast, self.compute_dtype
-        return LossTraces(self.model, self.loss_fn, params, patterns, *casts)
+        return LossTraces(self.model, self.loss_fn, params, patterns, *casts, ranges)
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
@@ -91,7 +98,7 @@ class Objective:
         sources = {row.path: self.given(row, sources[row.path]) for row in self.table}
         rest = (variables, batch, jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32))
         program = self.trace(rest, train)
-        args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
+        args = [*(sources[path] for path in program.parameters), *jax.tree.leaves(rest)]
         outs = self._run(program, args, self.recompute if train else NO_RECOMPUTE, batch)
         loss, written = jax.tree.unflatten(program.out_tree, outs)
         return loss, self._as_stored(written)
@@ -173,13 +180,12 @@ class Objective:
         Raises ModelError for a parameter that layers read in another dtype or from host memory: a
         value computed from such a copy has lost precision or cannot be stored back.
         """
-        stored = {}
-        for path, value in written.items():
-            if path in self.table.rows:
-                row = self.table[path]
-                self._refuse_copies(row)
-                value = pad(value.astype(row.source.dtype), row.shape(row.source))
-            stored[path] = value
+        own = {path for path in written if path in self.table.parameters}
+        stored = {path: value for path, value in written.items() if path not in own}
+        for path, value in self.table.in_rows({path: written[path] for path in own}).items():
+            row = self.table[path]
+            self._refuse_copies(row)
+            stored[path] = pad(value.astype(row.source.dtype), row.shape(row.source))
         return stored
 
     def _refuse_copies(self, row: Row) -> None:

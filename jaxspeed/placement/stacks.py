@@ -87,7 +87,11 @@ def find_stacks(
     match: Callable[[str, str], bool] | None = None,
 ) -> list[Stack]:
     """Find every stack that the names of a model's parameters suggest, the largest first."""
-    return largest_first([*_stacked(leaves), *_listed(leaves, patterns, match)], leaves)
+    stacked = [
+        Stack(group[0].shape[0], {leaf.path: (leaf.path,) for leaf in group})
+        for group in stacked_modules(leaves).values()
+    ]
+    return largest_first([*stacked, *_listed(leaves, patterns, match)], leaves)
 
 
 def largest_first(stacks: Sequence[Stack], leaves: Sequence[Leaf]) -> list[Stack]:
@@ -143,8 +147,11 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
     )
 
 
-def _stacked(leaves: Sequence[Leaf]) -> list[Stack]:
-    """Find one stack per highest module all of whose parameters stack equally many layers."""
+def stacked_modules(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
+    """The highest modules all of whose parameters stack equally many layers, by path.
+
+    A stacked parameter of no such module stands alone.
+    """
     below: dict[str, set[int]] = defaultdict(set)
     for leaf in leaves:
         layers = leaf.shape[0] if leaf.stacked else 0
@@ -155,10 +162,7 @@ def _stacked(leaves: Sequence[Leaf]) -> list[Stack]:
         if leaf.stacked:
             alike = (p for p in _prefixes(leaf.path) if len(below[p]) == 1)
             groups[next(alike, leaf.path)].append(leaf)
-    return [
-        Stack(group[0].shape[0], {leaf.path: (leaf.path,) for leaf in group})
-        for group in groups.values()
-    ]
+    return groups
 
 
 def _prefixes(path: str) -> list[str]:
