@@ -172,11 +172,11 @@ class _SplitScans(Rewriter[Joined | None]):
     def _checkpoint(self, program: Rewriting[Joined | None], eqn: JaxprEqn) -> None:
         """Pass the parts instead of what they are joined to."""
         (body,) = bodies(eqn)
-        whole = zip(body.jaxpr.invars, map(program.state, body.operands), strict=True)
+        joined = zip(body.jaxpr.invars, map(program.state, body.operands), strict=True)
         sizes = {
-            iv: [b - a for a, b in pairwise(joined.borders)]
-            for iv, joined in whole
-            if joined and joined.dim == 0
+            iv: [b - a for a, b in pairwise(x.borders)]
+            for iv, x in joined
+            if x and x.dim == 0
         }
         operands = [
             each

@@ -28,7 +28,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
-from jaxspeed.remat.unit_jaxprs import unit_jaxprs
+from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.protocol import Model
@@ -146,7 +146,7 @@ class Objective:
         if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)
         units = self._units(program)
-        found = tuple(unit_jaxprs(program.closed.jaxpr, program.batch, units))
+        found = self._unit_jaxprs(program)
         residuals = resolve_policy(recompute, found, *self._shared_by())
         own = frozenset(program.batch)
         return EvalContext(units, residuals=residuals, activations=own, exchange=self.exchange)
@@ -155,11 +155,27 @@ class Objective:
         """Report the residuals of a micro-batch of these shapes; None without a residual policy."""
         if not self.recompute:
             return None
+        found = self._units_of(variables, batch)
+        return residual_report(self.recompute, found, *self._shared_by())
+
+    def recomputes(self, variables: Arrays, batch: Any) -> bool:
+        """Whether a unit has a backward pass: none has if only what follows them is trained."""
+        return any(unit.differentiated for unit in self._units_of(variables, batch))
+
+    def _units_of(self, variables: Arrays, batch: Any) -> tuple[UnitJaxpr, ...]:
+        """The units of a micro-batch of these shapes."""
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
-        program = self._rewritten(self.trace((variables, batch, first, first), train=True))
-        found = tuple(unit_jaxprs(program.closed.jaxpr, program.batch, self._units(program)))
-        return residual_report(self.recompute, found, *self._shared_by())
+        program = self.trace((variables, batch, first, first), train=True)
+        return self._unit_jaxprs(self._rewritten(program))
+
+    def _unit_jaxprs(self, program: LossProgram) -> tuple[UnitJaxpr, ...]:
+        trained = None  # in a part of the loss, activations may have gradients too
+        if program.out_tree is not None:
+            rows, parameters = self.table.rows, program.parameters
+            trained = [v for path, v in parameters.items() if rows[path].leaf.trainable]
+        jaxpr, units = program.closed.jaxpr, self._units(program)
+        return tuple(unit_jaxprs(jaxpr, program.batch, units, trained))
 
     def _units(self, program: LossProgram) -> Units:
         """Units of a loss; to recompute a model in which nothing repeats, the model itself.
