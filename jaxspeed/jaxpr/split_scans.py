@@ -174,9 +174,7 @@ class _SplitScans(Rewriter[Joined | None]):
         (body,) = bodies(eqn)
         joined = zip(body.jaxpr.invars, map(program.state, body.operands), strict=True)
         sizes = {
-            iv: [b - a for a, b in pairwise(x.borders)]
-            for iv, x in joined
-            if x and x.dim == 0
+            iv: [b - a for a, b in pairwise(x.borders)] for iv, x in joined if x and x.dim == 0
         }
         operands = [
             each

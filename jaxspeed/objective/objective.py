@@ -85,7 +85,8 @@ class Objective:
         ranges = {
             path: [(row.path, row.leaf.shape[0]) for row in rows]
             for path, rows in table.parameters.items()
-            if len(rows) > 1
+            # A pipeline divides the loss at one scan, and its stages read such ranges.
+            if len(rows) > 1 and not (table.stack and path in table.stack.leaves)
         }
         patterns = tuple(self.unit_patterns)
         casts = self.autocast, self.compute_dtype

@@ -6,11 +6,17 @@ blocks in a list) are stored sharded over `pipe` on another dim. One all-to-all 
 start of a step sends each stage its layers; another one at its end returns the gradients.
 
 Layer l of the stack is the j-th of chunk c of stage s: l = (c * stages + s) * rows + j.
+
+If some layers are frozen, the rows of a chunk are divided into segments: those that are trained on
+some stage, and those that are frozen on all of them, which have no gradient. Each segment of a
+parameter is an array of its own, a piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +33,14 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.zero3 import ShardedParam
 
 Arrays = dict[str, Any]
+
+
+class Piece(NamedTuple):
+    """Rows of a chunk of one of the blocks' parameters."""
+
+    parameter: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -60,22 +74,65 @@ class StageLayout:
         return self.rows * self.stages * self.chunks != self.layers
 
     def names(self) -> Sequence[str]:
-        return list(self.stack.leaves)
+        """The names of all pieces."""
+        return list(self.pieces)
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Piece]:
+        """The pieces by name, segment by segment."""
+        return {
+            name if len(self.segments) == 1 else f"{name}/{start}": Piece(name, start, stop)
+            for start, stop in self.segments
+            for name in self.stack.leaves
+        }
+
+    @cached_property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Consecutive rows of a chunk of which the same parameters are trained on some stage."""
+
+        def trained(row: int) -> list[bool]:
+            layers = self._layers_at(row)
+            return [
+                any(self._row_of(name, layer).leaf.trainable for layer in layers)
+                for name in self.stack.leaves
+            ]
+
+        groups = [list(rows) for _, rows in groupby(range(self.rows), trained)]
+        return [(rows[0], rows[-1] + 1) for rows in groups]
+
+    def _layers_at(self, row: int) -> range:
+        """The layers that are this row of a chunk, of all stages."""
+        return range(row, self.layers, self.rows)
+
+    def _row_of(self, parameter: str, layer: int) -> Row:
+        """The table's row that holds a layer of one of the blocks' parameters."""
+        paths = self.stack.leaves[parameter]
+        if not self.stack.stacked:
+            return self.table[paths[layer]]
+        ends = ((self.table[path].leaf.range, path) for path in paths)
+        return self.table[next(path for own, path in ends if not own or layer < own.stop)]
 
     def row(self, name: str) -> Row:
-        """The table's row of a parameter of the blocks; in a list, of the first block."""
-        return self.table[self.stack.leaves[name][0]]
+        """A row of the table that holds layers of a piece; one that is trained, if any is."""
+        piece = self.pieces[name]
+        layers = (n for row in range(piece.start, piece.stop) for n in self._layers_at(row))
+        rows = [self._row_of(piece.parameter, layer) for layer in layers]
+        return next((row for row in rows if row.leaf.trainable), rows[0])
+
+    def length(self, name: str) -> int:
+        """The layers of a chunk of a piece."""
+        return self.pieces[name].stop - self.pieces[name].start
 
     def trained(self, name: str) -> bool:
-        """Whether a parameter of the blocks has a gradient."""
+        """Whether a piece has a gradient."""
         return self.row(name).leaf.trainable
 
     def accumulator(self, name: str) -> tuple[tuple[int, ...], Any, PartitionSpec]:
-        """(shape, dtype, spec) of a chunk's gradients of a parameter of the blocks."""
+        """(shape, dtype, spec) of a chunk's gradients of a piece."""
         grad = self.row(name).grad
         assert grad is not None
         spec = PartitionSpec(None, *self.spec(name, grad))
-        return (self.rows, *self.gradient_shape(name)), grad.dtype, spec
+        return (self.length(name), *self.gradient_shape(name)), grad.dtype, spec
 
     # -- all parameters ---------------------------------------------------------------------------
 
@@ -90,11 +147,13 @@ class StageLayout:
 
     def by_path(self, gradients: Mapping[str, Any], step: Any) -> Arrays:
         """Gradients in the stage layout as gradients of the sources, by path."""
-        outer = {path: x for path, x in gradients.items() if path not in self.stack.leaves}
+        outer = {path: x for path, x in gradients.items() if path not in self.pieces}
         exchanges = OrderedExchanges(self.table.mesh, step)
-        for name in self.names():
-            if name in gradients:
-                outer |= self.gradients(name, gradients[name], exchanges)
+        for parameter in self.stack.leaves:
+            pieces = [n for n, piece in self.pieces.items() if piece.parameter == parameter]
+            found = {name: gradients[name] for name in pieces if name in gradients}
+            if found:
+                outer |= self.gradients(parameter, found, exchanges)
         return outer
 
     # -- one parameter of all blocks --------------------------------------------------------------
@@ -102,11 +161,11 @@ class StageLayout:
     def weights(
         self, name: str, sources: Mapping[str, Any], exchanges: "OrderedExchanges"
     ) -> jax.Array:
-        """A parameter of all blocks, [stages, chunks, layers, ...], from its stored arrays.
+        """A piece of a parameter, [stages, chunks, layers, ...], from its stored arrays.
 
         Before an all-to-all it is cast to the dtype that layers read.
         """
-        arrays = [sources[path] for path in self.stack.leaves[name]]
+        arrays = [sources[path] for path in self.stack.leaves[self.pieces[name].parameter]]
         if self.stack.in_place:
             lead = (self.stages, self.chunks, self.rows)
             x = arrays[0].reshape(*lead, *arrays[0].shape[1:])
@@ -115,15 +174,17 @@ class StageLayout:
         shape = self.source_shape(name)
         return x if x.shape[3:] == shape else on_device(x)[(..., *map(slice, shape))]
 
-    def gradients(self, name: str, gradient: jax.Array, exchanges: "OrderedExchanges") -> Arrays:
-        """The gradient of a parameter of all blocks, by path, as its rows store gradients.
+    def gradients(
+        self, parameter: str, pieces: Mapping[str, jax.Array], exchanges: "OrderedExchanges"
+    ) -> Arrays:
+        """The gradients of a parameter's trained layers, by path, as its rows store gradients.
 
         An all-to-all leaves it sharded as the optimizer's state, which under stage 1 sends less.
         """
-        paths = self.stack.leaves[name]
         if self.stack.in_place:
-            return {paths[0]: gradient.reshape(-1, *gradient.shape[3:])}
-        return dict(zip(paths, self._from_stages(name, gradient, exchanges), strict=True))
+            (gradient,) = pieces.values()
+            return {self.stack.leaves[parameter][0]: gradient.reshape(-1, *gradient.shape[3:])}
+        return self._from_stages(parameter, pieces, exchanges)
 
     def _to_stages(
         self, name: str, arrays: Sequence[jax.Array], exchanges: "OrderedExchanges"
@@ -133,12 +194,16 @@ class StageLayout:
         Offloaded arrays are fetched for that, a stage's share at once.
         """
         arrays = on_device(arrays)
-        row = self.row(name)
+        row, piece = self.row(name), self.pieces[name]
         dim, layers = self._pipe_dim(name, row.source), self._layers_dim(name)
 
         def ordered(*arrays: jax.Array) -> jax.Array:
-            x = jnp.moveaxis(arrays[0], layers, 0) if layers is not None else jnp.stack(arrays)
-            return self._split_by_stage(x.astype(row.read.dtype))
+            read = [x.astype(row.read.dtype) for x in arrays]
+            if layers is None:
+                x = jnp.stack(read)
+            else:
+                x = jnp.concatenate([jnp.moveaxis(x, layers, 0) for x in read])
+            return self._split_by_stage(x)[:, :, piece.start : piece.stop]
 
         def exchange(*arrays: jax.Array) -> list[jax.Array]:
             return [lax.all_to_all(ordered(*arrays), PIPE, 0, dim, tiled=True)]
@@ -149,27 +214,48 @@ class StageLayout:
         return exchanges.per_device(exchange, row.source.spec, stage_spec, arrays)[0]
 
     def _from_stages(
-        self, name: str, gradient: jax.Array, exchanges: "OrderedExchanges"
-    ) -> Sequence[jax.Array]:
-        """Inverse of `_to_stages`, for a gradient."""
-        row = self.row(name)
+        self, parameter: str, pieces: Mapping[str, jax.Array], exchanges: "OrderedExchanges"
+    ) -> Arrays:
+        """Inverse of `_to_stages`, for the gradients of a parameter's trained layers."""
+        name = next(iter(pieces))
+        row, layers = self.row(name), self._layers_dim(name)
         assert row.opt is not None
         dim = self._pipe_dim(name, row.opt)
-        layers = self._layers_dim(name)
-        more = zip(gradient.shape[3:], self._of_layer(name, row.shape(row.opt)), strict=True)
-        gradient = jnp.pad(gradient, [(0, 0)] * 3 + [(0, b - a) for a, b in more])
+        sizes = zip(pieces[name].shape[3:], self._of_layer(name, row.shape(row.opt)), strict=True)
+        widths = [(0, 0)] * 3 + [(0, b - a) for a, b in sizes]
+        given = [jnp.pad(gradient, widths) for gradient in pieces.values()]
+        paths = self.stack.leaves[parameter]
+        trained = [path for path in paths if self.table[path].leaf.trainable]
+        rows = [r for n in pieces for r in range(self.pieces[n].start, self.pieces[n].stop)]
 
-        def apart(x: jax.Array) -> list[jax.Array]:
-            x = self._merge_stages(x)
-            return list(x) if layers is None else [jnp.moveaxis(x, 0, layers)]
+        def of_path(path: str, x: jax.Array) -> jax.Array:
+            """What belongs to a row of the table, of [chunks * stages * rows, ...]."""
+            own = self.table[path].leaf.range
+            number = [paths.index(path)] if layers is None else range(self.layers)
+            index = [
+                layer // self.rows * len(rows) + rows.index(layer % self.rows)
+                for layer in (number[own.rows] if own else number)
+            ]
+            if index == list(range(index[0], index[-1] + 1)):
+                x = x[index[0] : index[-1] + 1]
+            else:
+                x = jnp.stack([x[i] for i in index])
+            return x[0] if layers is None else jnp.moveaxis(x, 0, layers)
 
-        def exchange(x: jax.Array) -> list[jax.Array]:
-            return apart(lax.all_to_all(x, PIPE, dim, 0, tiled=True))
+        def apart(*xs: jax.Array) -> list[jax.Array]:
+            x = jnp.swapaxes(jnp.concatenate(xs, 2), 0, 1)
+            x = x.reshape(-1, *x.shape[3:])
+            return [of_path(path, x) for path in trained]
+
+        def exchange(*xs: jax.Array) -> list[jax.Array]:
+            return apart(*(lax.all_to_all(x, PIPE, dim, 0, tiled=True) for x in xs))
 
         if dim is None:
-            return apart(gradient)
-        stage_spec = self._stage_spec(name, row.opt)
-        return exchanges.per_device(exchange, stage_spec, row.opt.spec, [gradient])
+            found = apart(*given)
+        else:
+            stage_spec = self._stage_spec(name, row.opt)
+            found = exchanges.per_device(exchange, stage_spec, row.opt.spec, given)
+        return dict(zip(trained, found, strict=True))
 
     def _split_by_stage(self, x: jax.Array) -> jax.Array:
         """[layers, ...] as [stages, chunks, layers, ...], padding layers zero."""
@@ -177,10 +263,6 @@ class StageLayout:
         x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
         x = x.reshape(self.chunks, self.stages, self.rows, *x.shape[1:])
         return jnp.swapaxes(x, 0, 1)
-
-    def _merge_stages(self, x: jax.Array) -> jax.Array:
-        """[stages, chunks, layers, ...] as [layers, ...]."""
-        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[: self.layers]
 
     def _pipe_dim(self, name: str, placement: Placement) -> int | None:
         """The dim of [stages, chunks, layers, ...] that is stored sharded over `pipe`."""
@@ -195,7 +277,7 @@ class StageLayout:
 
     def _layers_dim(self, name: str) -> int | None:
         """The dim of a stored array that stacks the layers."""
-        return self.stack.layers_dim(self.stack.leaves[name][0])
+        return self.stack.layers_dim(self.stack.leaves[self.pieces[name].parameter][0])
 
     def _of_layer(self, name: str, dims: Sequence[Any]) -> list[Any]:
         """What belongs to the dims of one layer's slice, of a stored array's."""
@@ -231,7 +313,7 @@ class StageLayout:
     def sharded_param(self, name: str, mesh: Any, wire: Any) -> ShardedParam:
         """A chunk of a parameter as it is stored inside a stage."""
         row = self.row(name)
-        shape = (self.rows, *self._of_layer(name, row.leaf.shape))
+        shape = (self.length(name), *self._of_layer(name, row.leaf.shape))
         gathered = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.read)))
         memory_kind = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
         spec = PartitionSpec(None, *self.spec(name, row.source))

@@ -36,8 +36,9 @@ class Stage:
 
     @property
     def names(self) -> list[str]:
-        """The parameters of the blocks, in the order of `weights`."""
-        return self._like_parts.names
+        """The pieces of the blocks' parameters, in the order of `weights`."""
+        read = set(self._like_parts.names)
+        return [name for name, piece in self._layout.pieces.items() if piece.parameter in read]
 
     @property
     def _like_parts(self) -> LossParts:
@@ -154,14 +155,16 @@ class Stage:
         own = {n: layout.sharded_param(n, mesh, split.objective.wire) for n in self.names}
 
         def chunk(weights: Values, context: Values, first: Any, carry: Values) -> Values:
-            return parts.stage(
-                layout.rows,
-                dict(zip(own, weights, strict=True)),
-                context,
-                first,
-                carry,
-                padded=layout.padded,
-            )
+            pieces = dict(zip(own, weights, strict=True))
+            for start, stop in layout.segments:
+                of_segment = {
+                    piece.parameter: pieces[name]
+                    for name, piece in layout.pieces.items()
+                    if name in pieces and piece.start == start
+                }
+                at, padded = first + start, layout.padded
+                carry = parts.stage(stop - start, of_segment, context, at, carry, padded=padded)
+            return carry
 
         def like(v: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)

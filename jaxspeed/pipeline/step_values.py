@@ -106,7 +106,9 @@ class SplitStep:
     def outside(self) -> dict[str, Any]:
         """The variables of the parameters outside of the blocks, by path."""
         variables = self.program.parameters
-        return {path: v for path, v in variables.items() if path not in self.layout.stack.paths}
+        stack = self.layout.stack
+        own = stack.leaves.keys() | stack.paths
+        return {path: v for path, v in variables.items() if path not in own}
 
     @cached_property
     def outer(self) -> Arrays:
@@ -117,7 +119,11 @@ class SplitStep:
         """The inputs of the parts for one micro-batch; None for the blocks' parameters."""
         batch = jax.tree.map(lambda x: self.objective.cast(at(x, micro)), self.micro)
         rest = jax.tree.leaves((self.variables, batch, jnp.asarray(self.step), micro))
-        return [*self.parts.constants, *(outer.get(row.path) for row in self.table), *rest]
+        return [
+            *self.parts.constants,
+            *(outer.get(path) for path in self.program.parameters),
+            *rest,
+        ]
 
 
 def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | UnlikeParts:
@@ -130,7 +136,8 @@ def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | U
     if isinstance(stack, UnlikeStages):
         own = {v: path for path, v in program.parameters.items()}
         return split_unlike(program.closed, own, stack, _lead(one), program.batch)
-    leaves = {name: [program.parameters[p] for p in own] for name, own in stack.leaves.items()}
+    paths = {name: (name,) if stack.divided else own for name, own in stack.leaves.items()}
+    leaves = {name: [program.parameters[p] for p in own] for name, own in paths.items()}
     return split_loss(program.closed, leaves)
 
 

@@ -246,7 +246,8 @@ class Training:
         spec = layout.accumulator(name)[2]
         grad = constrain(grad, in_context(spec), "pipeline.accumulate")
         if layout.padded:
-            real = self.stage.first_layer(number, work) + jnp.arange(layout.rows) < layout.layers
+            rows = jnp.arange(*layout.pieces[name][1:])
+            real = self.stage.first_layer(number, work) + rows < layout.layers
             busy = busy & real.reshape(-1, *[1] * (grad.ndim - 1))
         old = jax.lax.dynamic_index_in_dim(total, work.chunk, 0, False)
         return jax.lax.dynamic_update_index_in_dim(

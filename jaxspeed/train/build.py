@@ -28,7 +28,7 @@ from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
-from jaxspeed.placement.stacks import Stack, with_stages
+from jaxspeed.placement.stacks import Stack, divided_like, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
@@ -92,8 +92,10 @@ def build_program(
     trained.check(leaves)
     _check_patterns(config, leaves)
     stack = _stack_of(config, mesh, leaves, None if example_batch is None else example)
-    named = NamedLeaves(with_stages(leaves, stack) if stack else leaves)
+    named = NamedLeaves(leaves)
     leaves = trained.by_layers(named)
+    stack = divided_like(stack, leaves) if stack else None
+    leaves = with_stages(leaves, stack) if stack else leaves
     by_path = {leaf.path: leaf for leaf in leaves}
 
     def covers(pattern: str, path: str) -> bool:
