@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -112,6 +113,10 @@ class StageLayout:
         ends = ((self.table[path].leaf.range, path) for path in paths)
         return self.table[next(path for own, path in ends if not own or layer < own.stop)]
 
+    def trains(self, layer: int) -> bool:
+        """Whether some parameter of a layer is trained."""
+        return any(self._row_of(name, layer).leaf.trainable for name in self.stack.leaves)
+
     def row(self, name: str) -> Row:
         """A row of the table that holds layers of a piece; one that is trained, if any is."""
         piece = self.pieces[name]
@@ -127,12 +132,62 @@ class StageLayout:
         """Whether a piece has a gradient."""
         return self.row(name).leaf.trainable
 
-    def accumulator(self, name: str) -> tuple[tuple[int, ...], Any, PartitionSpec]:
-        """(shape, dtype, spec) of a chunk's gradients of a piece."""
-        grad = self.row(name).grad
+    @cached_property
+    def gradient_pieces(self) -> Mapping[str, Sequence[str]]:
+        """The trained pieces by parameter, of which one array accumulates the gradients."""
+        found: dict[str, list[str]] = {}
+        for name, piece in self.pieces.items():
+            if self.trained(name):
+                found.setdefault(piece.parameter, []).append(name)
+        return found
+
+    def accumulator(self, parameter: str) -> tuple[tuple[int, ...], Any, PartitionSpec]:
+        """(shape, dtype, spec) of a chunk's gradients of a parameter of the blocks."""
+        first = self.gradient_pieces[parameter][0]
+        grad = self.row(first).grad
         assert grad is not None
-        spec = PartitionSpec(None, *self.spec(name, grad))
-        return (self.length(name), *self.gradient_shape(name)), grad.dtype, spec
+        spec = PartitionSpec(None, *self.spec(first, grad))
+        return (self.slots(parameter).shape[2], *self.gradient_shape(first)), grad.dtype, spec
+
+    def slots(self, parameter: str) -> np.ndarray:
+        """Which rows of the trained pieces are accumulated: [stages, chunks, slots].
+
+        There are as many slots as the chunk with most trained layers needs; -1 is an empty one.
+        """
+        found: dict[tuple[int, int], list[int]] = {}
+        rows = self._trained_rows(parameter)
+        for stage, chunk in np.ndindex(self.stages, self.chunks):
+            first = (chunk * self.stages + stage) * self.rows
+            found[stage, chunk] = [
+                i
+                for i, row in enumerate(rows)
+                if first + row < self.layers and self._row_of(parameter, first + row).leaf.trainable
+            ]
+        slots = np.full((self.stages, self.chunks, max(map(len, found.values()))), -1)
+        for (stage, chunk), own in found.items():
+            slots[stage, chunk, : len(own)] = own
+        return slots
+
+    def _trained_rows(self, parameter: str) -> list[int]:
+        """The rows of a chunk in trained pieces."""
+        pieces = (self.pieces[name] for name in self.gradient_pieces[parameter])
+        return [row for _, start, stop in pieces for row in range(start, stop)]
+
+    def accumulated(
+        self, parameter: str, gradients: Sequence[jax.Array], stage: Any, chunk: Any
+    ) -> tuple[jax.Array, Any]:
+        """The gradients of a chunk's trained pieces by slot, and which slots are not empty."""
+        gradient = gradients[0] if len(gradients) == 1 else jnp.concatenate(gradients)
+        slots = self.slots(parameter)
+        numbers = np.arange(slots.shape[2])
+        if (slots == np.arange(len(gradient))).all():
+            return gradient, True
+        rows = jnp.asarray(slots)[stage, chunk]
+        if (np.where(slots < 0, numbers, slots) == numbers).all():  # the empty ones are the last
+            gradient = gradient[: len(numbers)]
+        else:
+            gradient = gradient[jnp.maximum(rows, 0)]
+        return gradient, (rows >= 0).reshape(-1, *[1] * (gradient.ndim - 1))
 
     # -- all parameters ---------------------------------------------------------------------------
 
@@ -147,13 +202,11 @@ class StageLayout:
 
     def by_path(self, gradients: Mapping[str, Any], step: Any) -> Arrays:
         """Gradients in the stage layout as gradients of the sources, by path."""
-        outer = {path: x for path, x in gradients.items() if path not in self.pieces}
+        outer = {path: x for path, x in gradients.items() if path not in self.stack.leaves}
         exchanges = OrderedExchanges(self.table.mesh, step)
         for parameter in self.stack.leaves:
-            pieces = [n for n, piece in self.pieces.items() if piece.parameter == parameter]
-            found = {name: gradients[name] for name in pieces if name in gradients}
-            if found:
-                outer |= self.gradients(parameter, found, exchanges)
+            if parameter in gradients:
+                outer |= self.gradients(parameter, gradients[parameter], exchanges)
         return outer
 
     # -- one parameter of all blocks --------------------------------------------------------------
@@ -175,16 +228,15 @@ class StageLayout:
         return x if x.shape[3:] == shape else on_device(x)[(..., *map(slice, shape))]
 
     def gradients(
-        self, parameter: str, pieces: Mapping[str, jax.Array], exchanges: "OrderedExchanges"
+        self, parameter: str, gradient: jax.Array, exchanges: "OrderedExchanges"
     ) -> Arrays:
         """The gradients of a parameter's trained layers, by path, as its rows store gradients.
 
         An all-to-all leaves it sharded as the optimizer's state, which under stage 1 sends less.
         """
         if self.stack.in_place:
-            (gradient,) = pieces.values()
             return {self.stack.leaves[parameter][0]: gradient.reshape(-1, *gradient.shape[3:])}
-        return self._from_stages(parameter, pieces, exchanges)
+        return self._from_stages(parameter, gradient, exchanges)
 
     def _to_stages(
         self, name: str, arrays: Sequence[jax.Array], exchanges: "OrderedExchanges"
@@ -214,47 +266,48 @@ class StageLayout:
         return exchanges.per_device(exchange, row.source.spec, stage_spec, arrays)[0]
 
     def _from_stages(
-        self, parameter: str, pieces: Mapping[str, jax.Array], exchanges: "OrderedExchanges"
+        self, parameter: str, gradient: jax.Array, exchanges: "OrderedExchanges"
     ) -> Arrays:
         """Inverse of `_to_stages`, for the gradients of a parameter's trained layers."""
-        name = next(iter(pieces))
+        name = self.gradient_pieces[parameter][0]
         row, layers = self.row(name), self._layers_dim(name)
         assert row.opt is not None
         dim = self._pipe_dim(name, row.opt)
-        sizes = zip(pieces[name].shape[3:], self._of_layer(name, row.shape(row.opt)), strict=True)
-        widths = [(0, 0)] * 3 + [(0, b - a) for a, b in sizes]
-        given = [jnp.pad(gradient, widths) for gradient in pieces.values()]
+        more = zip(gradient.shape[3:], self._of_layer(name, row.shape(row.opt)), strict=True)
+        gradient = jnp.pad(gradient, [(0, 0)] * 3 + [(0, b - a) for a, b in more])
         paths = self.stack.leaves[parameter]
         trained = [path for path in paths if self.table[path].leaf.trainable]
-        rows = [r for n in pieces for r in range(self.pieces[n].start, self.pieces[n].stop)]
+        # By layer, the index of its gradient in [chunks * stages * slots, ...].
+        slots, rows = self.slots(parameter), self._trained_rows(parameter)
+        place: dict[int, int] = {}
+        for (stage, chunk, slot), number in np.ndenumerate(slots):
+            if number >= 0:
+                block = chunk * self.stages + stage
+                place[block * self.rows + rows[number]] = block * slots.shape[2] + slot
 
         def of_path(path: str, x: jax.Array) -> jax.Array:
-            """What belongs to a row of the table, of [chunks * stages * rows, ...]."""
+            """What belongs to a row of the table, of [chunks * stages * slots, ...]."""
             own = self.table[path].leaf.range
             number = [paths.index(path)] if layers is None else range(self.layers)
-            index = [
-                layer // self.rows * len(rows) + rows.index(layer % self.rows)
-                for layer in (number[own.rows] if own else number)
-            ]
+            index = [place[layer] for layer in (number[own.rows] if own else number)]
             if index == list(range(index[0], index[-1] + 1)):
                 x = x[index[0] : index[-1] + 1]
             else:
                 x = jnp.stack([x[i] for i in index])
             return x[0] if layers is None else jnp.moveaxis(x, 0, layers)
 
-        def apart(*xs: jax.Array) -> list[jax.Array]:
-            x = jnp.swapaxes(jnp.concatenate(xs, 2), 0, 1)
-            x = x.reshape(-1, *x.shape[3:])
+        def apart(x: jax.Array) -> list[jax.Array]:
+            x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
             return [of_path(path, x) for path in trained]
 
-        def exchange(*xs: jax.Array) -> list[jax.Array]:
-            return apart(*(lax.all_to_all(x, PIPE, dim, 0, tiled=True) for x in xs))
+        def exchange(x: jax.Array) -> list[jax.Array]:
+            return apart(lax.all_to_all(x, PIPE, dim, 0, tiled=True))
 
         if dim is None:
-            found = apart(*given)
+            found = apart(gradient)
         else:
             stage_spec = self._stage_spec(name, row.opt)
-            found = exchanges.per_device(exchange, stage_spec, row.opt.spec, given)
+            found = exchanges.per_device(exchange, stage_spec, row.opt.spec, [gradient])
         return dict(zip(trained, found, strict=True))
 
     def _split_by_stage(self, x: jax.Array) -> jax.Array:

@@ -119,7 +119,24 @@ class Stage:
         parts = self.split.parts
         context = [i in self.shared for i in parts.context_reads]
         weights = [name in trained for name in self.names]
-        return [*weights, *context, False, *map(inexact, parts.carry)]
+        carry = [inexact(x) and self.returns_gradients for x in parts.carry]
+        return [*weights, *context, False, *carry]
+
+    @property
+    def returns_gradients(self) -> bool:
+        """Whether some chunk returns a gradient to the one before.
+
+        If not, the layers below the lowest trained one, which is of the last chunk, or none, have
+        no backward pass.
+        """
+        split, layout = self.split, self._layout
+        chunks = range(layout.rows, layout.layers, layout.rows)
+        below = range(max(chunks, default=0))
+        return bool(
+            self.shared
+            or split.trained_inputs(split.parts.before)
+            or any(layout.trains(layer) for layer in below)
+        )
 
     def entered(self, number: Any, work: StageWork, entry: Values, ahead: Values) -> Values:
         """A chunk's input: the embedding's output, or the message of the stage before."""

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.slicing import read_by
+from jaxspeed.jaxpr.traverse import Jaxpr
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_sample_shards
@@ -109,6 +111,12 @@ class SplitStep:
         stack = self.layout.stack
         own = stack.leaves.keys() | stack.paths
         return {path: v for path, v in variables.items() if path not in own}
+
+    def trained_inputs(self, jaxpr: Jaxpr) -> list[str]:
+        """The trained parameters outside of the blocks that `jaxpr` reads."""
+        read = read_by(jaxpr)
+        paths = [path for path, v in self.outside.items() if v in read]
+        return [path for path in paths if self.table[path].leaf.trainable]
 
     @cached_property
     def outer(self) -> Arrays:
