@@ -7,7 +7,7 @@ before the first differentiated part saves nothing.
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -38,10 +38,7 @@ def in_parts(
     Scans over them are split, and static slices read one part. Anything else reads their
     concatenation.
     """
-    parts = {
-        v: [Var(v.aval.update(shape=(n, *v.aval.shape[1:]))) for n in each]
-        for v, each in sizes.items()
-    }
+    parts = {v: [_resized(v, n) for n in each] for v, each in sizes.items()}
     invars = [each for v in jaxpr.invars for each in parts.get(v, [v])]
     rewriter = _SplitScans()
     program = Rewriting(rewriter, jaxpr.replace(invars=invars), [None] * len(invars))
@@ -98,9 +95,7 @@ class _SplitScans(Rewriter[Joined | None]):
             dim = eqn.params["permutation"].index(dim)
         made = []
         for part in joined.parts:
-            shape = list(out.aval.shape)
-            shape[dim] = part.aval.shape[joined.dim]
-            made.append(Var(out.aval.update(shape=tuple(shape))))
+            made.append(_resized(out, part.aval.shape[joined.dim], dim))
             program.eqns.append(eqn.replace(invars=[part], outvars=[made[-1]]))
         program.emit(eqn)
         return [Joined(tuple(made), dim)]
@@ -136,7 +131,7 @@ class _SplitScans(Rewriter[Joined | None]):
                 for v, joined in zip(eqn.invars[first:], found[first:], strict=True)
             ]
             outs = [
-                Var(v.aval if i < count else v.aval.update(shape=(stop - start, *v.aval.shape[1:])))
+                Var(v.aval) if i < count else _resized(v, stop - start)
                 for i, v in enumerate(eqn.outvars)
             ]
             unroll = min(int(eqn.params["unroll"]), stop - start)
@@ -172,18 +167,25 @@ class _SplitScans(Rewriter[Joined | None]):
     def _checkpoint(self, program: Rewriting[Joined | None], eqn: JaxprEqn) -> None:
         """Pass the parts instead of what they are joined to."""
         (body,) = bodies(eqn)
-        joined = zip(body.jaxpr.invars, map(program.state, body.operands), strict=True)
-        sizes = {
-            iv: [b - a for a, b in pairwise(x.borders)] for iv, x in joined if x and x.dim == 0
-        }
-        operands = [
-            each
-            for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
-            for each in (program.state(v).parts if iv in sizes else [program.atom(v)])
-        ]
+        sizes: dict[Var, list[int]] = {}
+        operands: list[Atom] = []
+        for v, iv in zip(body.operands, body.jaxpr.invars, strict=True):
+            joined = program.state(v)
+            if joined and joined.dim == 0:
+                sizes[iv] = [b - a for a, b in pairwise(joined.borders)]
+                operands += joined.parts
+            else:
+                operands.append(program.atom(v))
         inner, _ = in_parts(body.jaxpr, sizes)
         made = with_functions(eqn, lambda held: with_jaxpr(held, inner))
         program.eqns.append(made.replace(invars=operands))
+
+
+def _resized(v: Any, size: int, dim: int = 0) -> Var:
+    """A variable like this one, with another size of a dim."""
+    shape = list(v.aval.shape)
+    shape[dim] = size
+    return Var(v.aval.update(shape=tuple(shape)))
 
 
 def _without_unread(jaxpr: Jaxpr) -> Jaxpr:

@@ -40,7 +40,7 @@ def saved(tmp_path_factory):
 
 
 def test_a_checkpoint_has_each_parameter_and_average_once(saved):
-    folder, engine = saved
+    folder, _ = saved
     leaves = json.loads((folder / "two" / NAME).read_text())["leaves"]
     names = {name: tuple(leaf["shape"]) for name, leaf in leaves.items()}
     assert names[f"params/{KERNEL}"] == names[f"ema/{KERNEL}"] == (6, 16, 32)

@@ -96,8 +96,7 @@ def test_a_device_holds_what_the_stage_with_most_trained_layers_needs(pattern):
     assert held(engine.state.opt) <= 2 * (most * layer + head)
     layout = engine.program.pipeline.layout
     accumulators = [
-        layout.chunks * math.prod(layout.accumulator(name)[0])
-        for name in layout.gradient_pieces
+        layout.chunks * math.prod(layout.accumulator(name)[0]) for name in layout.gradient_pieces
     ]
     assert 4 * sum(accumulators) == most * layer
 

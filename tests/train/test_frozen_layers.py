@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxspeed
 from jaxspeed.errors import ConfigError, ModelError
@@ -213,3 +214,64 @@ def test_frozen_layers_have_no_byte_of_state_gradient_or_reduction(stage):
     gradients = sum(c.bytes * c.runs for c in sent)
     per_micro_batch = 2 if stage >= 2 else 1
     assert own <= gradients <= per_micro_batch * own + 256  # scalars: the loss, the norm
+
+
+class Unrolled(Stacked):
+    """The stack is read by numbers that are known when it is traced."""
+
+    def __call__(self, x):
+        x = self.input(x)
+        graph, state = nnx.split(self.blocks)
+        for i in range(self.layers):
+            one = jax.tree.map(lambda leaf, i=i: leaf[i], state)
+            x = jax.checkpoint(lambda one, x: nnx.merge(graph, one)(x))(one, x)
+        return self.head(x)[:, 0]
+
+
+class Checkpointed(Stacked):
+    """The scan is inside of a checkpoint and of a jit."""
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.blocks)
+
+        @jax.jit
+        @jax.checkpoint
+        def run(state, x):
+            def body(x, one):
+                return nnx.merge(graph, one)(x), x.sum()
+
+            return jax.lax.scan(body, x, state)[0]
+
+        return self.head(run(state, self.input(x)))[:, 0]
+
+
+class Indexed(Stacked):
+    """The stack is read by numbers that are not known, so that its gradient is of all layers."""
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.blocks)
+
+        def body(i, x):
+            return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[i], state))(x)
+
+        return self.head(jax.lax.fori_loop(0, self.layers, body, self.input(x)))[:, 0]
+
+
+NAMED = {
+    "logical_axes": {
+        f"{n}/{p}": [None] * d for n in ("up", "down") for p, d in (("kernel", 2), ("bias", 1))
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    covering(
+        [(m, s) for m in (Unrolled, Checkpointed, Indexed) for s in (0, 3)],
+        [(Unrolled, 3), (Checkpointed, 0), (Indexed, 3)],
+    ),
+)
+def test_however_the_stack_is_read(model, stage, caplog):
+    engine = start(model, zero_optimization={"stage": stage}, parallel=NAMED)
+    assert_as_by_optax(engine, [2, 3])
+    assert ("reads all layers of" in caplog.text) == (model is Indexed)
