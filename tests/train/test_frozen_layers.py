@@ -184,32 +184,46 @@ def scans(jaxpr):
             yield eqn.params["length"], eqn.params["reverse"], size
 
 
-@pytest.mark.parametrize("stage", covering([0, 1, 2, 3], [0, 3]))
-def test_layers_below_the_lowest_trained_one_save_nothing_and_have_no_backward_pass(stage):
-    engine = start(zero_optimization={"stage": stage})
+@pytest.mark.parametrize("setting", covering(SETTINGS, ["stage 0", "tensor 2", "offload 2"]))
+def test_layers_below_the_lowest_trained_one_save_nothing_and_have_no_backward_pass(setting):
+    engine = start(**SETTINGS[setting])
     batch = engine.program.abstract_batch(batches(1)[0])
-    found = list(scans(engine.program.step.trace(engine.program.state, batch).jaxpr))
-    below, *_ = [size for trips, reverse, size in found if not reverse]
-    assert below == 0
-    assert [trips for trips, reverse, _ in found if reverse] == [2, 2]  # above, and the trained
-    everything = start(trainable=None, zero_optimization={"stage": stage})
+    traced = engine.program.step.trace(engine.program.state, batch)
+    found = [scan for scan in scans(traced.jaxpr) if scan[0] == 2]
+    assert next(size for _, reverse, size in found if not reverse) == 0
+    above, own = (size for _, reverse, size in found if reverse)
+    layers = sum(x[2:4].nbytes for p, x in engine.parameters.items() if p.startswith("blocks"))
+    assert above == 0 and own <= layers  # gradients of weights
+
+
+def test_a_step_computes_less_the_more_is_frozen():
+    engine, everything = start(), start(trainable=None)
     assert engine.compiled(batches(1)[0]).flops < 0.75 * everything.compiled(batches(1)[0]).flops
 
 
+def trained_bytes(parameters):
+    own = sum(x[2:4].nbytes for path, x in parameters.items() if path.startswith("blocks"))
+    return own + sum(x.nbytes for path, x in parameters.items() if path.startswith("head"))
+
+
+@pytest.mark.parametrize("setting", covering(SETTINGS, ["stage 1", "tensor 2", "offload"]))
+def test_frozen_layers_have_no_byte_of_gradient_and_optimizer_state(setting):
+    engine = start(**SETTINGS[setting])
+    own = trained_bytes(engine.parameters)
+    roles = {role: total for role, (total, _) in engine.placements.bytes_by_role().items()}
+    assert roles["grad"] == own and 2 * own <= roles["opt"] < 2 * own + 64
+    stored = sum(x.nbytes for x in jax.tree.leaves(engine.state.opt) if x.ndim)
+    assert stored <= 2 * own + 2 * 8 * 4  # the head's bias is padded
+
+
 @pytest.mark.parametrize("stage", covering([0, 1, 2, 3], [0, 2]))
-def test_frozen_layers_have_no_byte_of_state_gradient_or_reduction(stage):
+def test_no_byte_of_a_frozen_layer_is_reduced(stage):
     engine = start(
         zero_optimization={"stage": stage},
         gradient_accumulation_steps=2,
         train_micro_batch_size_per_gpu=1,
     )
-    parameters = engine.parameters
-    own = sum(x[2:4].nbytes for path, x in parameters.items() if path.startswith("blocks"))
-    own += sum(x.nbytes for path, x in parameters.items() if path.startswith("head"))
-    roles = {role: total for role, (total, _) in engine.placements.bytes_by_role().items()}
-    assert roles["grad"] == own and 2 * own <= roles["opt"] < 2 * own + 64
-    stored = sum(x.nbytes for x in jax.tree.leaves(engine.state.opt) if x.ndim)
-    assert stored <= 2 * own + 2 * 8 * 4 + 64  # the head's bias is padded
+    own = trained_bytes(engine.parameters)
     sent = [c for c in engine.compiled(batches(1)[0]).collectives if c.kind == "all-reduce"]
     gradients = sum(c.bytes * c.runs for c in sent)
     per_micro_batch = 2 if stage >= 2 else 1
