@@ -10,12 +10,20 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jaxspeed.jaxpr.primitives import CASTS, CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import read_by
-from jaxspeed.jaxpr.traverse import bodies, is_marked, is_var, with_functions, with_jaxpr
+from jaxspeed.jaxpr.traverse import (
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    bodies,
+    is_marked,
+    is_var,
+    with_functions,
+    with_jaxpr,
+)
 
 
 class Joined(NamedTuple):

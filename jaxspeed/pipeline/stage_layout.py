@@ -36,7 +36,7 @@ from jaxspeed.zero3 import ShardedParam
 Arrays = dict[str, Any]
 
 
-class Piece(NamedTuple):
+class BlockPiece(NamedTuple):
     """Rows of a chunk of one of the blocks' parameters."""
 
     parameter: str
@@ -79,10 +79,10 @@ class StageLayout:
         return list(self.pieces)
 
     @cached_property
-    def pieces(self) -> Mapping[str, Piece]:
+    def pieces(self) -> Mapping[str, BlockPiece]:
         """The pieces by name, segment by segment."""
         return {
-            name if len(self.segments) == 1 else f"{name}/{start}": Piece(name, start, stop)
+            name if len(self.segments) == 1 else f"{name}/{start}": BlockPiece(name, start, stop)
             for start, stop in self.segments
             for name in self.stack.leaves
         }

@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from flax import nnx
 from flax.nnx import filterlib
@@ -19,6 +19,7 @@ from flax.nnx import filterlib
 from jaxspeed.config import Config
 from jaxspeed.config.patterns import has_range, lengths_of, match
 from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.optim.groups import GroupLike
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import LayerRange, Leaf
 from jaxspeed.placement.rules import examples, nearest
@@ -42,15 +43,6 @@ class Selection:
     every: bool = False  # whether nothing is selected, and all are trained
 
 
-class Group(Protocol):
-    """Interface of an optimizer's parameter group."""
-
-    @property
-    def pattern(self) -> str: ...
-    @property
-    def frozen(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class TrainRule:
     """Which parameters and layers are trained: those selected that no frozen group names.
@@ -59,7 +51,7 @@ class TrainRule:
     """
 
     selection: Selection
-    groups: Sequence[Group] = ()
+    groups: Sequence[GroupLike] = ()
 
     def __call__(self, paths: Sequence[str], leaf: Any) -> bool:
         """Whether a function or a filter selects a parameter; `over` adds what patterns do."""

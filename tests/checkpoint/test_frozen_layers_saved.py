@@ -114,6 +114,8 @@ def test_a_hugging_face_folder_has_one_tensor_a_layer_and_starts_such_a_run(tmp_
     engine.save_pretrained(tmp_path / "hf")
     again = run(tmp_path / "hf", trainable=["blocks[:2]/**"], zero_optimization={"stage": 3})
     assert_equal(arrays(again), arrays(engine))
+    said = [each.generate([[1, 2, 3]], 5, temperature=0)[0].tokens for each in (engine, again)]
+    assert said[0] == said[1]
     ranges = {row.leaf.range[1:3] for row in again.placements if row.leaf.range}
     assert ranges == {(0, 2), (2, 4)}
     assert isinstance(engine.module, gpt2.GPT2)

@@ -3,11 +3,13 @@
 import math
 
 import jax
+import numpy as np
 import pytest
 
+import jaxspeed
 from tests.support.covering import covering
 from tests.train.frozen_nets import LAYERS, Listed, Stacked, batches
-from tests.train.test_frozen_layers import assert_as_by_optax, start
+from tests.train.test_frozen_layers import assert_as_by_optax, scans, start
 
 HOST = {"device": "cpu"}
 LAYOUTS = {  # sections of the config, and the layers of each stage
@@ -102,8 +104,6 @@ def test_a_device_holds_what_the_stage_with_most_trained_layers_needs(pattern):
 
 
 def backward_scans(jaxpr):
-    from tests.train.test_frozen_layers import scans
-
     return sorted({trips for trips, reverse, _ in scans(jaxpr) if reverse})
 
 
@@ -118,3 +118,25 @@ def test_layers_below_all_that_are_trained_have_no_backward_pass():
     assert trips("blocks[5:]/**") == [1]
     assert trips("blocks[2:3]/**") == [1, 2]  # the last stage returns a gradient through its layers
     assert LAYERS == 6
+
+
+@pytest.mark.full
+def test_a_pipeline_generates_and_diagnoses_with_divided_stacks():
+    family = {"family": "gpt2", "preset": "tiny", "config": {"num_hidden_layers": 4}}
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "model": family,
+        "run": {"compilation_cache": False},
+    }
+    trainable = ["blocks[3:]/**"]
+    free = jaxspeed.initialize(config=config)
+    engine = jaxspeed.initialize(config=config | {"mesh": {"pipe": 2}, "trainable": trainable})
+    engine.parameters = free.parameters
+    said = [each.generate([[1, 2, 3]], 5, temperature=0)[0].tokens for each in (engine, free)]
+    assert said[0] == said[1]
+    path = next(p for p in engine.parameters if p.startswith("blocks") and "norm" in p)
+    engine.parameters = {path: engine.parameters[path].at[1].set(np.nan)}
+    tokens = np.ones((8, 17), np.int32)
+    assert "blocks" in str(engine.diagnose({"tokens": tokens}))
