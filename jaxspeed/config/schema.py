@@ -277,6 +277,10 @@ class Settings(Lenient):
         "it.",
     )
 
+    trainable: list[Pattern] | None = honoured(
+        None,
+        "Path patterns of the parameters that are trained, by default all; all others are frozen.",
+    )
     optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 

@@ -395,7 +395,8 @@ class Engine(DeepSpeedHabits):
         Offloaded ones are copied to the devices.
         """
         state = self.state
-        return {row.path: self._parameter(state, row) for row in self.placements}
+        table = self.placements
+        return table.joined({row.path: _parameter(state, row) for row in table})
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
@@ -413,10 +414,8 @@ class Engine(DeepSpeedHabits):
           ConfigError: the config keeps no moving average.
         """
         state = self._with_averages()
-        return {
-            row.path: _average(state, row) if row.path in state.ema else self._parameter(state, row)
-            for row in self.placements
-        }
+        table = self.placements
+        return table.joined({row.path: _average(state, row) for row in table})
 
     @property
     def averaged(self) -> TrainState:
@@ -428,10 +427,12 @@ class Engine(DeepSpeedHabits):
         state = self._with_averages()
         params: dict[str, Any] = {}
         master: dict[str, Any] = {}
-        for path in state.ema:
-            average = _average(state, self.placements[path])
-            for found, new in zip((params, master), self.program.storage.placed({path: average})):
-                found |= new
+        table = self.placements
+        for rows in table.parameters.values():
+            if any(row.path in state.ema for row in rows):
+                average = table.joined({row.path: _average(state, row) for row in rows})
+                for found, new in zip((params, master), self.program.storage.placed(average)):
+                    found |= new
         return _with_parameters(state, params, master)
 
     def _with_averages(self) -> TrainState:
@@ -441,11 +442,6 @@ class Engine(DeepSpeedHabits):
                 "config of the run that kept one would do"
             )
         return self.state
-
-    @staticmethod
-    def _parameter(state: TrainState, row: Row) -> jax.Array:
-        value: jax.Array = row.decoded(row.updated, _on_devices(row, updated_values(state, row)))
-        return value
 
     @property
     def runnable(self) -> tuple[Program, TrainState]:
@@ -509,8 +505,16 @@ class Engine(DeepSpeedHabits):
             return diagnosing.diagnose(self.program, self.state, placed)
 
 
+def _parameter(state: TrainState, row: Row) -> jax.Array:
+    """A parameter on the devices, unpadded."""
+    value: jax.Array = row.decoded(row.updated, _on_devices(row, updated_values(state, row)))
+    return value
+
+
 def _average(state: TrainState, row: Row) -> jax.Array:
-    """The moving average of a parameter on the devices, unpadded."""
+    """Its moving average, or the parameter itself if it is not trained."""
+    if row.path not in state.ema:
+        return _parameter(state, row)
     return unpad(_on_devices(row, state.ema[row.path]), row.leaf.shape)
 
 

@@ -36,11 +36,15 @@ class RunOptimizer:
 
 
 def optimizer_of(
-    config: Config, own: optax.GradientTransformation | None, leaves: Mapping[str, Leaf]
+    config: Config,
+    own: optax.GradientTransformation | None,
+    leaves: Mapping[str, Leaf],
+    covers: Callable[[str, str], bool] = match,
 ) -> RunOptimizer:
     """The optimizer of a config, or a user's; then clipping applies only if the config sets it.
 
     `leaves` are the parameters by path; the weight-decay and Muon rules see one layer of a stack.
+    `covers(pattern, path)` says whether a pattern of a group covers a parameter.
     """
     section = config.optimizer
     if own is not None:
@@ -68,9 +72,6 @@ def optimizer_of(
             'optimizer: missing; name one, as {"type": "AdamW", "params": {"lr": 1e-3}}, or pass '
             "initialize(optimizer=<an Optax transformation>)"
         )
-
-    def covers(pattern: str, path: str) -> bool:
-        return any(match(pattern, p) for p in (leaves[path].paths if path in leaves else (path,)))
 
     scheduler = config.scheduler
     schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
