@@ -362,6 +362,9 @@ class Autotuning(Lenient):
 # -- sources of samples ----------------------------------------------------------------------------
 
 
+IdDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+
+
 class SourceSection(Section):
     """One source of samples."""
 
@@ -374,6 +377,9 @@ class SourceSection(Section):
         None, "A file, a folder or a glob; the name of a data set on Hugging Face."
     )
     paths: list[Text] | None = honoured(None, "A list of such paths.")
+    dtype: IdDtype | None = honoured(
+        None, "The dtype of a raw file of tokens; by default that in a meta.json beside it."
+    )
     text_field: Text = honoured("text", "The field of a record with its text.")
     split: Text = honoured("train", "The split of a data set on Hugging Face.")
     samples: Count | None = honoured(

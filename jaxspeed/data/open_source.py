@@ -57,7 +57,7 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if kind in TEXT_SOURCES:
         return text_source(source)
     if kind == "tokens":
-        return [token_store.read(path) for path in _token_paths(given)]
+        return [token_store.read(path, source.dtype) for path in _token_paths(given)]
     if kind == "images":
         return array_sources.read_images(given, limits)
     if kind == "synthetic":
@@ -67,13 +67,23 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
 
 
 def _token_paths(given: Sequence[str]) -> list[Path]:
-    """Token folders, and the .npy files of other paths."""
+    """Token folders, and the .npy and .bin files of other folders."""
     found: list[Path] = []
     for name in given:
         path = Path(name).expanduser()
         names = (token_store.HEADER, token_store.OFFSETS)
-        is_store = any((path / n).exists() for n in names) or not any(path.glob("*.npy"))
-        found += [path] if path.is_dir() and is_store else files.find_files([name], (".npy",))
+        suffixes = (".npy", token_store.RAW_SUFFIX)
+        is_store = any((path / n).exists() for n in names)
+        is_store |= not any(any(path.glob(f"*{suffix}")) for suffix in suffixes)
+        if path.is_dir() and is_store:
+            found.append(path)
+            continue
+        if all((path / f"{split}.bin").is_file() for split in ("train", "val")):
+            raise DataError(
+                f"data: the folder {name!r} holds train.bin and val.bin; name the one to read: "
+                f"{str(path / 'train.bin')!r}"
+            )
+        found += files.find_files([name], suffixes)
     return found
 
 

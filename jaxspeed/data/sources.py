@@ -54,7 +54,9 @@ def text_source(source: SourceSection) -> Texts:
         found = files.find_files(given)
         return Texts(shown, lambda: map(files.read_text, found))
     if kind == "jsonl":
-        found = files.find_files(given, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"))
+        plain = (".jsonl", ".ndjson")
+        compressed = [name + by for name in plain for by in (files.GZIP, files.ZSTD)]
+        found = files.find_files(given, (*plain, *compressed))
         each = [lambda f=f: files.read_json_lines(f, field) for f in found]
     else:
         found = files.find_files(given, (".parquet",))
