@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
 
-from jaxspeed import ops
-
+from .classification import class_loss
 from .layers import Linear, dropout, normal, scan_blocks, stacked
 
 
@@ -72,14 +72,20 @@ def build(config: Config, rngs: nnx.Rngs) -> MLP:
     return MLP(config, rngs=rngs)
 
 
-def loss(model: MLP, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def loss(model: MLP, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
     """(sum, weight) over the batch: cross-entropy for integer `y` [batch], else squared error.
 
-    Real targets are [batch, classes]; their error is averaged over the outputs of a sample.
+    Labels of -100 do not count, and in evaluation there is an accuracy as well: see
+    `jaxspeed.models.classification`. Real targets are [batch, classes]; their error is averaged
+    over the outputs of a sample, and samples with a `mask` [batch] of 0 do not count.
     """
     out, y = model(batch["x"]), batch["y"]
     if jnp.issubdtype(y.dtype, jnp.integer):
-        return ops.cross_entropy(out, y)
+        return class_loss(out, y, train)
     dtype = jnp.promote_types(out.dtype, jnp.float32)
     error = jnp.square(out.astype(dtype) - y.astype(dtype).reshape(out.shape))
-    return jnp.sum(jnp.mean(error, axis=-1)), jnp.asarray(len(y), dtype)
+    each = jnp.mean(error, axis=-1)
+    if "mask" not in batch:
+        return jnp.sum(each), jnp.asarray(len(y), dtype)
+    counts = batch["mask"] != 0
+    return jnp.sum(jnp.where(counts, each, 0)), jnp.sum(counts, dtype=dtype)

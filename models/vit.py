@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed import ops
 
+from .classification import class_loss
 from .layers import (
     LayerNorm,
     Linear,
@@ -166,8 +168,10 @@ def build(config: Config, rngs: nnx.Rngs) -> ViT:
     return ViT(config, rngs=rngs)
 
 
-def loss(model: ViT, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(sum, weight) of the cross-entropy of `labels` [batch] given `images`."""
-    return ops.cross_entropy(
-        model(batch["images"]), batch["labels"], label_smoothing=model.config.label_smoothing
-    )
+def loss(model: ViT, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
+    """(sum, weight) of the cross-entropy of `labels` [batch] given `images`.
+
+    In evaluation also the accuracy: see `jaxspeed.models.classification`.
+    """
+    smoothing = model.config.label_smoothing
+    return class_loss(model(batch["images"]), batch["labels"], train, label_smoothing=smoothing)

@@ -76,6 +76,18 @@ NOT_RUN = {
     "jaxspeed train config.yaml": "transformers makes its folder; tests/interop runs it",
     "jaxspeed sample config.yaml --prompt 'def ' --tokens 40": "the same",
     "jaxspeed checkpoint export continued out/ --format hf --dtype bf16": "the same",
+    **dict.fromkeys(
+        (
+            "jaxspeed eval config.yaml --data notes.txt --data texts/",
+            "jaxspeed eval config.yaml --data texts/ --json",
+            "jaxspeed eval config.yaml --data notes.txt --ema",
+            "jaxspeed sample config.yaml --prompt 'def ' --tokens 40 --ema",
+            "jaxspeed checkpoint export runs/config averaged/ --format hf --ema",
+            "jaxspeed sample config.yaml --output copied --prompt 'def ' --tokens 20",
+            "jaxspeed checkpoint export copied exported/ --format hf",
+        ),
+        "tests/cli/test_using_checkpoints.py runs it, where there is a run",
+    ),
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",
     "jaxspeed train config.yaml --set run.executable=step.exe": "a TPU v5e",
 }

@@ -32,6 +32,7 @@ from jaxspeed.checkpoint.leaves import Arrays, saved_leaves
 from jaxspeed.checkpoint.manifest import (
     checksums,
     files_of,
+    problems_of,
     read_manifest,
     shares_of,
     write_file,
@@ -244,6 +245,17 @@ class Checkpointer:
     def latest(self) -> str | None:
         """The newest complete checkpoint's tag."""
         return next((info.tag for info in reversed(self.list()) if info.ok), None)
+
+    def files(self, tag: str) -> dict[str, bytes]:
+        """The files that were saved with a checkpoint; none if one is damaged."""
+        with _as_checkpoint_error(self.folder, f"reading the files of {tag}"):
+            folder = self.folder / tag
+            manifest = read_manifest(folder)
+            names = read_header(folder, manifest.format).files
+            sums = {f"{FILES}/{name}": manifest.files.get(f"{FILES}/{name}") for name in names}
+            if None in sums.values() or problems_of(folder, sums):  # type: ignore[arg-type]
+                return {}
+            return {name: (folder / FILES / name).read_bytes() for name in names}
 
     # -- restoring ------------------------------------------------------------------------------
 

@@ -54,6 +54,9 @@ def add(commands: Any) -> None:
             verb.add_argument(
                 "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as stored"
             )
+            verb.add_argument(
+                "--ema", action="store_true", help="the moving average of the weights"
+            )
         if name != "list":
             verb.add_argument("--tag", help="which checkpoint; the newest by default")
         verb.set_defaults(run=function)
@@ -164,13 +167,13 @@ def _hf_form(given: argparse.Namespace) -> "HFForm":
                 f"{run}: its config names no model; engine.save_pretrained exports it"
             )
     from jaxspeed.config import load_config
-    from jaxspeed.data.tokenizer import FILES
+    from jaxspeed.data.tokenizer import BESIDE
     from jaxspeed.interop.exporting import hf_form
     from jaxspeed.user_models.config_model import resolve_model
 
     loaded = load_config(config)
     model, _ = resolve_model(loaded)
-    return hf_form(loaded, model, [run / name for name in FILES])
+    return hf_form(loaded, model, [run / name for name in BESIDE])
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -200,7 +203,8 @@ def _export(given: argparse.Namespace) -> int:
     from jaxspeed.interop import export
     from jaxspeed.placement.show import bytes_text
 
-    summary = export(folder, given.out, tag=_tag(given, folder), dtype=given.dtype, form=form)
+    tag = _tag(given, folder)
+    summary = export(folder, given.out, tag=tag, dtype=given.dtype, form=form, ema=given.ema)
     if given.json:
         print_json(asdict(summary))
         return 0

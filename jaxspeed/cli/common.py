@@ -30,7 +30,7 @@ def command(
     config: bool = True,
     devices: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command's parser, with --json and, if it reads a config, --set and --devices."""
+    """A command's parser, with --json and, if it reads a config, --set, --output and --devices."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=what,
@@ -42,6 +42,7 @@ def command(
         parser.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
         add_overrides(parser)
         if devices:
+            add_output(parser)
             parser.add_argument(
                 "--devices",
                 metavar="WHICH",
@@ -74,9 +75,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", metavar="DIR", help="the run's folder (overrides run.output)")
+
+
 def overrides_of(given: argparse.Namespace) -> list[str]:
     devices = [f"run.devices={given.devices}"] if getattr(given, "devices", None) else []
-    return [*given.overrides, *devices]
+    folder = getattr(given, "output", None)
+    output = [f"run.output={json.dumps(folder)}"] if folder else []
+    return [*given.overrides, *output, *devices]
 
 
 def hidden_size(tree: Mapping[str, Any]) -> int | None:
@@ -112,6 +119,14 @@ def refuse_unwritable(option: str, path: str) -> None:
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{option} {path}: no file can be written there")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """--tag and --ema: what of a run's checkpoints is read."""
+    parser.add_argument("--tag", help="which checkpoint; the newest intact one by default")
+    parser.add_argument(
+        "--ema", action="store_true", help="the moving average of the weights (optimizer.ema_decay)"
+    )
 
 
 def print_json(value: Any) -> None:

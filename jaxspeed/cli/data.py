@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
         devices=False,
     )
     verb.add_argument("out", metavar="OUT", help="the folder to write to")
+    verb.add_argument("--output", metavar="DIR", help="a run's folder, whose tokenizer is used")
     verb.set_defaults(run=_tokenize)
     verb = command(
         verbs,
@@ -38,12 +39,14 @@ def add(commands: Any) -> None:
 
 def _tokenize(given: argparse.Namespace) -> int:
     config = loaded(given)
-    from jaxspeed.data import limits_of, tokenize
+    from jaxspeed.data import limits_of, read_tokenizer, tokenize
     from jaxspeed.interop.pretrained import data_section
     from jaxspeed.user_models.config_model import family_sizes
 
     sizes = family_sizes(config)
-    summary = tokenize(data_section(config), given.out, vocab_size=limits_of(sizes).vocab_size)
+    tokenizer = read_tokenizer(given.output) if given.output else None
+    size = limits_of(sizes).vocab_size
+    summary = tokenize(data_section(config), given.out, tokenizer=tokenizer, vocab_size=size)
     if given.json:
         print_json(asdict(summary))
     else:

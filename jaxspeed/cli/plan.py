@@ -6,7 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.cli.common import add_overrides, command, loaded, out, print_json, refuse_unwritable
+from jaxspeed.cli.common import (
+    add_output,
+    add_overrides,
+    command,
+    loaded,
+    out,
+    print_json,
+    refuse_unwritable,
+)
 from jaxspeed.errors import ConfigError
 from jaxspeed.planner import SEARCH_SECONDS
 from jaxspeed.planner.compile import PATIENCE
@@ -25,6 +33,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML or JSON file")
     add_overrides(parser)
+    add_output(parser)
     parser.add_argument(
         "--target",
         metavar="TARGET",

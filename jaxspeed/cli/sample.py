@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from jaxspeed.cli.common import command, loaded, print_json
+from jaxspeed.cli.common import add_checkpoint, command, loaded, print_json
 
 
 def add(commands: Any) -> None:
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         help="end before this text; may be repeated",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument("--tag", help="which checkpoint; the newest intact one by default")
+    add_checkpoint(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,7 +62,8 @@ def run(given: argparse.Namespace) -> int:
     sampling = Sampling(config.run.sample_temperature, **rules)
     Request(prompts, sampling=sampling, stop=given.stop, seed=given.seed)  # refused at once
     options = {**rules, "stop": given.stop, "seed": given.seed}
-    pieces = sample_run(source_of(config, name=given.config), given.tag, prompts, **options)
+    source = source_of(config, name=given.config)
+    pieces = sample_run(source, given.tag, prompts, ema=given.ema, **options)
     if not is_first():  # each process computes the same text
         for _ in pieces:
             pass

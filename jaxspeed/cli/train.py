@@ -2,13 +2,11 @@
 
 import argparse
 import gc
-import json
 import os
 import platform
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json, p
 from jaxspeed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from jaxspeed.config import Config
     from jaxspeed.run import Source, Trainer
 
 # Settings of glibc 2.35 or newer, read as a process starts.
@@ -39,7 +36,6 @@ def add(commands: Any) -> None:
         "train a model; resume the run in its folder",
         "jaxspeed train configs/tiny.yaml --devices cpu:8 --set run.steps=100",
     )
-    parser.add_argument("--output", metavar="DIR", help="the run's folder (overrides run.output)")
     parser.add_argument(
         "--engine",
         choices=("local", "ray"),
@@ -119,25 +115,20 @@ def run(given: argparse.Namespace) -> int:
 def _here(given: argparse.Namespace) -> int:
     if given.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
-    config = _config(given)
+    config = loaded(given)
     from jaxspeed.run import source_of
 
     return _train(given, source_of(config, name=given.config))
 
 
 def _on_ray(given: argparse.Namespace) -> int:
-    config = _config(given, ["parallel.data_reduction=parameter_server"])
+    config = loaded(given, ["parallel.data_reduction=parameter_server"])
     from jaxspeed.parameter_server.ray import connected, ray_resources
     from jaxspeed.run import RaySource, source_of
 
     ray_resources(config)  # before anything starts
     with connected(given.ray_address):
         return _train(given, source_of(config, name=given.config, kind=RaySource))
-
-
-def _config(given: argparse.Namespace, more: Sequence[str] = ()) -> "Config":
-    output = [f"run.output={json.dumps(given.output)}"] if given.output else []
-    return loaded(given, [*output, *more])
 
 
 def _train(given: argparse.Namespace, source: "Source") -> int:

@@ -242,6 +242,9 @@ def _data(settings: Settings) -> Iterator[Problem]:
         found = f"{len(data.mixture)} sources, while data has a source too"
         yield Problem("data.mixture", found, "Put all sources into the mixture.")
         return
+    if data.eval is not None and data.held_out and "held_out" in data.model_fields_set:
+        works = "Remove one: evaluation is on data.eval, or on a share of the training data."
+        yield Problem("data.held_out", f"{data.held_out}, while data.eval is set", works)
     if data.held_out == 1:
         yield Problem(
             "data.held_out", "1", "Needs less than 1: some samples must remain for training."
@@ -249,7 +252,10 @@ def _data(settings: Settings) -> Iterator[Problem]:
     parts: list[tuple[str, SourceSection]] = [
         (f"data.mixture.{i}", part) for i, part in enumerate(data.mixture)
     ]
-    for where, corpus in parts or [("data", data)]:
+    parts = parts or [("data", data)]
+    if data.eval is not None:
+        parts.append(("data.eval", data.eval))
+    for where, corpus in parts:
         if corpus.path and corpus.paths:
             yield Problem(f"{where}.path", "set together with data.paths", "Put all in paths.")
         given = corpus.path or corpus.paths

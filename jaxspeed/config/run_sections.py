@@ -399,6 +399,7 @@ class Data(SourceSection):
     """Data sources, tokenizer and order of samples."""
 
     mixture: list[MixtureSource] = Field(default_factory=list)
+    eval: SourceSection | None = None  # evaluated in place of a held-out share
     tokenizer: Text = honoured(
         "bytes",
         "bytes, bpe (trained on the corpus and saved with the run), or the path of a "
@@ -409,7 +410,9 @@ class Data(SourceSection):
     document_masks: Flag = honoured(
         True, "No attention and no prediction across documents in one sample."
     )
-    held_out: Share = honoured(0.05, "The share of the samples held out for evaluation.")
+    held_out: Share = honoured(
+        0.05, "The share of the samples held out for evaluation; none where data.eval is set."
+    )
     shuffle: Flag = honoured(True, "A new order each epoch, a function of seed and step only.")
     seed: Natural | None = honoured(None, "Seed of the order; run.seed by default.")
     prefetch: Count = honoured(2, "Number of batches transferred to the devices ahead of the step.")

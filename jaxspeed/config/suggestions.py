@@ -120,7 +120,7 @@ def _elsewhere(name: str, section: str, tree: Any) -> str | None:
             continue
         nested = f"{head}.".startswith(f"{section}." if section else "")
         around = f"{section}.".startswith(f"{head}." if head else "")
-        if not (nested or around) or head in ("optimizer.groups", "data.mixture"):
+        if not (nested or around) or head in ("optimizer.groups", "data.mixture", "data.eval"):
             continue
         params = _params_of(head, tree) if head in PARAMS else None
         if head not in PARAMS or (params and name in params.model_fields):

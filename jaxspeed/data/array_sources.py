@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxspeed.data.files import find_files, read_array
 from jaxspeed.data.model_limits import ModelLimits
+from jaxspeed.data.sources import SUFFIXES
 from jaxspeed.errors import DataError
 
 Arrays = dict[str, np.ndarray]
@@ -55,7 +56,7 @@ def _images_in(path: Path) -> tuple[np.ndarray, np.ndarray]:
         names = [path / "images.npy", path / "labels.npy"]
         images, labels = (read_array(name) for name in names)
         return images, labels
-    found = [_load_npz(file) for file in find_files([str(path)], (".npz",))]
+    found = [_load_npz(file) for file in find_files([str(path)], SUFFIXES["images"])]
     return tuple(np.concatenate(each) for each in zip(*found))  # type: ignore[return-value]
 
 

@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Sequence
 
-from jaxspeed.config.run_sections import Data
+from jaxspeed.config.run_sections import Data, SourceSection
 from jaxspeed.data.model_limits import ModelLimits
-from jaxspeed.data.open_source import Opened
+from jaxspeed.data.open_source import TEXT_SOURCES, Opened
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, read_tokenizer
 from jaxspeed.errors import DataError
@@ -40,10 +40,8 @@ def choose_tokenizer(
 
 
 def _configured(data: Data, limits: ModelLimits, opened: Sequence[Opened]) -> Tokenizer:
-    if data.tokenizer == "bytes":
-        return ByteTokenizer()
     if data.tokenizer != "bpe":
-        return read_tokenizer(data.tokenizer)
+        return _named(data.tokenizer)
     size = data.vocab_size or limits.vocab_size
     if size is None:
         raise DataError("data.vocab_size: bpe needs it, because the model's is unknown")
@@ -53,6 +51,19 @@ def _configured(data: Data, limits: ModelLimits, opened: Sequence[Opened]) -> To
             f"{limits.vocab_size:,} or less would do"
         )
     return BPETokenizer.train(texts_of(opened), size)
+
+
+def tokenizer_of_section(data: Data) -> Tokenizer | None:
+    """The tokenizer of the section, as far as that is known without its data."""
+    sources: Sequence[SourceSection] = data.mixture or [data]
+    of_text = all(source.source in TEXT_SOURCES for source in sources)
+    if data.tokenizer == "bpe" or not (of_text or "tokenizer" in data.model_fields_set):
+        return None
+    return _named(data.tokenizer)
+
+
+def _named(name: str) -> Tokenizer:
+    return ByteTokenizer() if name == "bytes" else read_tokenizer(name)
 
 
 def texts_of(opened: Sequence[Opened]) -> itertools.chain[str]:

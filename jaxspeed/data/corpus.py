@@ -12,17 +12,9 @@ import numpy as np
 from jaxspeed.config.run_sections import Data, MixtureSource, SourceSection
 from jaxspeed.data import token_store
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
+from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import Kind, ModelLimits
-from jaxspeed.data.open_source import (
-    Opened,
-    OpenSource,
-    Packing,
-    SyntheticSource,
-    arrays_part,
-    documents_part,
-    made_part,
-    open_source,
-)
+from jaxspeed.data.open_source import OpenSource, open_source, samples_of
 from jaxspeed.data.packing import entropy
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
@@ -36,7 +28,7 @@ class Corpus:
     """The data of a run."""
 
     train: Split
-    held_out: Split | None
+    held_out: Split | None  # or the samples of `data.eval`
     tokenizer: Tokenizer | None
     fingerprint: str  # changes with the data or its order; a run resumes only with the same one
     unigram_entropy: float | None  # nats per training token
@@ -71,11 +63,18 @@ def build(
     sources: Sequence[SourceSection] = data.mixture or [data]
     opened = [open_source(source, limits) for source in sources]
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
-    parts = [_part(data, source, limits, each, tokenizer) for source, each in zip(sources, opened)]
+    if data.eval is not None:  # nothing of the training data is held out
+        data = data.model_copy(update={"held_out": 0.0})
+    parts = [
+        samples_of(data, source, limits, each, tokenizer) for source, each in zip(sources, opened)
+    ]
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
     train = Split([p.train for p in parts], seed=seed, shuffle=data.shuffle, weights=weights)
     held = [p.held_out for p in parts if p.held_out is not None]
+    if data.eval is not None:
+        apart = evaluation_parts(data, data.eval, limits, tokenizer)
+        held = [samples for samples in apart.values() if samples is not None]
     held_out = Split(held, seed=seed, shuffle=False) if held else None
     _check_sizes(data, parts, train, batch_size)
     identity = {
@@ -143,54 +142,7 @@ def tokenize(
     )
 
 
-# -- parts --------------------------------------------------------------------------------------
-
-
-def _part(
-    data: Data,
-    source: SourceSection,
-    limits: ModelLimits,
-    opened: Opened,
-    tokenizer: Tokenizer | None,
-) -> OpenSource:
-    if isinstance(opened, dict):
-        if limits.sample == "tokens":
-            raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
-        return arrays_part(opened, data.held_out, source.path or str(source.source))
-    if isinstance(opened, SyntheticSource):
-        packing = None if limits.sample != "tokens" else _packing(data, limits)
-        return made_part(opened, limits, packing, data.held_out)
-    if limits.sample == "images":
-        kind = source.source or "stdlib"
-        raise DataError(
-            f"data: source {kind} holds text, but the model reads images; sources images and "
-            "synthetic have some"
-        )
-    if isinstance(opened, Texts):
-        assert tokenizer is not None
-        encoded = token_store.encode_all(opened, tokenizer)
-        opened = [token_store.in_memory(opened.name, encoded, tokenizer)]
-    for each in opened:
-        if not len(each.tokens):
-            raise DataError(f"data: {each.name} holds no text")
-        if limits.vocab_size and each.largest >= limits.vocab_size:
-            raise DataError(
-                f"data: {each.name} has ids up to {each.largest:,}, but the model's vocabulary has "
-                f"{limits.vocab_size:,}"
-            )
-    return documents_part(opened, _packing(data, limits), data.held_out, limits.vocab_size)
-
-
-def _packing(data: Data, limits: ModelLimits) -> Packing:
-    seq_len = data.seq_len or limits.seq_len
-    if seq_len is None:
-        raise DataError("data.seq_len: must be set, because the model's positions are unknown")
-    if limits.seq_len and seq_len > limits.seq_len:
-        raise DataError(
-            f"data.seq_len is {seq_len:,}, but the model has {limits.seq_len:,} positions; "
-            f"{limits.seq_len:,} or less would do"
-        )
-    return Packing(seq_len, data.document_masks)
+# -- sizes --------------------------------------------------------------------------------------
 
 
 def _check_sizes(
@@ -275,7 +227,7 @@ def known_shapes(
     own = any(":" in (each.source or "") for each in sources)
     if own or reads.sample is None:
         return None
-    made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0}
+    made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0, "eval": None}
     first = build(data.model_copy(update=made), **vars(reads), seed=0).train.batch(0, 1)
     return {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()

@@ -103,9 +103,12 @@ class _Expanding(io.RawIOBase):
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
     """The content of a file, decompressed as it is read; DataError if it cannot be."""
-    zstd = _zstd_library(file) if file.suffix == ZSTD else None
+    damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    if file.suffix == ZSTD:
+        zstd = _zstd_library(file)
+        damage = (*damage, zstd.ZstdError)
     try:
-        if zstd is not None:
+        if file.suffix == ZSTD:
             with zstd.open(file) as content:
                 yield io.BufferedReader(_Expanding(content, file), _CHUNK)
         elif file.suffix == GZIP:
@@ -114,7 +117,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         else:
             with file.open("rb") as content:
                 yield content
-    except (OSError, EOFError, zlib.error, *((zstd.ZstdError,) if zstd else ())) as error:
+    except damage as error:
         raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
 
 

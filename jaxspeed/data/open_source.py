@@ -6,14 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspeed.config.run_sections import SourceSection
+from jaxspeed.config.run_sections import Data, SourceSection
 from jaxspeed.data import array_sources, files, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
 from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
-from jaxspeed.data.sources import Texts, import_iterable, text_source
+from jaxspeed.data.sources import SUFFIXES, Texts, import_iterable, text_source
 from jaxspeed.data.synthetic import Blots, Counting
+from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
 
 TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "parquet", "huggingface")
@@ -66,14 +67,44 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     return _user_iterable(kind, source)
 
 
+def by_file(source: SourceSection) -> dict[str, SourceSection]:
+    """A section for each file of a source, by the file's path; the source itself if it has none.
+
+    A source that has paths and no kind is of the kinds that its files' names show.
+    """
+    given, kind = files.given_paths(source.path, source.paths), source.source
+    if not given or ":" in (kind or ""):
+        return {kind or "stdlib": source}
+    found: dict[str, str] = {}  # the kind of each
+    for name in given:
+        path = Path(name).expanduser()
+        if kind == "huggingface":
+            found[name] = kind
+        elif kind == "tokens" or (kind is None and _is_token_folder(path)):
+            found |= {str(each): "tokens" for each in _token_paths([name])}
+        elif kind in ("images", None) and (path / "images.npy").is_file():
+            found[name] = "images"
+        else:
+            each = files.find_files([name], SUFFIXES.get(kind or "", ()))
+            found |= {str(file): kind or _kind_of(file) for file in each}
+    return {
+        name: source.model_copy(update={"source": kind, "path": name, "paths": None})
+        for name, kind in found.items()
+    }
+
+
+def _kind_of(file: Path) -> str:
+    ends = (kind for kind, suffixes in SUFFIXES.items() if file.name.endswith(suffixes))
+    return next(ends, "text")
+
+
 def _token_paths(given: Sequence[str]) -> list[Path]:
     """Token folders, and the .npy and .bin files of other folders."""
     found: list[Path] = []
     for name in given:
         path = Path(name).expanduser()
-        names = (token_store.HEADER, token_store.OFFSETS)
-        suffixes = (".npy", token_store.RAW_SUFFIX)
-        is_store = any((path / n).exists() for n in names)
+        suffixes = SUFFIXES["tokens"]
+        is_store = _is_token_folder(path)
         is_store |= not any(any(path.glob(f"*{suffix}")) for suffix in suffixes)
         if path.is_dir() and is_store:
             found.append(path)
@@ -85,6 +116,10 @@ def _token_paths(given: Sequence[str]) -> list[Path]:
             )
         found += files.find_files([name], suffixes)
     return found
+
+
+def _is_token_folder(path: Path) -> bool:
+    return any((path / name).exists() for name in (token_store.HEADER, token_store.OFFSETS))
 
 
 def _user_iterable(path: str, source: SourceSection) -> Opened:
@@ -115,6 +150,54 @@ def _user_iterable(path: str, source: SourceSection) -> Opened:
 
 
 # -- into samples -------------------------------------------------------------------------------
+
+
+def samples_of(
+    data: Data,
+    source: SourceSection,
+    limits: ModelLimits,
+    opened: Opened,
+    tokenizer: Tokenizer | None,
+) -> OpenSource:
+    """The samples of an opened source, for a model with these limits."""
+    if isinstance(opened, dict):
+        if limits.sample == "tokens":
+            raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
+        return arrays_part(opened, data.held_out, source.path or str(source.source))
+    if isinstance(opened, SyntheticSource):
+        packing = None if limits.sample != "tokens" else _packing(data, limits)
+        return made_part(opened, limits, packing, data.held_out)
+    if limits.sample == "images":
+        kind = source.source or "stdlib"
+        raise DataError(
+            f"data: source {kind} holds text, but the model reads images; sources images and "
+            "synthetic have some"
+        )
+    if isinstance(opened, Texts):
+        assert tokenizer is not None
+        encoded = token_store.encode_all(opened, tokenizer)
+        opened = [token_store.in_memory(opened.name, encoded, tokenizer)]
+    for each in opened:
+        if not len(each.tokens):
+            raise DataError(f"data: {each.name} holds no text")
+        if limits.vocab_size and each.largest >= limits.vocab_size:
+            raise DataError(
+                f"data: {each.name} has ids up to {each.largest:,}, but the model's vocabulary has "
+                f"{limits.vocab_size:,}"
+            )
+    return documents_part(opened, _packing(data, limits), data.held_out, limits.vocab_size)
+
+
+def _packing(data: Data, limits: ModelLimits) -> Packing:
+    seq_len = data.seq_len or limits.seq_len
+    if seq_len is None:
+        raise DataError("data.seq_len: must be set, because the model's positions are unknown")
+    if limits.seq_len and seq_len > limits.seq_len:
+        raise DataError(
+            f"data.seq_len is {seq_len:,}, but the model has {limits.seq_len:,} positions; "
+            f"{limits.seq_len:,} or less would do"
+        )
+    return Packing(seq_len, data.document_masks)
 
 
 def documents_part(

@@ -15,6 +15,15 @@ from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
 from jaxspeed.errors import DataError
 
+# How the files of a folder end that a kind of source reads; the kind `text` reads all.
+SUFFIXES = {
+    "jsonl": tuple(
+        name + by for by in ("", files.GZIP, files.ZSTD) for name in (".jsonl", ".ndjson")
+    ),
+    "parquet": (".parquet",),
+    "tokens": (".npy", ".bin"),
+    "images": (".npz",),
+}
 STDLIB_BYTES = 8 << 20
 # Tests and data tables are not library code.
 STDLIB_LEFT_OUT = {
@@ -53,15 +62,11 @@ def text_source(source: SourceSection) -> Texts:
     if kind == "text":
         found = files.find_files(given)
         return Texts(shown, lambda: map(files.read_text, found))
-    if kind == "jsonl":
-        plain = (".jsonl", ".ndjson")
-        compressed = [name + by for name in plain for by in (files.GZIP, files.ZSTD)]
-        found = files.find_files(given, (*plain, *compressed))
-        each = [lambda f=f: files.read_json_lines(f, field) for f in found]
-    else:
-        found = files.find_files(given, (".parquet",))
-        each = [lambda f=f: _parquet_texts(f, field) for f in found]
-    return Texts(shown, lambda: itertools.chain.from_iterable(read() for read in each))
+    texts_in = files.read_json_lines if kind == "jsonl" else _parquet_texts
+    found = files.find_files(given, SUFFIXES[kind])
+    return Texts(
+        shown, lambda: itertools.chain.from_iterable(texts_in(file, field) for file in found)
+    )
 
 
 # -- the standard library -----------------------------------------------------------------------

@@ -107,6 +107,10 @@ class Split:
         """Samples [start, start + count), or only these rows of them."""
         return self._chain.read(start + _chosen(count, rows))
 
+    def copies(self, sample: int, count: int, rows: Positions | None = None) -> Batch:
+        """A batch of `count` copies of a sample, or only these rows of it."""
+        return self._chain.read(np.full(count, sample)[slice(None) if rows is None else rows])
+
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order, in batches."""
         return (self.padded(i, batch_size) for i in range(self.batches(batch_size)))

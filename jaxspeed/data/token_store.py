@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxspeed.config.run_sections import IdDtype
 from jaxspeed.data.files import read_array
-from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_file
+from jaxspeed.data.tokenizer import FILES, Tokenizer, files_of, read_tokenizer, tokenizer_file
 from jaxspeed.errors import DataError
 
 log = logging.getLogger("jaxspeed")
@@ -138,7 +138,8 @@ def _write_files(
         raise DataError(f"data tokenize: {name} holds no text")
     offsets = np.asarray(ends, np.int64)
     np.save(folder / OFFSETS, offsets)
-    (folder / tokenizer.file).write_bytes(tokenizer.to_bytes())
+    for written, content in files_of(tokenizer).items():
+        (folder / written).write_bytes(content)
     header = {
         "format": FORMAT,
         "name": name,
@@ -202,7 +203,7 @@ def _read_folder(folder: Path) -> Documents:
         except DataError as error:
             raise ValueError(str(error).removeprefix("data: ")) from None
         file = tokenizer_file(folder)
-        tokenizer = read_tokenizer(file) if file else None
+        tokenizer = read_tokenizer(folder) if file else None
         name, digest = f"{header['name']}, tokenized", str(header["digest"])
         largest = int(header["largest"])
         problem = _problem(folder, header, tokens, offsets) if file else f"it has no {FILES[0]}"
@@ -288,7 +289,6 @@ def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
 
 # -- arrays of ids without a folder -------------------------------------------------------------
 
-RAW_SUFFIX = ".bin"
 _META = "meta.json"
 
 

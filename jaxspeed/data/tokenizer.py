@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,13 +23,28 @@ from jaxspeed.errors import DataError
 END = 0
 TRAINED_ON = 32 << 20
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
+# What a folder's tokenizer has beside it, for other libraries.
+BESIDE = (
+    *FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 class Tokenizer(Protocol):
     """Encodes text to ids and back; `end` is the end-of-document id, if there is one.
 
-    `file` is the name of the file that holds `to_bytes()`: one of FILES.
+    `file` is the name of the file that holds `to_bytes()`: one of FILES. `beside` has the contents
+    of the other files of its folder, by name: a chat template, for example.
     """
+
+    beside: Mapping[str, bytes]
 
     @property
     def name(self) -> str: ...
@@ -51,6 +66,7 @@ class ByteTokenizer:
     file = "tokenizer.json"
     vocab_size = 256
     end = END
+    beside: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8)
@@ -77,6 +93,7 @@ class LibraryTokenizer:
     """Any tokenizer.json, through the library `tokenizers`."""
 
     file = "tokenizer.json"
+    beside: Mapping[str, bytes] = {}
 
     def __init__(self, content: bytes, name: str) -> None:
         with _library_errors(f"{name!r} is not a tokenizer.json"):
@@ -108,6 +125,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model of any kind, through the library `sentencepiece`."""
 
     file = "tokenizer.model"
+    beside: Mapping[str, bytes] = {}
 
     def __init__(self, content: bytes, name: str) -> None:
         try:
@@ -248,22 +266,45 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a file, or in a folder's tokenizer.json or tokenizer.model."""
+    """The tokenizer in a file, or in a folder's tokenizer.json or tokenizer.model.
+
+    That of a folder has the files beside it as well.
+    """
+    contents: dict[str, bytes] = {}
     try:
         given = Path(path).expanduser()
-        file = tokenizer_file(given) if given.is_dir() else given
-        is_there = file is not None and file.is_file()
+        if given.is_dir():
+            inside = (name for name in BESIDE if (given / name).is_file())
+            contents = {name: read_bytes(given / name) for name in inside}
+        elif given.is_file():
+            contents = {FILES[given.suffix == ".model"]: read_bytes(given)}
     except (OSError, RuntimeError) as error:  # a name that is too long, a user that is unknown
         raise DataError(f"data.tokenizer: {str(path)!r}: {error}") from None
-    if file is None or not is_there:
+    tokenizer = tokenizer_in(contents, str(path))
+    if tokenizer is None:
         raise DataError(
             f"data.tokenizer: {str(path)!r} is neither bytes, bpe nor the path of a "
             f"{' or '.join(FILES)}"
         )
-    content = read_bytes(file)
-    if file.suffix == ".model":
-        return SentencePieceTokenizer(content, str(path))
-    return load_tokenizer(content, str(path))
+    return tokenizer
+
+
+def tokenizer_in(contents: Mapping[str, bytes], name: str) -> Tokenizer | None:
+    """The tokenizer of a folder's files, given by name; None if none of FILES is there."""
+    file = next((file for file in FILES if file in contents), None)
+    if file is None:
+        return None
+    read = load_tokenizer if file == FILES[0] else SentencePieceTokenizer
+    tokenizer: Tokenizer = read(contents[file], name)
+    tokenizer.beside = {n: contents[n] for n in BESIDE if n in contents and n != file}
+    return tokenizer
+
+
+def files_of(tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """The files from which `tokenizer_in` makes an equal tokenizer."""
+    if tokenizer is None:
+        return {}
+    return {tokenizer.file: tokenizer.to_bytes(), **tokenizer.beside}
 
 
 # -- in Hugging Face's format -------------------------------------------------------------------

@@ -24,12 +24,13 @@ from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.engine.step_report import compiled_report
-from jaxspeed.errors import JaxspeedError
+from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.placement.codec import Stored, unpad
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -303,14 +304,21 @@ class Engine:
 
     @watched("save")
     def save_pretrained(
-        self, folder: str | Path, *, dtype: str | None = None, form: HFForm | None = None
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        form: HFForm | None = None,
+        ema: bool = False,
     ) -> ExportSummary:
         """Write the parameters to a Hugging Face folder, with config.json and the tokenizer.
 
         Called on every process. `dtype` is fp32, bf16 or fp16, by default that of the update; a
-        `form` is needed where the model is neither of a family nor pretrained.
+        `form` is needed where the model is neither of a family nor pretrained. With `ema` the
+        moving averages are written in their place.
         """
-        return save_pretrained(self.program, self.state, folder, dtype=dtype, form=form)
+        state = self.averaged if ema else self.state
+        return save_pretrained(self.program, state, folder, dtype=dtype, form=form)
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -381,26 +389,58 @@ class Engine:
 
         Offloaded ones are copied to the devices.
         """
-
-        def here(row: Row) -> jax.Array:
-            stored = updated_values(self.state, row)
-            if in_host(row.updated):
-                kind, at = row.read.memory_kind, self.placements.stored(row, row.updated).shardings
-                here = jax.tree.map(lambda sharding: sharding.with_memory_kind(kind), at)
-                stored = jax.device_put(stored, here)
-            value: jax.Array = row.decoded(row.updated, stored)
-            return value
-
-        return {row.path: here(row) for row in self.placements}
+        state = self.state
+        return {row.path: self._parameter(state, row) for row in self.placements}
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Replace the parameters at these paths; the optimizer's state and the step stay."""
-        state = self.state
         params, master = self.program.storage.placed(values)
-        self.state = replace(
-            state, params={**state.params, **params}, master={**state.master, **master}
-        )
+        self.state = _with_parameters(self.state, params, master)
+
+    @property
+    def ema_parameters(self) -> dict[str, jax.Array]:
+        """The moving averages of the parameters (`optimizer.ema_decay`), like `parameters`.
+
+        Those that are not trained are as they are.
+
+        Raises:
+          ConfigError: the config keeps no moving average.
+        """
+        state = self._with_averages()
+        return {
+            row.path: _average(state, row) if row.path in state.ema else self._parameter(state, row)
+            for row in self.placements
+        }
+
+    @property
+    def averaged(self) -> TrainState:
+        """The state with the moving averages as parameters, of which one at a time is on devices.
+
+        Raises:
+          ConfigError: the config keeps no moving average.
+        """
+        state = self._with_averages()
+        params: dict[str, Any] = {}
+        master: dict[str, Any] = {}
+        for path in state.ema:
+            average = _average(state, self.placements[path])
+            for found, new in zip((params, master), self.program.storage.placed({path: average})):
+                found |= new
+        return _with_parameters(state, params, master)
+
+    def _with_averages(self) -> TrainState:
+        if self.program.optimizer.ema_decay is None:
+            raise ConfigError(
+                "optimizer.ema_decay: not set, so there is no moving average of the weights; the "
+                "config of the run that kept one would do"
+            )
+        return self.state
+
+    @staticmethod
+    def _parameter(state: TrainState, row: Row) -> jax.Array:
+        value: jax.Array = row.decoded(row.updated, _on_devices(row, updated_values(state, row)))
+        return value
 
     @property
     def runnable(self) -> tuple[Program, TrainState]:
@@ -462,3 +502,25 @@ class Engine:
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         with self.program.set_mesh():
             return diagnosing.diagnose(self.program, self.state, placed)
+
+
+def _average(state: TrainState, row: Row) -> jax.Array:
+    """The moving average of a parameter on the devices, unpadded."""
+    return unpad(_on_devices(row, state.ema[row.path]), row.leaf.shape)
+
+
+def _on_devices(row: Row, stored: Stored) -> Stored:
+    """The arrays of a value, copied to the devices if they are offloaded."""
+
+    def here(x: jax.Array) -> jax.Array:
+        at: Any = x.sharding
+        return jax.device_put(x, at.with_memory_kind(row.read.memory_kind))
+
+    offloaded = any(in_host(x.sharding) for x in jax.tree.leaves(stored))
+    return jax.tree.map(here, stored) if offloaded else stored
+
+
+def _with_parameters(
+    state: TrainState, params: Mapping[str, Any], master: Mapping[str, Any]
+) -> TrainState:
+    return replace(state, params={**state.params, **params}, master={**state.master, **master})

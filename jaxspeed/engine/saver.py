@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.checkpoint import Checkpointer, Restored
+from jaxspeed.data.tokenizer import files_of
+from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
 
@@ -23,7 +25,10 @@ class Saver:
         tag: str | None,
         client_state: Mapping[str, Any] | None,
     ) -> str:
-        return self._at(directory).save(self._program, state, tag=tag, client_state=client_state)
+        tokenizer = tokenizer_of(self._program.model.weights)
+        return self._at(directory).save(
+            self._program, state, tag=tag, client_state=client_state, files=files_of(tokenizer)
+        )
 
     def load(
         self,

@@ -2,23 +2,25 @@
 
 import importlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from jaxspeed.checkpoint.catalog import existing
+from jaxspeed.checkpoint.header import FILES as SAVED
 from jaxspeed.checkpoint.header import read_header
 from jaxspeed.checkpoint.manifest import read_manifest
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.checkpoint.stores import store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid
 from jaxspeed.config import Config
+from jaxspeed.data.tokenizer import BESIDE, FILES
 from jaxspeed.errors import CheckpointError, PretrainedError
 from jaxspeed.interop.export_values import CheckpointValues, StateValues, Values
 from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
@@ -58,7 +60,7 @@ class HFForm:
 
     table: MappingTable
     config: Mapping[str, Any] | None = None
-    files: Sequence[Path] = ()
+    files: Sequence[Path | epath.Path] = ()
 
 
 def export(
@@ -69,20 +71,24 @@ def export(
     dtype: str | None = None,
     file_bytes: int = 5 * 10**9,
     form: HFForm | None = None,
+    ema: bool = False,
 ) -> ExportSummary:
     """Write the weights of a valid checkpoint to `out/model*.safetensors`.
 
     Without a `form` these are parameters and variables, by the paths of `engine.parameters`; with
-    one, parameters in Hugging Face's format. Parameters are in the precision in which they are
-    updated. A few blocks of one tensor are in memory at a time.
+    one, parameters in Hugging Face's format, with the tokenizer that was saved with the checkpoint.
+    Parameters are in the precision in which they are updated. A few blocks of one tensor are in
+    memory at a time.
 
     Args:
       tag: the checkpoint; None for the newest valid one.
       dtype: of the floating tensors, such as "bfloat16"; None for their dtype in the checkpoint.
       file_bytes: larger exports are split into several files with an index.
+      ema: write the moving averages of the parameters that have one.
 
     Raises:
-      CheckpointError: no checkpoint is valid, or `out` cannot be written to.
+      CheckpointError: no checkpoint is valid, it has no moving average, or `out` cannot be written
+        to.
       PretrainedError: the form is of another model.
     """
     store, processes = store_at(folder), Processes()
@@ -96,7 +102,18 @@ def export(
     names = [n for n, leaf in header.leaves.items() if n.startswith(kinds) and not leaf.key]
     left = sorted(_path(n) for n in header.leaves if n.startswith(_KINDS) and n not in names)
     metadata = {"tag": tag, "step": str(header.step), "writer": "jaxspeed"}
-    values = CheckpointValues(source, header, {_path(n): n for n in names})
+    stored = {_path(name): name for name in names}
+    if ema:
+        averages = {_path(name): name for name in header.leaves if name.startswith("ema/")}
+        if not averages:
+            raise CheckpointError(
+                f"{source}: has no moving average of the weights: optimizer.ema_decay was not set"
+            )
+        stored |= averages
+    if form is not None and any(name in FILES for name in header.files):
+        others = [path for path in form.files if path.name not in BESIDE]
+        form = replace(form, files=[*others, *(source / SAVED / name for name in header.files)])
+    values = CheckpointValues(source, header, stored)
     files, tensors = _write(values, Path(out), dtype, file_bytes, metadata, form)
     total = sum(tensor.nbytes for tensor in tensors.values())
     return ExportSummary(tag, header.step, files, len(tensors), total, left)
@@ -281,8 +298,8 @@ def _write_other_files(target: Path, tensors: Mapping[str, Tensor], form: HFForm
         values = {**form.config, "torch_dtype": dtype, "dtype": dtype}
         (target / CONFIG).write_text(f"{json.dumps(values, indent=2)}\n")
     for path in form.files:
-        if path.name in COPIED and path.is_file():
-            shutil.copyfile(path, target / path.name)
+        if path.name in COPIED and path.exists():
+            (target / path.name).write_bytes(path.read_bytes())
 
 
 def _floating(dtype: str | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspeed.data.tokenizer import BESIDE
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import lines
 from jaxspeed.interop.quantized import Packed, packed_tensors
@@ -23,20 +24,7 @@ log = logging.getLogger("jaxspeed")
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 # Files of a folder that an export copies: they belong to the tokenizer, or to generation.
-COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-)
+COPIED = ("generation_config.json", *BESIDE, "preprocessor_config.json")
 # Names of a language model's tensors beside other models, and alone: two generations of them.
 _LANGUAGE_MODEL = {
     "language_model.model.": "model.",

@@ -96,8 +96,8 @@ def tokenizer_of(weights: Any) -> Tokenizer | None:
     """The tokenizer of the folder that a model's weights are from, if there is one."""
     if not isinstance(weights, FolderWeights):
         return None
-    file = tokenizer_file(weights.folder.path)
-    return read_tokenizer(file) if file else None
+    folder = weights.folder.path
+    return read_tokenizer(folder) if tokenizer_file(folder) else None
 
 
 def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:

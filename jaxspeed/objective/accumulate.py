@@ -31,7 +31,13 @@ def accumulate[Part: (Loss, Sums)](seen: Part, new: Part) -> tuple[Part, jax.Arr
     """
     weight = seen.weight + new.weight
     share = per_weight(new.weight, weight)
-    metrics = {n: running_mean(seen.metrics[n], m, share) for n, m in new.metrics.items()}
+
+    def metric(old: jax.Array, new: jax.Array) -> jax.Array:
+        """The mean of both; of a part without weight it may be 0 / 0."""
+        mean = running_mean(old, new, share)
+        return jnp.where(share == 0, old, jnp.where(share == 1, new, mean))
+
+    metrics = {name: metric(seen.metrics[name], value) for name, value in new.metrics.items()}
     added = seen._replace(total=seen.total + new.total, weight=weight, metrics=metrics)
     return added, share
 

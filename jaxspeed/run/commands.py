@@ -1,20 +1,25 @@
 """The commands as functions: train, evaluate, sample and check a config."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optax
 
 from jaxspeed.config import Config, load_config
-from jaxspeed.data import Corpus
+from jaxspeed.config.run_sections import SourceSection
+from jaxspeed.data import ByteTokenizer, Split
+from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.engine import CheckReport, Engine
-from jaxspeed.errors import ConfigError, DataError
-from jaxspeed.run.evaluation import evaluate
+from jaxspeed.errors import ConfigError, DataError, ModelError
+from jaxspeed.interop.pretrained import data_section
+from jaxspeed.run.evaluation import Evaluated, evaluate
 from jaxspeed.run.sampling import sample_texts
-from jaxspeed.run.start import Source, checkpointer_of, open_run, restore, source_of
+from jaxspeed.run.start import Source, checkpointer_of, open_run, source_of
 from jaxspeed.run.trainer import Trainer
 
 log = logging.getLogger("jaxspeed")
@@ -39,23 +44,90 @@ def train(
     return trainer
 
 
-def evaluate_run(source: Source, tag: str | None = None) -> dict[str, Any]:
-    """The held-out loss of a checkpoint."""
-    engine, corpus, step, tag = _restored(source, tag)
-    if corpus.held_out is None:
-        raise DataError("data.held_out: 0, so no samples are held out to evaluate on")
-    with source.watchdog.section("evaluate"):
+def evaluate_run(
+    source: Source, tag: str | None = None, *, data: Sequence[str] = (), ema: bool = False
+) -> dict[str, Any]:
+    """The loss of a checkpoint, and what follows from it: perplexity, accuracy.
+
+    It is evaluated on all of the files `data`, or of the config's `data.eval`, without the training
+    data; else on what is held out of these.
+
+    Args:
+      tag: the checkpoint; the newest intact one by default.
+      data: paths of files and folders.
+      ema: whether the moving average of the weights is evaluated.
+    """
+    checkpoint, section = ChosenCheckpoint(source, tag), data_section(source.config)
+    apart = SourceSection(paths=[*data], text_field=section.text_field) if data else section.eval
+    parts: dict[str, Split | None] = {}
+    if apart is not None:
+        most, extra = None, {}
+        tokenizer = source.tokenizer(checkpoint.files())
+        for name, samples in evaluation_parts(section, apart, source.reads, tokenizer).items():
+            parts[name] = Split([samples], seed=0, shuffle=False) if samples else None
+    else:
+        corpus = source.corpus()
+        if corpus.held_out is None:
+            raise DataError("data.held_out: 0, so no samples are held out to evaluate on")
+        if source.folder.differs_in(data=corpus.fingerprint):
+            log.warning(
+                "the data differ from those of the run in %s: samples held out here may have been "
+                "trained on there",
+                checkpoint.folder,
+            )
+        parts["held out"], tokenizer = corpus.held_out, corpus.tokenizer
         most = source.config.run.eval_batches
-        found = evaluate(engine, corpus.held_out, most, source.watchdog.progressed) or {}
-    return {"step": step, "checkpoint": tag, **found, "unigram_entropy": corpus.unigram_entropy}
+        extra = {"unigram_entropy": corpus.unigram_entropy}
+    engine, step, tag = checkpoint.restored(ema)
+    found, total = dict.fromkeys(parts, Evaluated()), Evaluated()
+    with source.watchdog.section("evaluate"), engine.evaluating():
+        for name, split in parts.items():
+            if split is not None:
+                done = evaluate(engine, split, most, source.watchdog.progressed)
+                found[name] = done or Evaluated()
+                total.add(found[name].means, found[name].weight)
+    of_text, of_bytes = source.reads.sample == "tokens", isinstance(tokenizer, ByteTokenizer)
+    files = [{"file": name, **_figures(x, of_text, of_bytes)} for name, x in found.items()]
+    return {
+        "step": step,
+        "checkpoint": tag,
+        "ema": ema,
+        **_figures(total, of_text, of_bytes),
+        **extra,
+        "files": [] if apart is None else files,
+    }
+
+
+def _figures(found: Evaluated, of_text: bool, of_bytes: bool) -> dict[str, Any]:
+    """What is shown of an evaluation; None for what nothing was evaluated for."""
+    metrics = found.means if found.weight else {"loss": None}
+    loss = metrics.pop("loss")
+    shown = {"eval_loss": loss, "eval_weight": found.weight}
+    if of_text:
+        with np.errstate(over="ignore"):
+            shown["perplexity"] = None if loss is None else float(np.exp(loss))
+        shown["tokens"] = round(found.weight)
+    if of_text and of_bytes:
+        shown["bits_per_byte"] = None if loss is None else loss / math.log(2)
+    return {**metrics, **shown}
 
 
 def sample_run(
-    source: Source, tag: str | None = None, prompts: Sequence[str] | None = None, **options: Any
+    source: Source,
+    tag: str | None = None,
+    prompts: Sequence[str] | None = None,
+    *,
+    ema: bool = False,
+    **options: Any,
 ) -> Iterator[tuple[int, str]]:
     """Texts from a checkpoint, streamed; arguments and pieces are those of `sample_texts`."""
-    engine, corpus, _, _ = _restored(source, tag)
-    return sample_texts(engine, corpus, prompts, **options)
+    checkpoint = ChosenCheckpoint(source, tag)
+    tokenizer = source.tokenizer(checkpoint.files())
+    if tokenizer is None:
+        raise ModelError("sample: the model has no tokenizer, so it cannot generate text")
+    engine, _, _ = checkpoint.restored(ema)
+    context = source.config.data.seq_len or source.reads.seq_len
+    return sample_texts(engine, tokenizer, prompts, context=context, **options)
 
 
 def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
@@ -73,20 +145,29 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
     return engine.check(corpus.train.batch(0, engine.program.batch.train))
 
 
-def _restored(source: Source, tag: str | None) -> tuple[Engine, Corpus, int, str]:
-    checkpointer = checkpointer_of(source)
-    tags = [info.tag for info in checkpointer.list() if info.ok]
-    if not tags:
-        raise ConfigError(f"{checkpointer.folder} holds no checkpoint; train first")
-    if tag is not None and tag not in tags:
-        raise ConfigError(f"no checkpoint {tag} in {checkpointer.folder}: {', '.join(tags)}")
-    corpus, engine = source.corpus(), source.engine()
-    if source.folder.differs_in(data=corpus.fingerprint):
-        log.warning(
-            "the data differ from those of the run in %s: samples held out here may have been "
-            "trained on there",
-            checkpointer.folder,
-        )
-    with source.watchdog.section("restore"):
-        found, reached = restore(engine, checkpointer, tag)
-    return engine, corpus, reached.step, found
+class ChosenCheckpoint:
+    """The checkpoint that a command reads: the one of this tag, or the newest intact one."""
+
+    def __init__(self, source: Source, tag: str | None) -> None:
+        self._source, self._tag = source, tag
+        self._all = checkpointer_of(source)
+        self.folder = self._all.folder
+        self._tags = [info.tag for info in self._all.list() if info.ok]
+        if not self._tags:
+            raise ConfigError(f"{self.folder} holds no checkpoint; train first")
+        if tag is not None and tag not in self._tags:
+            raise ConfigError(f"no checkpoint {tag} in {self.folder}: {', '.join(self._tags)}")
+
+    def files(self) -> dict[str, bytes]:
+        """The files that were saved with it."""
+        return self._all.files(self._tag or self._tags[-1])
+
+    def restored(self, ema: bool) -> tuple[Engine, int, str]:
+        """An engine with its state, the step and the tag."""
+        engine = self._source.engine()
+        with self._source.watchdog.section("restore"):
+            found = self._all.restore(engine.program, tag=self._tag, in_place_of=engine.held)
+        engine.state = found.state
+        if ema:
+            engine.state = engine.averaged
+        return engine, found.step, found.tag

@@ -2,9 +2,12 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxspeed.data import Split, placer
@@ -13,8 +16,43 @@ from jaxspeed.errors import DataError
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.train_state.staged_init import compile_ahead
 from jaxspeed.user_models.config_model import resolve_model
+from jaxspeed.user_models.pretrained_model import Pretrained
 
 log = logging.getLogger("jaxspeed")
+
+
+@dataclass
+class Evaluated:
+    """Loss and other metrics of samples, each a total over the total weight."""
+
+    weight: float = 0.0  # what the loss was divided by: the tokens or labels that count
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float], weight: float) -> None:
+        """Add the means of further samples, of this weight together."""
+        self.weight += weight
+        for name, mean in metrics.items() if weight else ():  # without weight it is 0 / 0
+            self.totals[name] = self.totals.get(name, 0.0) + mean * weight
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The loss, and the loss function's own metrics."""
+        if not self.weight:
+            return {"loss": math.nan}
+        return {name: total / self.weight for name, total in self.totals.items()}
+
+
+class Part(NamedTuple):
+    """A batch of an evaluation.
+
+    Attributes:
+      samples: its weight, if that is not what the loss returns.
+      copies: how many there are of each sample.
+    """
+
+    batch: Any
+    samples: int | None = None
+    copies: int = 1
 
 
 def evaluate(
@@ -22,23 +60,23 @@ def evaluate(
     held_out: Split,
     most: int | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+) -> Evaluated | None:
     """Total loss over total weight of all samples, or of the first `most` batches.
 
     So the result does not depend on padding, masks and the batch size. None if `stop()` was true
     between two batches.
     """
-    batches = _marked(engine, held_out) if _knows_marks(engine) else _as_they_are(engine, held_out)
-    total = weight = 0.0
+    parts = _marked(engine, held_out) if _knows_marks(engine) else _as_they_are(engine, held_out)
+    found = Evaluated()
     with engine.evaluating():
-        for batch, samples in itertools.islice(batches, most):
-            metrics = engine.eval_batch(batch)
-            share = float(metrics["weight"]) if samples is None else samples
-            total += float(metrics["loss"]) * share
-            weight += share
+        for batch, samples, copies in itertools.islice(parts, most):
+            values = jax.device_get(engine.eval_batch(batch))
+            metrics = {name: float(value) for name, value in values.items()}
+            weight = metrics.pop("weight")
+            found.add(metrics, (weight if samples is None else samples) / copies)
             if stop():
                 return None
-    return {"eval_loss": total / weight if weight else float("nan"), "eval_weight": weight}
+    return found
 
 
 def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
@@ -59,43 +97,55 @@ def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
 
 
 def _knows_marks(engine: Engine) -> bool:
-    """Whether the loss ignores masked samples, as those of token and label families do."""
-    model = engine.config.model
-    if model is None or model.family in (None, "mlp"):
+    """Whether the loss is that of a family, which ignores samples that are marked as padding."""
+    section, model = engine.config.model, engine.program.source.model
+    if section is None or section.factory is not None:
         return False
-    return resolve_model(engine.config)[1] is engine.program.objective.loss_fn
+    loss = model.loss if isinstance(model, Pretrained) else resolve_model(engine.config)[1]
+    return loss is engine.program.objective.loss_fn
 
 
-def _marked(engine: Engine, held_out: Split) -> Iterator[tuple[Any, None]]:
+def _marked(engine: Engine, held_out: Split) -> Iterator[Part]:
     """Every sample; the last batch is padded with samples of zero weight."""
     size = _batch_size(engine)
     place = placer(engine.program.batch_shardings, size)
     for index in range(held_out.batches(size)):
-        yield place(lambda rows, index=index: held_out.padded(index, size, rows)), None  # type: ignore[misc]
+        yield Part(place(lambda rows, i=index: held_out.padded(i, size, rows)))  # type: ignore[misc]
 
 
-def _as_they_are(engine: Engine, held_out: Split) -> Iterator[tuple[Any, float | None]]:
-    """For any loss: a smaller last batch, without the samples that do not divide over ranks."""
-    size, ranks, shared = _batch_size(engine), engine.program.ranks, _shared(engine, held_out)
-    if not shared:
-        raise DataError(
-            f"data.held_out: {held_out.samples} samples are fewer than the {ranks} data ranks; "
-            "a larger fraction or more data would do"
-        )
-    if shared < held_out.samples:
-        log.info(
-            "evaluation omits %d of %d held-out samples, which do not divide over %d data ranks",
-            held_out.samples - shared,
-            held_out.samples,
-            ranks,
-        )
+def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:
+    """For any loss: a smaller last batch, and after it each sample that the ranks cannot share.
+
+    Such a sample is a batch of copies, one for each rank; if the loss mixes samples it is omitted.
+    """
+    program, size, shared = engine.program, _batch_size(engine), _shared(engine, held_out)
     is_sum = None
     for start in range(0, shared, size):
         count = min(size, shared - start)
-        place = placer(engine.program.batch_shardings, count)
+        place = placer(program.batch_shardings, count)
         batch = place(lambda rows, a=start, n=count: held_out.slice(a, n, rows))  # type: ignore[misc]
         is_sum = _is_sum(engine, batch) if is_sum is None else is_sum
-        yield batch, None if is_sum else count
+        yield Part(batch, None if is_sum else count)
+    if shared == held_out.samples:
+        return
+    ranks, few = program.ranks, held_out.samples - shared
+    copied = placer(program.batch_shardings, ranks)
+    first = copied(lambda rows: held_out.copies(shared, ranks, rows))
+    if why := program.objective.by_parts(_rest(engine, first), False).mixes:
+        if not shared:
+            raise DataError(
+                f"data: {few} samples to evaluate on are fewer than the {ranks} data ranks, and "
+                f"{why}; more of them would do"
+            )
+        log.info(
+            "evaluation omits %d of %d held-out samples, which do not divide over %d data ranks: "
+            "%s", few, held_out.samples, ranks, why,
+        )  # fmt: skip
+        return
+    is_sum = _is_sum(engine, first)
+    for sample in range(shared, held_out.samples):
+        batch = copied(lambda rows, i=sample: held_out.copies(i, ranks, rows))  # type: ignore[misc]
+        yield Part(batch, None if is_sum else ranks, ranks)
 
 
 def _shared(engine: Engine, held_out: Split) -> int:
@@ -103,11 +153,14 @@ def _shared(engine: Engine, held_out: Split) -> int:
     return held_out.samples // engine.program.ranks * engine.program.ranks
 
 
+def _rest(engine: Engine, batch: Any) -> tuple[Any, ...]:
+    """What a loss is traced for, beside the parameters."""
+    return engine.program.state.variables, batch, jnp.asarray(0), jnp.asarray(0)
+
+
 def _is_sum(engine: Engine, batch: Any) -> bool:
     """Whether the loss returns a weight; the weight of a mean is its number of samples."""
-    program = engine.program
-    rest = (program.state.variables, batch, jnp.asarray(0), jnp.asarray(0))
-    return program.objective.trace(rest, train=False).is_sum
+    return engine.program.objective.trace(_rest(engine, batch), train=False).is_sum
 
 
 def _batch_size(engine: Engine) -> int:

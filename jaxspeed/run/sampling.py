@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.data import Corpus
+from jaxspeed.data import Corpus, Tokenizer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import JaxspeedError, ModelError
 
@@ -16,18 +16,23 @@ log = logging.getLogger("jaxspeed")
 
 
 def sample_texts(
-    engine: Engine, corpus: Corpus, prompts: Sequence[str] | None = None, **options: Any
+    engine: Engine,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[str] | None = None,
+    *,
+    context: int | None = None,
+    **options: Any,
 ) -> Iterator[tuple[int, str]]:
     """Prompts and what follows them, streamed as (number of the prompt, new text).
 
     The prompt is the config's unless some are given, and so are the number of tokens and the
-    temperature; `options` are those of `Engine.stream`. Its programs compile in the background as
-    soon as this is called.
+    temperature; `context` is that of training, and `options` are those of `Engine.stream`. Its
+    programs compile in the background as soon as this is called.
 
     Raises:
-      ModelError: the data has no tokenizer, so this is not a language model.
+      ModelError: there is no tokenizer, so this is not a language model.
     """
-    run, tokenizer = engine.config.run, corpus.tokenizer
+    run = engine.config.run
     if tokenizer is None:
         raise ModelError("sample: the data has no tokenizer, so the model cannot generate text")
     prompts = [run.sample_prompt] if prompts is None else prompts
@@ -35,7 +40,7 @@ def sample_texts(
         prompts,
         run.sample_tokens,
         temperature=run.sample_temperature,
-        context=corpus.train.batch(0, 1)["tokens"].shape[1] - 1,
+        context=context,
         tokenizer=tokenizer,
         **options,
     )
@@ -63,7 +68,7 @@ class FinalSample:
         """Trace it, and compile what is not, while the devices compute the last steps."""
         if self._is_wanted:
             with contextlib.suppress(Exception):  # `text` warns of it
-                self._pieces = sample_texts(self._engine, self._corpus)
+                self._pieces = self._texts()
 
     def draw(self) -> None:
         """Draw it if it is started, while the last checkpoint is written."""
@@ -77,8 +82,12 @@ class FinalSample:
         if not self._is_wanted:
             return None
         try:
-            pieces = self._pieces or sample_texts(self._engine, self._corpus)
+            pieces = self._pieces or self._texts()
             return "".join(text for _, text in pieces)
         except JaxspeedError as error:
             log.warning("no sample of text: %s", str(error).splitlines()[0])
             return None
+
+    def _texts(self) -> Iterator[tuple[int, str]]:
+        corpus = self._corpus
+        return sample_texts(self._engine, corpus.tokenizer, context=corpus.train.tokens_each)

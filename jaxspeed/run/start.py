@@ -16,11 +16,12 @@ import optax
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
-from jaxspeed.data import Corpus, ModelLimits, build, limits_of
-from jaxspeed.data.tokenizer import read_tokenizer, tokenizer_file
+from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
+from jaxspeed.data.choose_tokenizer import tokenizer_of_section
+from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, tokenizer_in
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
-from jaxspeed.errors import CheckpointError, ConfigError
+from jaxspeed.errors import CheckpointError, ConfigError, DataError
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
@@ -51,14 +52,38 @@ class Source:
 
     def corpus(self) -> Corpus:
         """The corpus for the model, with the tokenizer saved with the run, if any."""
-        saved = tokenizer_file(self.folder.path) if self.folder.has_begun() else None
         return build(
             data_section(self.config),
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
-            tokenizer=read_tokenizer(saved) if saved else None,
+            tokenizer=self._saved_tokenizer(),
         )
+
+    def tokenizer(self, saved: Mapping[str, bytes]) -> Tokenizer | None:
+        """The tokenizer of the model; None for a model of no text.
+
+        It is that of a checkpoint's files, or of the run's folder, or of the config; the training
+        data are read only where none of these has one.
+        """
+        if self.reads.sample == "images":
+            return None
+        found = tokenizer_in(saved, "the checkpoint's tokenizer") or self._saved_tokenizer()
+        found = found or tokenizer_of_section(data_section(self.config))
+        if found is not None:
+            return found
+        try:
+            return self.corpus().tokenizer
+        except DataError as error:
+            raise DataError(
+                f"no tokenizer was saved with the checkpoint or in {self.folder.path}, and none "
+                f"can be had from the training data: {error}"
+            ) from None
+
+    def _saved_tokenizer(self) -> Tokenizer | None:
+        folder = self.folder.path
+        is_there = self.folder.has_begun() and tokenizer_file(folder) is not None
+        return read_tokenizer(folder) if is_there else None
 
     @staticmethod
     def start(config: Config) -> None:
@@ -137,9 +162,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         "seed": config.run.seed,
         "train_batch_size": source.batch_size(),
     }
-    files = {}
-    if corpus.tokenizer is not None:
-        files[corpus.tokenizer.file] = corpus.tokenizer.to_bytes()
+    files = files_of(corpus.tokenizer)
     processes = Processes()
     processes.first("opening the folder of the run", lambda: folder.open(whose, files))
     unseen = processes.all(
@@ -176,7 +199,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
 def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) -> Reached:
     """Restore the newest checkpoint or `init_from` into a fresh engine; the progress of the run."""
     if not checkpointer.is_empty():
-        return restore(engine, checkpointer)[1]
+        return restore(engine, checkpointer)
     if init_from is not None:
         _warm_start(engine, init_from)
     return Reached()
@@ -206,14 +229,12 @@ def checkpointer_of(source: Source) -> Checkpointer:
     return Checkpointer(source.folder.checkpoints, keep=run.keep, keep_every=run.keep_every)
 
 
-def restore(
-    engine: Engine, checkpointer: Checkpointer, tag: str | None = None
-) -> tuple[str, Reached]:
-    """Restore a checkpoint, the newest by default; its tag, and the progress of the run."""
-    restored = checkpointer.restore(engine.program, tag=tag, in_place_of=engine.held)
+def restore(engine: Engine, checkpointer: Checkpointer) -> Reached:
+    """Restore the newest valid checkpoint; the progress of the run."""
+    restored = checkpointer.restore(engine.program, in_place_of=engine.held)
     engine.state = restored.state
     try:
-        return restored.tag, Reached(**restored.client_state)
+        return Reached(**restored.client_state)
     except TypeError:
         raise CheckpointError(
             f"checkpoint {restored.tag} was not saved by a run: its client_state holds "

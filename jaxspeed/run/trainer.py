@@ -247,8 +247,8 @@ class Trainer:
             found = evaluate(self.engine, held_out, most, self._asked_to_stop)
         if found is None:
             return
-        self.reached.eval_loss, self.reached.eval_step = found["eval_loss"], self.reached.step
-        self.recorder.evaluated(self.reached.step, found["eval_loss"])
+        self.reached.eval_loss, self.reached.eval_step = found.means["loss"], self.reached.step
+        self.recorder.evaluated(self.reached.step, self.reached.eval_loss)
 
     def _save(self) -> None:
         """Save the current step, unless it is saved, in the background of training."""

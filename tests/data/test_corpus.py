@@ -141,9 +141,9 @@ def decoded(data, **limits):
     return c.tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["one source", "a mixture's"])
+@pytest.mark.parametrize("of", ["one source", "a mixture's", "evaluation's"])
 @pytest.mark.parametrize("key", ["path", "paths", "text_field", "split", "samples"])
-def test_a_source_is_read_where_its_keys_say(key, mixed, tmp_path, monkeypatch):
+def test_a_source_is_read_where_its_keys_say(key, of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = json_lines(
         tmp_path / "a.jsonl", ["abcdefgh" * 40], field="body" if key == "text_field" else "text"
@@ -159,7 +159,14 @@ def test_a_source_is_read_where_its_keys_say(key, mixed, tmp_path, monkeypatch):
     library = types.ModuleType("datasets")
     library.load_dataset = lambda name, split: splits[split]
     monkeypatch.setitem(sys.modules, "datasets", library)
-    data = {"mixture": [asked, FILLER]} if mixed else asked
+    if of == "evaluation's":
+        evaluated = opened({"source": "synthetic", "tokenizer": "bytes", "eval": asked}).held_out
+        if key == "samples":
+            assert evaluated.samples == 7
+        else:
+            assert ByteTokenizer().decode(evaluated.padded(0, 1)["tokens"][0]).startswith("abcdef")
+        return
+    data = {"mixture": [asked, FILLER]} if of == "a mixture's" else asked
     if key == "samples":
         parts = opened(data | {"held_out": 0}).train.parts
         assert len(parts[0]) == 7

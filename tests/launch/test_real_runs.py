@@ -112,6 +112,17 @@ def test_a_checkpoint_of_two_processes_is_evaluated_sampled_and_exported(config,
     (held_out,) = [r["eval_loss"] for r in read_records(run / "metrics.jsonl") if "eval_loss" in r]
     assert results["eval_loss"] == pytest.approx(held_out, abs=1e-6)
     assert len(results["text"]) >= 4
+    (tmp_path / "a.txt").write_text("a file that no batch size divides")
+    evaluated = ("eval", config, "--json", "--data", tmp_path / "a.txt", *last)
+    found = []
+    for start in (launch, small.command()):
+        done = subprocess.run(
+            [*start, *map(str, evaluated)], capture_output=True, text=True, env=environment()
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(json.loads(done.stdout[done.stdout.index("{") :]))
+    assert found[0]["tokens"] == found[1]["tokens"] == len("a file that no batch size divides")
+    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], abs=1e-6)
     done = small.jaxspeed("checkpoint", "export", run, tmp_path / "weights")
     assert done.returncode == 0 and list((tmp_path / "weights").glob("*.safetensors"))
 

@@ -1,0 +1,51 @@
+"""Data to evaluate on: every sample of each file, once and in order, apart from training data."""
+
+from jaxspeed.config.run_sections import Data, SourceSection
+from jaxspeed.data import token_store
+from jaxspeed.data.choose_tokenizer import choose_tokenizer, tokenizer_of_section
+from jaxspeed.data.model_limits import ModelLimits
+from jaxspeed.data.open_source import by_file, open_source, samples_of
+from jaxspeed.data.samples import Samples
+from jaxspeed.data.sources import Texts
+from jaxspeed.data.tokenizer import Tokenizer
+from jaxspeed.errors import DataError
+
+
+def evaluation_parts(
+    data: Data, source: SourceSection, limits: ModelLimits, tokenizer: Tokenizer | None
+) -> dict[str, Samples | None]:
+    """The samples of each file of a source, by its path; None for a file with nothing to predict.
+
+    Args:
+      data: the section of the config, for what is no source: the length of samples, document masks.
+      source: what is read, all of it.
+      tokenizer: that of the model's training.
+
+    Raises:
+      DataError: a file cannot be read or does not fit the model, or there is nothing to predict.
+    """
+    sections = by_file(source)
+    opened = {name: open_source(section, limits) for name, section in sections.items()}
+    if limits.sample != "images":  # for which `samples_of` refuses texts
+        if tokenizer is None and any(isinstance(each, Texts) for each in opened.values()):
+            tokenizer = tokenizer_of_section(data)
+            if tokenizer is None:
+                raise DataError(
+                    "data: text cannot be evaluated, because the model was trained on ids and has "
+                    "no tokenizer; set data.tokenizer, or give files of ids"
+                )
+        tokenizer = choose_tokenizer(data, limits, [*opened.values()], tokenizer)
+    all_of_it = data.model_copy(update={"held_out": 1.0})
+    parts: dict[str, Samples | None] = {}
+    for name, each in opened.items():
+        if isinstance(each, Texts) and tokenizer is not None:
+            encoded = token_store.encode_all(each, tokenizer)
+            each = [token_store.in_memory(each.name, encoded, tokenizer)]
+        if isinstance(each, list) and not any(len(documents.tokens) for documents in each):
+            parts[name] = None
+            continue
+        found = samples_of(all_of_it, sections[name], limits, each, tokenizer).held_out
+        parts[name] = found if found is not None and len(found) else None
+    if not any(parts.values()):
+        raise DataError(f"data: {', '.join(parts)}: nothing to predict; two tokens would do")
+    return parts

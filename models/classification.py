@@ -1,0 +1,23 @@
+"""Classifiers' loss: cross-entropy, and in evaluation the share of correct labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed import ops
+
+
+def class_loss(logits: jax.Array, labels: jax.Array, train: bool | None, **options: Any) -> Any:
+    """(sum, weight) of the cross-entropy of `labels` [batch]; labels of -100 do not count.
+
+    In evaluation (`train` is False) a dict with the `accuracy` comes third. `options` are those of
+    `ops.cross_entropy`.
+    """
+    total, weight = ops.cross_entropy(logits, labels, **options)
+    if train is not False:
+        return total, weight
+    correct = jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=weight.dtype)
+    return total, weight, {"accuracy": correct / weight}

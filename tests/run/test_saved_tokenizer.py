@@ -1,0 +1,115 @@
+"""The tokenizer is saved with a run and with each checkpoint, with the files beside it."""
+
+import json
+import shutil
+
+import pytest
+
+import jaxspeed
+from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.cli.main import main
+from jaxspeed.data import BPETokenizer, ByteTokenizer, read_tokenizer
+from jaxspeed.data.tokenizer import files_of, tokenizer_in
+from jaxspeed.run import source_of, train
+from tests.data.corpora import opened, sentences
+from tests.interop import folders
+
+TEXT = "the fox <|endoftext|> für 狐\nthe fox"
+WORDS = ["<|endoftext|>", "<unk>", *sorted({*TEXT.split(), "of", "to", "a"})]
+FOREIGN = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+        {"id": 0, "content": WORDS[0], "special": True, "single_word": False, "lstrip": False}
+        | {"rstrip": False, "normalized": False}
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {
+        "type": "WordLevel",
+        "vocab": {word: i for i, word in enumerate(dict.fromkeys(WORDS))},
+        "unk_token": "<unk>",
+    },
+}
+BESIDE = {
+    "chat_template.jinja": b"{% for m in messages %}{{ m.content }}\r\n{% endfor %}",
+    "tokenizer_config.json": b'{"eos_token":  "<|endoftext|>"}',
+    "special_tokens_map.json": b"{}\n",
+}
+
+
+@pytest.fixture
+def pretrained(tmp_path):
+    """A folder with weights, a tokenizer, and what belongs to it."""
+    folder = folders.folder(tmp_path / "base", folders.LLAMA, folders.llama_tensors())
+    (folder / "tokenizer.json").write_text(json.dumps(FOREIGN, indent=1))
+    for name, content in BESIDE.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def contents(folder):
+    return {
+        name: (folder / name).read_bytes()
+        for name in ("tokenizer.json", *BESIDE)
+        if (folder / name).is_file()
+    }
+
+
+def test_a_tokenizer_of_any_kind_is_equal_when_it_is_read_again(pretrained):
+    trained = BPETokenizer.train(sentences(20), 300)
+    for tokenizer in (ByteTokenizer(), trained, read_tokenizer(pretrained)):
+        saved = files_of(tokenizer)
+        again = tokenizer_in(saved, "saved")
+        assert type(again) is type(tokenizer) and files_of(again) == saved
+        assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+        assert again.decode(again.encode(TEXT)) == tokenizer.decode(tokenizer.encode(TEXT))
+        assert (again.end, again.vocab_size) == (tokenizer.end, tokenizer.vocab_size)
+    assert saved.keys() == {"tokenizer.json", *BESIDE}
+    assert tokenizer_in({"chat_template.jinja": b""}, "saved") is None
+    alone = read_tokenizer(pretrained / "tokenizer.json")  # a file is that file
+    assert files_of(alone).keys() == {"tokenizer.json"}
+
+
+def test_a_folder_of_tokens_has_the_files_too(pretrained, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    data = {"source": "text", "path": str(tmp_path / "a.txt"), "tokenizer": str(pretrained)}
+    jaxspeed.data.tokenize(jaxspeed.Config(data=data).data, tmp_path / "tokens")
+    assert contents(tmp_path / "tokens") == contents(pretrained)
+    read = opened({"source": "tokens", "path": str(tmp_path / "tokens"), "held_out": 0}, seq_len=4)
+    assert files_of(read.tokenizer) == contents(pretrained)
+
+
+def test_a_run_its_checkpoint_and_its_export_have_the_files(pretrained, tmp_path):
+    expected = contents(pretrained)
+    (tmp_path / "corpus.txt").write_text(" ".join([TEXT] * 200))
+    given = {
+        "run": {"steps": 1, "output": str(tmp_path / "run"), "sample_tokens": 0},
+        "model": {"pretrained": str(pretrained)},
+        "data": {"source": "text", "path": str(tmp_path / "corpus.txt"), "seq_len": 8},
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+    }
+    trainer = train(given)
+    trainer.engine.save_checkpoint(tmp_path / "mine", tag="mine")
+    trainer.engine.close()
+    checkpoints = Checkpointer(tmp_path / "run" / "checkpoints")
+    assert contents(tmp_path / "run") == expected
+    assert checkpoints.files("step-00000001") == expected
+    assert Checkpointer(tmp_path / "mine").files("mine") == expected
+    # Elsewhere there are neither the data nor the tokenizer of the base.
+    (tmp_path / "corpus.txt").unlink()
+    for name in expected:
+        (pretrained / name).unlink()
+    assert files_of(source_of(given).tokenizer(checkpoints.files("step-00000001"))) == expected
+    shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "alone")
+    for source in (tmp_path / "alone", tmp_path / "mine"):
+        out = tmp_path / f"of-{source.name}"
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(given))
+        words = ["checkpoint", "export", source, out, "--format", "hf", "--config", config]
+        assert main([*map(str, words)]) == 0
+        assert contents(out) == expected
