@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
 from jaxspeed.errors import DataError
@@ -149,11 +151,8 @@ def _hub_texts(given: list[str], split: str, field: str) -> Iterator[str]:
 # -- user iterables -----------------------------------------------------------------------------
 
 
-def import_iterable(path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
-    """Import an iterable, or a callable that returns one; each call of the result starts it anew.
-
-    At most `samples` items are read; an infinite iterable needs it.
-    """
+def import_source(path: str) -> Any:
+    """Import a NumPy array, an iterable, or a callable that returns one of these."""
     module_name, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -161,10 +160,20 @@ def import_iterable(path: str, samples: int | None) -> Callable[[], Iterator[Any
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise DataError(f"data.source: {path!r} cannot be imported: {error}") from None
+    if callable(found) and isinstance(made := found(), np.ndarray):
+        return made
+    return found
+
+
+def iterations(found: Any, path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
+    """Begin to iterate over an imported iterable, anew with each call of the result.
+
+    At most `samples` items are read; an infinite iterable needs it.
+    """
 
     def begin() -> Iterator[Any]:
         items = found() if callable(found) else found
-        if not isinstance(items, Iterable):
+        if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             raise DataError(f"data.source: {path!r} is a {type(items).__name__}, no iterable")
         return itertools.islice(iter(items), samples)
 

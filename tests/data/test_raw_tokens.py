@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -140,3 +142,19 @@ def test_all_ids_of_a_long_file_are_read_once(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"token \d+ is"):
         start(file, "uint16", vocab_size=256)
     assert len(passes) == 5
+
+
+@pytest.mark.parametrize("shape", [(2000,), (40, 50)])
+def test_an_array_that_a_module_holds_is_not_copied(tmp_path, monkeypatch, shape):
+    np.save(tmp_path / "ids.npy", IDS.reshape(shape))
+    mapped = np.memmap(raw(tmp_path / "ids.bin"), np.uint16, mode="r").reshape(shape)
+    module = types.ModuleType("users_ids")
+    module.mapped, module.make = mapped, lambda: IDS.reshape(shape)
+    monkeypatch.setitem(sys.modules, "users_ids", module)
+    expected = start(tmp_path / "ids.npy")
+    for name in ("mapped", "make"):
+        c = opened({"source": f"users_ids:{name}"})
+        stream = c.train.parts[0].parts[0].stream
+        assert np.shares_memory(stream.tokens, mapped if name == "mapped" else IDS)
+        for key, x in expected.train.batch(2, 8).items():
+            assert (c.train.batch(2, 8)[key] == x).all()
