@@ -370,8 +370,8 @@ class SourceSection(Section):
 
     source: Text | None = honoured(
         None,
-        "stdlib (the default), text, jsonl, parquet, huggingface, tokens, images, synthetic, or "
-        "the import path of an iterable, package.module:name.",
+        "stdlib (the default), text, jsonl, parquet, arrow, huggingface, tokens, images, "
+        "synthetic, or the import path of an array or iterable, package.module:name.",
     )
     path: Text | None = honoured(
         None, "A file, a folder or a glob; the name of a data set on Hugging Face."

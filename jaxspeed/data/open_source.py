@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspeed.config.run_sections import Data, SourceSection
-from jaxspeed.data import array_sources, files, token_records, token_store
+from jaxspeed.data import array_sources, columns, files, token_records, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
@@ -57,6 +57,10 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     """Open a source; DataError if it cannot be read."""
     kind = source.source
     given = files.given_paths(source.path, source.paths)
+    if kind == "huggingface" and all(columns.is_saved(Path(name).expanduser()) for name in given):
+        kind = "arrow"
+    if kind in ("arrow", "parquet"):
+        return columns.open_columns(source, kind)
     if kind in TEXT_SOURCES:
         return text_source(source)
     if kind == "tokens":
@@ -80,7 +84,10 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
     found: dict[str, str] = {}  # the kind of each
     for name in given:
         path = Path(name).expanduser()
-        if kind == "huggingface":
+        if kind in ("arrow", "huggingface", None) and columns.is_saved(path):
+            each = columns.column_files(name, "arrow", source.split)
+            found |= {str(file): "arrow" for file in each}
+        elif kind == "huggingface":
             found[name] = kind
         elif kind == "tokens" or (kind is None and _is_token_folder(path)):
             found |= {str(each): "tokens" for each in _token_paths([name])}

@@ -1,4 +1,4 @@
-"""Text sources: stdlib, text, JSON lines, Parquet, Hugging Face, and user iterables."""
+"""Text sources: stdlib, text, JSON lines, Hugging Face, and user iterables."""
 
 import hashlib
 import importlib
@@ -23,6 +23,7 @@ SUFFIXES = {
         name + by for by in ("", files.GZIP, files.ZSTD) for name in (".jsonl", ".ndjson")
     ),
     "parquet": (".parquet",),
+    "arrow": (".arrow",),
     "tokens": (".npy", ".bin"),
     "images": (".npz",),
 }
@@ -52,7 +53,7 @@ class Texts:
 
 
 def text_source(source: SourceSection) -> Texts:
-    """The documents of `stdlib`, `text`, `jsonl`, `parquet` or `huggingface`."""
+    """The documents of `stdlib`, `text`, `jsonl` or `huggingface`."""
     given = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if given else "stdlib")
     if kind == "stdlib":
@@ -64,10 +65,10 @@ def text_source(source: SourceSection) -> Texts:
     if kind == "text":
         found = files.find_files(given)
         return Texts(shown, lambda: map(files.read_text, found))
-    texts_in = files.read_json_lines if kind == "jsonl" else _parquet_texts
-    found = files.find_files(given, SUFFIXES[kind])
+    found = files.find_files(given, SUFFIXES["jsonl"])
     return Texts(
-        shown, lambda: itertools.chain.from_iterable(texts_in(file, field) for file in found)
+        shown,
+        lambda: itertools.chain.from_iterable(files.read_json_lines(f, field) for f in found),
     )
 
 
@@ -111,34 +112,21 @@ def _scattered(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-# -- Parquet and Hugging Face (optional libraries) ----------------------------------------------
+# -- Hugging Face (an optional library) ---------------------------------------------------------
 
 
-def _needs_extra(library: str, what: str) -> Any:
+def needs_extra(library: str, what: str, extra: str) -> Any:
+    """Import an optional library; DataError with the extra that it comes with."""
     try:
         return importlib.import_module(library)
     except ImportError:
-        raise DataError(f"data: {what} needs the library {library}; install jaxspeed[hf]") from None
-
-
-def _parquet_texts(file: Path, field: str) -> Iterator[str]:
-    parquet = _needs_extra("pyarrow.parquet", "source parquet")
-    try:
-        table = parquet.ParquetFile(file)
-        names = table.schema_arrow.names
-        if field not in names:
-            files.text_of(dict.fromkeys(names), field, str(file))
-        for batch in table.iter_batches(columns=[field]):
-            for i, text in enumerate(batch.column(0).to_pylist()):
-                yield files.text_of({field: text}, field, f"{file}, row {i} of a batch")
-    except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"data: {str(file)!r} cannot be read as parquet: {error}") from None
+        raise DataError(
+            f"data: {what} needs the library {library}; install jaxspeed[{extra}]"
+        ) from None
 
 
 def _hub_texts(given: list[str], split: str, field: str) -> Iterator[str]:
-    datasets = _needs_extra("datasets", "source huggingface")
+    datasets = needs_extra("datasets", "source huggingface", "hf")
     for name in given:
         try:
             records = datasets.load_dataset(name, split=split)
