@@ -64,7 +64,8 @@ def test_no_public_class_name_occurs_twice():
 def test_the_extras_are_those_that_the_readme_may_name():
     extras = set(PROJECT["project"]["optional-dependencies"])
     logs = {"tensorboard", "wandb", "plot"}
-    assert extras == {"test", "tpu", "cuda", "hf", "sentencepiece", "bench", "ray", *logs}
+    data = {"hf", "arrow", "zstd", "sentencepiece"}
+    assert extras == {"test", "tpu", "cuda", "bench", "ray", *data, *logs}
 
 
 @pytest.fixture(scope="module")

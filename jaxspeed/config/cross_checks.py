@@ -234,7 +234,7 @@ def _run(settings: Settings) -> Iterator[Problem]:
         yield Problem("run.output", f'"{settings.run.output}"', works)
 
 
-FILES = ("text", "jsonl", "parquet", "huggingface", "tokens", "images")
+FILES = ("text", "jsonl", "parquet", "arrow", "huggingface", "tokens", "images")
 
 
 def _data(settings: Settings) -> Iterator[Problem]:
@@ -262,6 +262,9 @@ def _data(settings: Settings) -> Iterator[Problem]:
         given = corpus.path or corpus.paths
         if corpus.source in FILES and not given:
             yield Problem(f"{where}.path", "nothing", f'Source "{corpus.source}" needs a path.')
+        if corpus.dtype and corpus.source not in ("tokens", None):
+            found = f'"{corpus.dtype}", while the source is "{corpus.source}"'
+            yield Problem(f"{where}.dtype", found, "Only raw files of the source tokens need it.")
         if corpus.source in (None, "stdlib", "synthetic") and given:
             found = f"{corpus.source or 'stdlib'}, which reads no path"
             works = f"Needs one of {', '.join(FILES)}, to read the path."

@@ -365,18 +365,24 @@ class Autotuning(Lenient):
 # -- sources of samples ----------------------------------------------------------------------------
 
 
+IdDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+
+
 class SourceSection(Section):
     """One source of samples."""
 
     source: Text | None = honoured(
         None,
-        "stdlib (the default), text, jsonl, parquet, huggingface, tokens, images, synthetic, or "
-        "the import path of an iterable, package.module:name.",
+        "stdlib (the default), text, jsonl, parquet, arrow, huggingface, tokens, images, "
+        "synthetic, or the import path of an array or iterable, package.module:name.",
     )
     path: Text | None = honoured(
         None, "A file, a folder or a glob; the name of a data set on Hugging Face."
     )
     paths: list[Text] | None = honoured(None, "A list of such paths.")
+    dtype: IdDtype | None = honoured(
+        None, "The dtype of a raw file of tokens; by default that in a meta.json beside it."
+    )
     text_field: Text = honoured("text", "The field of a record with its text.")
     split: Text = honoured("train", "The split of a data set on Hugging Face.")
     samples: Count | None = honoured(

@@ -87,6 +87,15 @@ def stack(records: Sequence[Mapping[str, Any]], name: str) -> Arrays:
     return arrays
 
 
+def joined(batches: Sequence[Mapping[str, np.ndarray]], name: str) -> Arrays:
+    """Concatenate batches of samples, whose arrays differ at most in their number of samples."""
+    for i, batch in enumerate(batches):
+        if len({len(x) if x.ndim else -1 for x in batch.values()}) != 1 or not batch:
+            shapes = {key: x.shape for key, x in batch.items()}
+            raise DataError(f"data: {name}: batch {i} has {shapes}: its samples do not go together")
+    return stack([dict(zip(batch, row)) for batch in batches for row in zip(*batch.values())], name)
+
+
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():

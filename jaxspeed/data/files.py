@@ -1,12 +1,18 @@
-"""Find and read a source's files (text, gzip, JSON lines), with errors that name the place."""
+"""Find and read a source's files: text and JSON lines, plain or compressed with gzip or zstd.
 
+Errors name the place. Compressed content is bounded as it is read: its size, by that of the file.
+"""
+
+import contextlib
 import glob
 import gzip
+import importlib
+import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -64,13 +70,82 @@ def _nothing(name: str, path: Path, suffixes: Sequence[str]) -> str:
     return f"{name!r} does not exist (relative to {Path.cwd()}){near}"
 
 
-def read_bytes(file: Path) -> bytes:
+GZIP, ZSTD = ".gz", ".zst"
+# A compressed file may expand to FREE bytes, and beyond to FACTOR times its size: text has 2 to 30
+# times, and one that was made to fill the memory 1,000 (gzip) or 30,000 (zstd) times.
+FREE, FACTOR = 64 << 20, 200
+LONGEST = 1 << 30  # bytes of one document in a compressed file, or of one line
+_CHUNK = 1 << 20
+
+
+class _Expanding(io.RawIOBase):
+    """Decompressed content, refused where it has more bytes than such a file may expand to."""
+
+    def __init__(self, content: IO[bytes], file: Path) -> None:
+        self._content, self._file = content, file
+        self._left = max(FREE, FACTOR * file.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._content.read(len(buffer))
+        self._left -= len(chunk)
+        if self._left < 0:
+            raise DataError(
+                f"data: {str(self._file)!r} expands to more than {FACTOR} times its size; if that "
+                "is meant, decompress it"
+            )
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[IO[bytes]]:
+    """The content of a file, decompressed as it is read; DataError if it cannot be."""
+    damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    if file.suffix == ZSTD:
+        zstd = _zstd_library(file)
+        damage = (*damage, zstd.ZstdError)
     try:
-        if file.suffix == ".gz":
-            return gzip.decompress(file.read_bytes())
-        return file.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
+        if file.suffix == ZSTD:
+            with zstd.open(file) as content:
+                yield io.BufferedReader(_Expanding(content, file), _CHUNK)
+        elif file.suffix == GZIP:
+            with gzip.open(file) as content:
+                yield io.BufferedReader(_Expanding(content, file), _CHUNK)  # type: ignore[arg-type]
+        else:
+            with file.open("rb") as content:
+                yield content
+    except damage as error:
         raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+
+
+def _zstd_library(file: Path) -> Any:
+    """Python's own since 3.14, or its backport."""
+    for name in ("compression.zstd", "backports.zstd"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise DataError(
+        f"data: {str(file)!r} needs the library backports.zstd, or Python 3.14; install "
+        "jaxspeed[zstd]"
+    )
+
+
+def read_bytes(file: Path) -> bytes:
+    with opened(file) as content:
+        if file.suffix not in (GZIP, ZSTD):
+            return content.read()
+        found, size = [], 0
+        while chunk := content.read(_CHUNK):
+            found.append(chunk)
+            size += len(chunk)
+            if size > LONGEST:
+                raise DataError(
+                    f"data: {str(file)!r} expands to more than {LONGEST:,} bytes, the limit of one "
+                    "document; decompress it, or write JSON lines"
+                )
+    return b"".join(found)
 
 
 def read_text(file: Path) -> str:
@@ -93,14 +168,13 @@ def decode_text(content: bytes, name: str) -> str:
 
 def read_json_lines(file: Path, field: str) -> Iterator[str]:
     """The text of each record, one record per line; blank lines are skipped."""
-    try:
+    with opened(file) as lines:
         # Files of this kind are large: line by line.
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _field_of(line, field, f"{file}, line {number}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), 1):
+            if len(line) > LONGEST:
+                raise DataError(f"data: {file}, line {number}: more than {LONGEST:,} bytes")
+            if line.strip():
+                yield _field_of(line, field, f"{file}, line {number}")
 
 
 def read_array(file: Path) -> np.ndarray:

@@ -1,18 +1,20 @@
 """Open one source of a corpus and split it into training and held-out samples."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxspeed.config.run_sections import Data, SourceSection
-from jaxspeed.data import array_sources, files, token_store
+from jaxspeed.data import array_sources, columns, files, token_records, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
 from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
-from jaxspeed.data.sources import SUFFIXES, Texts, import_iterable, text_source
+from jaxspeed.data.sources import SUFFIXES, Texts, import_source, iterations, text_source
 from jaxspeed.data.synthetic import Blots, Counting
 from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
@@ -55,16 +57,20 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     """Open a source; DataError if it cannot be read."""
     kind = source.source
     given = files.given_paths(source.path, source.paths)
+    if kind == "huggingface" and all(columns.is_saved(Path(name).expanduser()) for name in given):
+        kind = "arrow"
+    if kind in ("arrow", "parquet"):
+        return columns.open_columns(source, kind)
     if kind in TEXT_SOURCES:
         return text_source(source)
     if kind == "tokens":
-        return [token_store.read(path) for path in _token_paths(given)]
+        return [token_store.read(path, source.dtype) for path in _token_paths(given)]
     if kind == "images":
         return array_sources.read_images(given, limits)
     if kind == "synthetic":
         return SyntheticSource(source.samples or SYNTHETIC_SAMPLES)
     assert kind is not None
-    return _user_iterable(kind, source)
+    return _user_iterable(kind, source, limits)
 
 
 def by_file(source: SourceSection) -> dict[str, SourceSection]:
@@ -78,7 +84,10 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
     found: dict[str, str] = {}  # the kind of each
     for name in given:
         path = Path(name).expanduser()
-        if kind == "huggingface":
+        if kind in ("arrow", "huggingface", None) and columns.is_saved(path):
+            each = columns.column_files(name, "arrow", source.split)
+            found |= {str(file): "arrow" for file in each}
+        elif kind == "huggingface":
             found[name] = kind
         elif kind == "tokens" or (kind is None and _is_token_folder(path)):
             found |= {str(each): "tokens" for each in _token_paths([name])}
@@ -99,13 +108,22 @@ def _kind_of(file: Path) -> str:
 
 
 def _token_paths(given: Sequence[str]) -> list[Path]:
-    """Token folders, and the .npy files of other paths."""
+    """Token folders, and the .npy and .bin files of other folders."""
     found: list[Path] = []
     for name in given:
         path = Path(name).expanduser()
-        is_store = _is_token_folder(path) or not any(path.glob("*.npy"))
-        is_folder = path.is_dir() and is_store
-        found += [path] if is_folder else files.find_files([name], SUFFIXES["tokens"])
+        suffixes = SUFFIXES["tokens"]
+        is_store = _is_token_folder(path)
+        is_store |= not any(any(path.glob(f"*{suffix}")) for suffix in suffixes)
+        if path.is_dir() and is_store:
+            found.append(path)
+            continue
+        if all((path / f"{split}.bin").is_file() for split in ("train", "val")):
+            raise DataError(
+                f"data: the folder {name!r} holds train.bin and val.bin; name the one to read: "
+                f"{str(path / 'train.bin')!r}"
+            )
+        found += files.find_files([name], suffixes)
     return found
 
 
@@ -113,9 +131,12 @@ def _is_token_folder(path: Path) -> bool:
     return any((path / name).exists() for name in (token_store.HEADER, token_store.OFFSETS))
 
 
-def _user_iterable(path: str, source: SourceSection) -> Opened:
-    """A user's iterable of texts, records with a text, token documents or samples."""
-    begin = import_iterable(path, source.samples)
+def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Opened:
+    """A user's array of ids, or iterable of texts, records, token documents, samples or batches."""
+    found = import_source(path)
+    if isinstance(found, np.ndarray):
+        return [token_store.of_array(path, found)]
+    begin = iterations(found, path, source.samples)
     first = next(begin(), None)
     field = source.text_field
     if first is None:
@@ -129,8 +150,8 @@ def _user_iterable(path: str, source: SourceSection) -> Opened:
         )
     items = list(begin())
     if isinstance(first, Mapping):
-        return array_sources.stack(items, path)
-    documents = [np.asarray(item) for item in items]
+        return _records(items, path, limits, getattr(found, "batch_size", None) is not None)
+    documents = [token_records.numpy_of(item, f"{path}, item {i}") for i, item in enumerate(items)]
     for i, ids in enumerate(documents):
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0):
             raise DataError(
@@ -138,6 +159,27 @@ def _user_iterable(path: str, source: SourceSection) -> Opened:
                 "mappings from names to arrays, or lists of token ids"
             )
     return [token_store.in_memory(path, documents, None)]
+
+
+def _records(
+    items: Sequence[Any], path: str, limits: ModelLimits, batched: bool
+) -> list[token_store.Documents] | array_sources.Arrays:
+    """Records with ids as documents, and others as samples, or if `batched` as batches of them."""
+    names = [f"{path}, item {i}" for i in range(len(items))]
+    for name, item in zip(names, items):
+        if not isinstance(item, Mapping):
+            raise DataError(f"data: {name}: a {type(item).__name__}, but the first is a mapping")
+    field = token_records.token_field(items[0])
+    # A model of which nothing is known may read rows of equal length as they are.
+    if field and (limits.sample == "tokens" or len({np.shape(x.get(field)) for x in items}) > 1):
+        each = (token_records.documents_in(x, field, name) for x, name in zip(items, names))
+        return [token_store.in_memory(path, itertools.chain.from_iterable(each), None)]
+    records = [
+        {key: token_records.numpy_of(x, f"{name}, {key!r}") for key, x in item.items()}
+        for item, name in zip(items, names)
+    ]
+    batched |= limits.sample == "images" and np.ndim(records[0].get("images")) == 4
+    return array_sources.joined(records, path) if batched else array_sources.stack(records, path)
 
 
 # -- into samples -------------------------------------------------------------------------------

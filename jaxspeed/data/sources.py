@@ -1,4 +1,4 @@
-"""Text sources: stdlib, text, JSON lines, Parquet, Hugging Face, and user iterables."""
+"""Text sources: stdlib, text, JSON lines, Hugging Face, and user iterables."""
 
 import hashlib
 import importlib
@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
 from jaxspeed.errors import DataError
 
 # How the files of a folder end that a kind of source reads; the kind `text` reads all.
 SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    "jsonl": tuple(
+        name + by for by in ("", files.GZIP, files.ZSTD) for name in (".jsonl", ".ndjson")
+    ),
     "parquet": (".parquet",),
-    "tokens": (".npy",),
+    "arrow": (".arrow",),
+    "tokens": (".npy", ".bin"),
     "images": (".npz",),
 }
 STDLIB_BYTES = 8 << 20
@@ -48,7 +53,7 @@ class Texts:
 
 
 def text_source(source: SourceSection) -> Texts:
-    """The documents of `stdlib`, `text`, `jsonl`, `parquet` or `huggingface`."""
+    """The documents of `stdlib`, `text`, `jsonl` or `huggingface`."""
     given = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if given else "stdlib")
     if kind == "stdlib":
@@ -60,10 +65,10 @@ def text_source(source: SourceSection) -> Texts:
     if kind == "text":
         found = files.find_files(given)
         return Texts(shown, lambda: map(files.read_text, found))
-    texts_in = files.read_json_lines if kind == "jsonl" else _parquet_texts
-    found = files.find_files(given, SUFFIXES[kind])
+    found = files.find_files(given, SUFFIXES["jsonl"])
     return Texts(
-        shown, lambda: itertools.chain.from_iterable(texts_in(file, field) for file in found)
+        shown,
+        lambda: itertools.chain.from_iterable(files.read_json_lines(f, field) for f in found),
     )
 
 
@@ -107,34 +112,21 @@ def _scattered(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-# -- Parquet and Hugging Face (optional libraries) ----------------------------------------------
+# -- Hugging Face (an optional library) ---------------------------------------------------------
 
 
-def _needs_extra(library: str, what: str) -> Any:
+def needs_extra(library: str, what: str, extra: str) -> Any:
+    """Import an optional library; DataError with the extra that it comes with."""
     try:
         return importlib.import_module(library)
     except ImportError:
-        raise DataError(f"data: {what} needs the library {library}; install jaxspeed[hf]") from None
-
-
-def _parquet_texts(file: Path, field: str) -> Iterator[str]:
-    parquet = _needs_extra("pyarrow.parquet", "source parquet")
-    try:
-        table = parquet.ParquetFile(file)
-        names = table.schema_arrow.names
-        if field not in names:
-            files.text_of(dict.fromkeys(names), field, str(file))
-        for batch in table.iter_batches(columns=[field]):
-            for i, text in enumerate(batch.column(0).to_pylist()):
-                yield files.text_of({field: text}, field, f"{file}, row {i} of a batch")
-    except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"data: {str(file)!r} cannot be read as parquet: {error}") from None
+        raise DataError(
+            f"data: {what} needs the library {library}; install jaxspeed[{extra}]"
+        ) from None
 
 
 def _hub_texts(given: list[str], split: str, field: str) -> Iterator[str]:
-    datasets = _needs_extra("datasets", "source huggingface")
+    datasets = needs_extra("datasets", "source huggingface", "hf")
     for name in given:
         try:
             records = datasets.load_dataset(name, split=split)
@@ -147,11 +139,8 @@ def _hub_texts(given: list[str], split: str, field: str) -> Iterator[str]:
 # -- user iterables -----------------------------------------------------------------------------
 
 
-def import_iterable(path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
-    """Import an iterable, or a callable that returns one; each call of the result starts it anew.
-
-    At most `samples` items are read; an infinite iterable needs it.
-    """
+def import_source(path: str) -> Any:
+    """Import a NumPy array, an iterable, or a callable that returns one of these."""
     module_name, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -159,10 +148,20 @@ def import_iterable(path: str, samples: int | None) -> Callable[[], Iterator[Any
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise DataError(f"data.source: {path!r} cannot be imported: {error}") from None
+    if callable(found) and isinstance(made := found(), np.ndarray):
+        return made
+    return found
+
+
+def iterations(found: Any, path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
+    """Begin to iterate over an imported iterable, anew with each call of the result.
+
+    At most `samples` items are read; an infinite iterable needs it.
+    """
 
     def begin() -> Iterator[Any]:
         items = found() if callable(found) else found
-        if not isinstance(items, Iterable):
+        if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             raise DataError(f"data.source: {path!r} is a {type(items).__name__}, no iterable")
         return itertools.islice(iter(items), samples)
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspeed.config.run_sections import IdDtype
 from jaxspeed.data.files import read_array
 from jaxspeed.data.tokenizer import FILES, Tokenizer, files_of, read_tokenizer, tokenizer_file
 from jaxspeed.errors import DataError
@@ -156,10 +158,14 @@ def _npy_header(file: Any, dtype: np.dtype, length: int) -> None:
     np.lib.format.write_array_header_1_0(file, described)
 
 
-def read(path: Path) -> Documents:
-    """Read a folder that `write` made, or a .npy file of ids: [tokens] or [documents, tokens]."""
+def read(path: Path, dtype: str | None = None) -> Documents:
+    """Read a folder that `write` made, a .npy file of ids, or a raw file of ids.
+
+    A .npy file holds [tokens] or [documents, tokens]; a raw one the tokens of one document, of a
+    `dtype` that it does not name itself.
+    """
     if path.is_file():
-        return _read_npy(path)
+        return _read_file(path, dtype)
     documents = _read_folder(path)
     if not _is_verified(path, documents):
         _check_digest(path, documents)
@@ -167,13 +173,13 @@ def read(path: Path) -> Documents:
 
 
 def verify(path: Path) -> Documents:
-    """Read a folder or a .npy file, and compare every token with the folder's digest.
+    """Read a folder or a file of ids, and compare every token with the folder's digest.
 
     Raises:
       DataError: it is damaged.
     """
     if path.is_file():
-        return _read_npy(path)
+        return _read_file(path, None)
     documents = _read_folder(path)
     _check_digest(path, documents)
     return documents
@@ -281,16 +287,105 @@ def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
     return {"digest": documents.digest, **files}
 
 
-def _read_npy(file: Path) -> Documents:
-    array = read_array(file)
+# -- arrays of ids without a folder -------------------------------------------------------------
+
+_META = "meta.json"
+
+
+def _read_file(file: Path, dtype: str | None) -> Documents:
+    if file.suffix == ".npy":
+        return of_array(str(file), read_array(file), file)
+    array = _map_raw(file, dtype)
+    return of_array(f"{file} (raw {array.dtype.name})", array, file)
+
+
+def _map_raw(file: Path, dtype: str | None) -> np.ndarray:
+    """The ids of a file that is nothing but them, little-endian: what `ndarray.tofile` writes."""
+    if dtype is None:
+        dtype = _dtype_beside(file)
+    kind, size = np.dtype(dtype).newbyteorder("<"), file.stat().st_size
+    if size == 0:
+        raise DataError(f"data: {str(file)!r} is empty")
+    if size % kind.itemsize:
+        raise DataError(
+            f"data: {str(file)!r} has {size:,} bytes, which {kind.itemsize} (of {dtype}) does not "
+            "divide: it is truncated, or no raw file of such ids"
+        )
+    try:
+        ids = np.memmap(file, kind, mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+    if dtype == "uint16" and _has_empty_halves(ids[: 1 << 16]):
+        log.warning(
+            "%s: every second id is 0, as in a file of uint32 that is read as uint16 (data.dtype)",
+            file,
+        )
+    return ids
+
+
+def _dtype_beside(file: Path) -> str:
+    """The dtype in the meta.json beside a raw file."""
+    meta = file.with_name(_META)
+    try:
+        known = json.loads(meta.read_text())
+        if known["dtype"] in typing.get_args(IdDtype):
+            return str(known["dtype"])
+        problem = f'; the "dtype" in {_META} beside it is none of these'
+    except FileNotFoundError:
+        problem = f', or {{"dtype": ...}} in a file {_META} beside it'
+        if file.with_name("meta.pkl").exists():
+            problem += " (meta.pkl is not read: a pickle can run any code)"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        problem = f'; {_META} beside it is no object with a "dtype"'
+    raise DataError(
+        f"data.dtype: {str(file)!r} is a raw file of ids, which needs "
+        f"{', '.join(typing.get_args(IdDtype))} here (nanoGPT writes uint16){problem}"
+    )
+
+
+def _has_empty_halves(ids: np.ndarray) -> bool:
+    return len(ids) >= 64 and bool(ids[::2].any()) and not ids[1::2].any()
+
+
+def of_array(name: str, array: np.ndarray, file: Path | None = None) -> Documents:
+    """Ids [tokens] or [documents, tokens] as they are in memory, or mapped from `file`."""
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
-            f"data: {str(file)!r} holds {array.dtype}{list(array.shape)}; ids must be integers, "
+            f"data: {name!r} holds {array.dtype}{list(array.shape)}; ids must be integers, "
             "[tokens] or [documents, tokens]"
         )
-    if array.min() < 0:
-        raise DataError(f"data: {str(file)!r} holds negative ids")
     tokens = array.reshape(-1)
     offsets = np.arange(0, array.size + 1, array.shape[-1], dtype=np.int64)
-    digest = _digest_of(tokens, offsets)
-    return Documents(str(file), tokens, offsets, digest, int(array.max()), None)
+    digest, largest = _passed(name, tokens, offsets, file)
+    return Documents(name, tokens, offsets, digest, largest, None)
+
+
+def _passed(
+    name: str, tokens: np.ndarray, offsets: np.ndarray, file: Path | None
+) -> tuple[str, int]:
+    """Digest and largest id: of a pass over all tokens, or of a long file's earlier pass.
+
+    Ids are compared with the model's vocabulary again as they are read.
+    """
+    long = file is not None and tokens.nbytes >= _LONG
+    if long:
+        assert file is not None
+        record, stat = file.with_name(f".{file.name}{VERIFIED}"), file.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns, tokens.dtype.str]
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            known = json.loads(record.read_text())
+            if known["file"] == stamp and type(known["largest"]) is int:
+                return str(known["digest"]), known["largest"]
+        log.info("%s: reading all tokens for their digest, which is done once", name)
+    found, smallest, largest = _Digest(tokens.dtype), 0, 0
+    for start in range(0, tokens.size, _BLOCK):
+        block = tokens[start : start + _BLOCK]
+        found.add(block)
+        smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+    if smallest < 0:
+        raise DataError(f"data: {name!r} holds negative ids")
+    digest = found.end(offsets)
+    if long:
+        with contextlib.suppress(OSError):
+            record.write_text(json.dumps({"file": stamp, "digest": digest, "largest": largest}))
+    return digest, largest

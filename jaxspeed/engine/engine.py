@@ -39,6 +39,7 @@ from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import TrainState, updated_values
+from jaxspeed.user_models.batch_checks import array_of, is_tensor
 from jaxspeed.user_models.batches import WithExtra
 
 log = logging.getLogger("jaxspeed")
@@ -486,7 +487,10 @@ class Engine(DeepSpeedHabits):
         the config) or `model=<a smaller factory>` checks a smaller one, freshly initialized.
         """
         read = self.program.read_batch(batch, self.program.batch.train, extra)
-        given = jax.tree.map(jnp.asarray, batch if extra is None else WithExtra(batch, extra))
+        given = jax.tree.map(
+            lambda x: jnp.asarray(array_of(x, "batch") if is_tensor(x) else x),
+            batch if extra is None else WithExtra(batch, extra),
+        )
         with self.program.set_mesh():
             return checking.check(
                 self.program, self.state, read, self.reduced_by, as_given=given, **smaller

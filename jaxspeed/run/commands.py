@@ -58,7 +58,9 @@ def evaluate_run(
       ema: whether the moving average of the weights is evaluated.
     """
     checkpoint, section = ChosenCheckpoint(source, tag), data_section(source.config)
-    apart = SourceSection(paths=[*data], text_field=section.text_field) if data else section.eval
+    apart = section.eval
+    if data:
+        apart = SourceSection(paths=[*data], text_field=section.text_field, dtype=section.dtype)
     parts: dict[str, Split | None] = {}
     if apart is not None:
         most, extra = None, {}

@@ -28,8 +28,7 @@ def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> 
     allowed = Arrays | jax.ShapeDtypeStruct if abstract else Arrays
     for place, x in found.items():
         if not isinstance(x, allowed):
-            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-            raise BatchError(f"{place} is a {kind}; it must be a NumPy or JAX array")
+            raise BatchError(f"{place} is a {_kind(x)}; it must be a NumPy or JAX array")
         if not is_numeric(x.dtype):
             raise BatchError(f"{place} has dtype {x.dtype}; it must be an array of numbers")
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
@@ -37,6 +36,37 @@ def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> 
                 f"{place} has been deleted: it was donated to a function (donate_argnums)"
             )
     return found
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether a leaf is an array of another library: torch's, for example."""
+    if isinstance(x, Arrays | jax.ShapeDtypeStruct | type):
+        return False
+    return hasattr(x, "__array__") or hasattr(x, "__dlpack__")
+
+
+def array_of(tensor: Any, place: str) -> np.ndarray | jax.Array:
+    """The array of another library's, through `__array__` or else DLPack.
+
+    torch has DLPack alone for bfloat16, which NumPy does not read, and for tensors on a GPU.
+
+    Raises:
+      BatchError: neither is possible: it requires gradients, or is where JAX has no device.
+    """
+    reads = (np.asarray,) if hasattr(tensor, "__array__") else ()
+    if hasattr(tensor, "__dlpack__"):
+        reads = (*reads, np.from_dlpack, jnp.from_dlpack)
+    refused: list[Exception] = []
+    for read in reads:
+        try:
+            return read(tensor)
+        except Exception as error:  # each library has its own
+            refused.append(error)
+    raise BatchError(f"{place} is a {_kind(tensor)} that cannot be read: {refused[0]}")
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
 def check_train_batch(arrays: dict[str, Any], batch: Batch, ranks: int) -> None:

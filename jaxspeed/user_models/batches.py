@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.errors import BatchError, ModelError
-from jaxspeed.user_models.batch_checks import check_arrays
+from jaxspeed.user_models.batch_checks import array_of, check_arrays, is_tensor
 from jaxspeed.user_models.protocol import MODE_ARGUMENTS, SEED
 from jaxspeed.user_models.rng import batch_key, is_key, loss_key
 
@@ -42,7 +42,8 @@ def read_batch(
 ) -> tuple[Any, dict[str, Any]]:
     """Check a batch, and return (the batch as a step takes it, its arrays by path).
 
-    Python numbers become arrays. `abstract` lets shapes stand for arrays.
+    Tensors of other libraries and Python numbers become arrays. `abstract` lets shapes stand for
+    arrays.
     """
     if isinstance(batch, WithExtra):
         batch, extra = batch.samples, batch.extra
@@ -56,7 +57,10 @@ def read_batch(
 
 
 def _with_arrays(tree: Any, name: str) -> Any:
-    """Replace Python numbers by arrays, except a list of nothing else: samples, or a mistake."""
+    """Replace tensors and Python numbers by arrays.
+
+    Except a list of nothing but numbers, which is samples or a mistake.
+    """
     try:
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     except (ValueError, TypeError):  # `check_arrays` reports it
@@ -67,9 +71,13 @@ def _with_arrays(tree: Any, name: str) -> Any:
             place = name + jax.tree_util.keystr(keys)
             raise BatchError(f"{place} is {x}, which does not fit {limits.dtype}; pass a float")
     mixed = {keys[:-1] for keys, x in leaves if not isinstance(x, Number)}
-    return jax.tree.unflatten(
-        structure, [jnp.asarray(x) if _stands_alone(keys, x, mixed) else x for keys, x in leaves]
-    )
+
+    def array(keys: tuple[Any, ...], x: Any) -> Any:
+        if is_tensor(x):
+            return array_of(x, name + jax.tree_util.keystr(keys))
+        return jnp.asarray(x) if _stands_alone(keys, x, mixed) else x
+
+    return jax.tree.unflatten(structure, [array(keys, x) for keys, x in leaves])
 
 
 def _stands_alone(keys: tuple[Any, ...], x: Any, mixed: set[Any]) -> bool:

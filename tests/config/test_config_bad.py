@@ -601,6 +601,11 @@ BAD = {
     "files without a path": ({"data": {"source": "jsonl"}}, "data.path", "needs a path"),
     "a path that is not read": ({"data": {"path": "x"}}, "data.source", "to read the path"),
     "a source unknown": ({"data": {"source": "stdlb"}}, "data.source", "Needs one of"),
+    "a dtype that is not read": (
+        {"data": {"source": "jsonl", "path": "x", "dtype": "uint16"}},
+        "data.dtype",
+        "Only raw files",
+    ),
     "two kinds of source": (
         {"data": {"source": "stdlib", "mixture": [{"source": "stdlib"}]}},
         "data.mixture",

@@ -138,11 +138,11 @@ def decoded(data, **limits):
     """The first that is trained on, in order."""
     c = opened(data | {"held_out": 0, "shuffle": False}, **limits)
     ids = np.concatenate([c.train.batch(t, 1)["tokens"][0, :-1] for t in range(8)])
-    return c.tokenizer.decode(ids)
+    return (c.tokenizer or ByteTokenizer()).decode(ids)
 
 
 @pytest.mark.parametrize("of", ["one source", "a mixture's", "evaluation's"])
-@pytest.mark.parametrize("key", ["path", "paths", "text_field", "split", "samples"])
+@pytest.mark.parametrize("key", ["path", "paths", "text_field", "split", "samples", "dtype"])
 def test_a_source_is_read_where_its_keys_say(key, of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = json_lines(
@@ -154,7 +154,9 @@ def test_a_source_is_read_where_its_keys_say(key, of, tmp_path, monkeypatch):
         "text_field": {"source": "jsonl", "path": str(file), "text_field": "body"},
         "split": {"source": "huggingface", "path": "letters", "split": "odd"},
         "samples": {"source": "synthetic", "samples": 7},
+        "dtype": {"source": "tokens", "path": "ids.bin", "dtype": "uint16"},
     }[key]
+    np.frombuffer(b"abcdefgh" * 40, np.uint8).astype(np.uint16).tofile("ids.bin")
     splits = {"train": [{"text": "zyxw" * 80}], "odd": [{"text": "abcdefgh" * 40}]}
     library = types.ModuleType("datasets")
     library.load_dataset = lambda name, split: splits[split]

@@ -3,12 +3,14 @@
 import gzip
 import json
 import random
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from jaxspeed.config.run_sections import SourceSection
-from jaxspeed.data import token_store
+from jaxspeed.data import files, token_store
 from jaxspeed.data.open_source import open_source
 from jaxspeed.data.tokenizer import ByteTokenizer, read_tokenizer
 from jaxspeed.errors import DataError
@@ -124,3 +126,58 @@ def test_a_damaged_array_is_named(stored, name):
             assert "tokens" in str(error)
         else:  # a byte of the padding, or of the header's own text
             assert found.tokens.tolist() == [*range(1, 9)] * 3
+
+
+COMPRESSORS = {".gz": "gzip", ".zst": "backports.zstd"}
+
+
+def compressor(suffix):
+    return pytest.importorskip(COMPRESSORS[suffix]).compress
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize(("source", "name"), [("text", "a.txt"), ("jsonl", "a.jsonl")])
+def test_compressed_content_is_read_and_a_truncated_file_named(tmp_path, source, name, suffix):
+    file, sound = tmp_path / (name + suffix), compressor(suffix)(LINES)
+    (tmp_path / name).write_bytes(LINES * 2)
+    expected = read(source, tmp_path / name)
+    file.write_bytes(sound * 2)  # two members or frames
+    assert read(source, file) == expected
+    for size in range(1, len(sound)):
+        file.write_bytes(sound[:size])
+        with pytest.raises(DataError, match=rf"{name}\{suffix}' cannot be read"):
+            read(source, file)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize(("source", "name"), [("text", "a.txt"), ("jsonl", "a.jsonl")])
+def test_a_file_that_expands_without_bound_is_refused_as_it_is_read(
+    tmp_path, monkeypatch, source, name, suffix
+):
+    """Of 32 MB, with a bound of 4 MB, not more than 12 MB are ever in memory."""
+    monkeypatch.setattr(files, "FREE", 4 << 20)
+    file = tmp_path / (name + suffix)
+    file.write_bytes(compressor(suffix)(b" " * (32 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=rf"{name}\{suffix}' expands to more than 200 times"):
+            read(source, file)
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_document_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LONGEST", 1000)
+    for source, name in (("text", "a.txt.gz"), ("jsonl", "a.jsonl.gz")):
+        (tmp_path / name).write_bytes(gzip.compress(b"x" * 1001))
+        with pytest.raises(DataError, match="more than 1,000 bytes"):
+            read(source, tmp_path / name)
+
+
+def test_the_library_for_zstd_is_named_with_its_extra(tmp_path, monkeypatch):
+    for library in ("compression.zstd", "backports.zstd"):
+        monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "a.txt.zst").touch()
+    with pytest.raises(DataError, match=r"backports\.zstd.*install jaxspeed\[zstd\]"):
+        read("text", tmp_path / "a.txt.zst")

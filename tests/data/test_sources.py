@@ -105,12 +105,19 @@ def test_parquet_and_hugging_face_give_the_texts(tmp_path):
         read(source="huggingface", path=str(tmp_path), split="nosuch")
 
 
-@pytest.mark.parametrize("kind, library", [("parquet", "pyarrow"), ("huggingface", "datasets")])
-def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, kind, library):
-    (tmp_path / "a.parquet").touch()
+@pytest.mark.parametrize(
+    "kind, library, extra",
+    [
+        ("parquet", "pyarrow", "arrow"),
+        ("arrow", "pyarrow", "arrow"),
+        ("huggingface", "datasets", "hf"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, kind, library, extra):
+    (tmp_path / f"a.{kind}").touch()
     for name in (library, f"{library}.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DataError, match=rf"{library}.*install jaxspeed\[hf\]"):
+    with pytest.raises(DataError, match=rf"{library}.*install jaxspeed\[{extra}\]"):
         read(source=kind, path=str(tmp_path))
 
 

@@ -1,0 +1,149 @@
+"""Columns of Arrow and Parquet files, of the library `datasets` among others: texts, or ids.
+
+`Dataset.save_to_disk` writes a folder of Arrow streams with a state.json that lists them; of a
+`DatasetDict`, one such folder a split.
+"""
+
+import contextlib
+import importlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspeed.config.run_sections import SourceSection
+from jaxspeed.data import files, token_records, token_store
+from jaxspeed.data.sources import SUFFIXES, Texts, needs_extra
+from jaxspeed.errors import DataError
+
+_FILE = b"ARROW1"  # begins a file, not a stream
+STATE, SPLITS = "state.json", "dataset_dict.json"
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a folder is one that `save_to_disk` wrote."""
+    return any((path / name).is_file() for name in (STATE, SPLITS))
+
+
+def column_files(name: str, kind: str, split: str) -> list[Path]:
+    """The files of a path: those that a folder of `datasets` lists, or all of its kind."""
+    path = Path(name).expanduser()
+    if kind != "arrow" or not is_saved(path):
+        return files.find_files([name], SUFFIXES[kind])
+    if (path / SPLITS).is_file():
+        splits = _json_of(path / SPLITS, "splits")
+        if split not in splits:
+            raise DataError(
+                f"data.split: {name!r} has no split {split!r}; its splits: {', '.join(splits)}"
+            )
+        path /= split
+    if _json_of(path / STATE, "_indices_files", of="filename", default=[]):
+        raise DataError(
+            f"data: {str(path)!r} was saved with an index by an early version of datasets; save it "
+            "again with a newer one"
+        )
+    names = _json_of(path / STATE, "_data_files", of="filename")
+    if not names:
+        raise DataError(f"data: {str(path)!r} is empty: {STATE} lists no file")
+    for each in names:
+        if not (path / each).is_file():
+            raise DataError(f"data: {str(path)!r}: {STATE} lists {each!r}, which is not there")
+    return [path / each for each in names]
+
+
+def _json_of(file: Path, key: str, of: str | None = None, default: Any = None) -> list[str]:
+    """Names of files or folders in a list of a JSON file, none of them outside of its folder."""
+    try:
+        found = json.loads(file.read_text())
+        listed = found.get(key, default) if default is not None else found[key]
+        names = [each[of] if of else each for each in listed]
+        if all(isinstance(n, str) and Path(n).name == n and n not in ("", "..") for n in names):
+            return names
+        problem = f"{key} lists other than names of files in it"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise DataError(f"data: {str(file)!r} cannot be read: {problem}")
+
+
+def open_columns(source: SourceSection, kind: str) -> Texts | list[token_store.Documents]:
+    """The texts in the column `text_field`, or else the documents in `tokens` or `input_ids`."""
+    given = files.given_paths(source.path, source.paths)
+    found = [file for name in given for file in column_files(name, kind, source.split)]
+    tables = []
+    for file in found:
+        with _opened(file, kind) as (names, _):
+            tables.append(names)
+    shown, field = f"{kind} {', '.join(given)}", source.text_field
+    if all(field in names for names in tables):
+        return Texts(
+            shown, lambda: itertools.chain.from_iterable(_texts(f, kind, field) for f in found)
+        )
+    ids = token_records.token_field(tables[0])
+    for file, names in zip(found, tables):
+        if ids is None or ids not in names:
+            raise DataError(
+                f'data: {file}: no field "{field}" (data.text_field), '
+                f"{' or '.join(token_records.FIELDS)}; its fields: {', '.join(names) or 'none'}"
+            )
+    assert ids is not None
+    documents = itertools.chain.from_iterable(_documents(f, kind, ids) for f in found)
+    return [token_store.in_memory(shown, documents, None)]
+
+
+def _texts(file: Path, kind: str, field: str) -> Iterator[str]:
+    with _opened(file, kind) as (_, batches):
+        rows = itertools.chain.from_iterable(b.column(0).to_pylist() for b in batches([field]))
+        for i, text in enumerate(rows):
+            yield files.text_of({field: text}, field, f"{file}, row {i}")
+
+
+def _documents(file: Path, kind: str, field: str) -> Iterator[np.ndarray]:
+    with _opened(file, kind) as (names, batches):
+        read = [field, *(n for n in (token_records.MASK, token_records.LABELS) if n in names)]
+        rows = itertools.count()
+        for batch in batches(read):
+            columns = [_lists(batch.column(i), f"{file}: {name!r}") for i, name in enumerate(read)]
+            for row in zip(*columns):
+                where = f"{file}, row {next(rows)}"
+                yield from token_records.documents_in(dict(zip(read, row)), field, where)
+
+
+def _lists(column: Any, where: str) -> Sequence[np.ndarray]:
+    """The rows of a column of lists, which share memory with it."""
+    if not hasattr(column, "flatten") or not str(column.type).endswith(("]", ">")):
+        raise DataError(f"data: {where} holds {column.type}, not lists of ids")
+    lengths = importlib.import_module("pyarrow.compute").list_value_length(column).fill_null(0)
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    return np.split(values, np.cumsum(lengths.to_numpy())[:-1]) if len(column) else []
+
+
+@contextlib.contextmanager
+def _opened(file: Path, kind: str) -> Iterator[tuple[list[str], Callable[[list[str]], Any]]]:
+    """The names of a file's columns, and the record batches of some of them."""
+    arrow = needs_extra("pyarrow", f"source {kind}", "arrow")
+    try:
+        if kind == "parquet":
+            table = needs_extra("pyarrow.parquet", "source parquet", "arrow").ParquetFile(file)
+            yield table.schema_arrow.names, lambda names: table.iter_batches(columns=names)
+            return
+        with arrow.memory_map(str(file)) as content:
+            is_file = content.read(len(_FILE)) == _FILE
+            content.seek(0)
+            reader = arrow.ipc.open_file(content) if is_file else arrow.ipc.open_stream(content)
+            count = range(reader.num_record_batches) if is_file else ()
+            batches = map(reader.get_batch, count) if is_file else iter(reader)
+
+            def selected(names: list[str]) -> Iterator[Any]:
+                for batch in batches:
+                    batch.validate(full=True)  # offsets in a damaged file may point anywhere
+                    yield batch.select(names)
+
+            yield reader.schema.names, selected
+    except DataError:
+        raise
+    except (OSError, ValueError, MemoryError, arrow.ArrowException) as error:
+        problem = str(error).partition("\n")[0]
+        raise DataError(f"data: {str(file)!r} cannot be read as {kind}: {problem}") from None
