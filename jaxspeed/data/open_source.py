@@ -178,7 +178,8 @@ def _records(
         {key: token_records.numpy_of(x, f"{name}, {key!r}") for key, x in item.items()}
         for item, name in zip(items, names)
     ]
-    batched |= limits.sample == "images" and np.ndim(records[0].get("images")) == 4
+    if limits.sample == "images" and (images := records[0].get("images")) is not None:
+        batched |= images.ndim == 4
     return array_sources.joined(records, path) if batched else array_sources.stack(records, path)
 
 
