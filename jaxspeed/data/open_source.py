@@ -178,7 +178,7 @@ def _records(
         {key: token_records.numpy_of(x, f"{name}, {key!r}") for key, x in item.items()}
         for item, name in zip(items, names)
     ]
-    batched |= limits.sample == "images" and np.ndim(records[0].get("images")) == 4
+    batched |= limits.sample == "images" and np.ndim(records[0].get("images", 0)) == 4
     return array_sources.joined(records, path) if batched else array_sources.stack(records, path)
 
 
