@@ -49,7 +49,7 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test,tpu]' $(REQUIREMENTS)
 	@touch $@
 
-train: $(INSTALLED)  ## train a small model on 8 simulated devices: about two minutes
+train: $(INSTALLED)  ## train a small model on 8 simulated devices: about three minutes
 	$(BIN)/jaxspeed train configs/tiny.yaml
 
 test: $(INSTALLED)  ## the tests, in their covering sets

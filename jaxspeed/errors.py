@@ -20,6 +20,10 @@ class ConfigError(JaxspeedError, ValueError):
     """The config has an unknown, mistyped or impossible setting."""
 
 
+class UsageError(JaxspeedError, AttributeError, TypeError):
+    """A call that is written otherwise in jaxspeed."""
+
+
 class PlacementError(JaxspeedError, ValueError):
     """The mesh, the model and the devices do not fit together."""
 

@@ -13,6 +13,7 @@ import jax
 import optax
 
 from jaxspeed.config import Config, load_config
+from jaxspeed.deepspeed_habits import explain_arguments
 
 if TYPE_CHECKING:
     from jaxspeed.config import AutoValues
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jaxspeed.metrics import Sink
 
 
+@explain_arguments
 def initialize(
     model: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -74,6 +76,7 @@ def initialize(
     from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 
     refuse_old_jax(installed())
+    from jaxspeed.engine.jax_setup import leave_out_libtpu
     from jaxspeed.launch.environment import start_processes
     from jaxspeed.metrics import require_monitors
     from jaxspeed.parameter_server.engine import engine_of
@@ -81,6 +84,7 @@ def initialize(
     from jaxspeed.user_models.batches import WithExtra
     from jaxspeed.user_models.config_model import hidden_size_of
 
+    leave_out_libtpu()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
     platform = None
     if auto is not None:

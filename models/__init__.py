@@ -1,9 +1,10 @@
 """Reference models in Flax NNX that call `jaxspeed.ops`, one file per family.
 
 A family's module has `Config` (a frozen dataclass of sizes), `PRESETS` (configs by name),
-`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`. The file beside it, NAME_hf.py, has
-its form in Hugging Face's files: `read_config`, `write_config` and `table`, the rules by which
-tensors are read and written. Families are imported on demand.
+`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`, which gives samples that are marked
+as padding no weight; a classifier's has an accuracy too, where `train` is False. The file beside
+it, NAME_hf.py, has its form in Hugging Face's files: `read_config`, `write_config` and `table`, the
+rules by which tensors are read and written. Families are imported on demand.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import difflib
 import importlib
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,8 +23,9 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.config_fields import LARGEST
+from jaxspeed.interop.config_fields import LARGEST, unsupported
 from jaxspeed.interop.hf_folder import LanguageModelFolder, PretrainedFolder
+from jaxspeed.interop.mapping import lines
 from jaxspeed.interop.pretrained import check_vocabulary, pretrained
 from jaxspeed.user_models.pretrained_model import Pretrained
 
@@ -30,6 +33,14 @@ FAMILIES: dict[str, str] = {
     "gpt2": "jaxspeed.models.gpt2",
     "llama": "jaxspeed.models.llama",
     "gemma": "jaxspeed.models.gemma",
+    "gemma1": "jaxspeed.models.gemma1",
+    "phi3": "jaxspeed.models.phi3",
+    "granite": "jaxspeed.models.granite",
+    "smollm3": "jaxspeed.models.smollm3",
+    "ministral": "jaxspeed.models.ministral",
+    "olmo2": "jaxspeed.models.olmo2",
+    "glm4": "jaxspeed.models.glm4",
+    "gpt_neox": "jaxspeed.models.gpt_neox",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -41,11 +52,24 @@ MODEL_TYPES: dict[str, str] = {
     "mistral": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
+    "gemma": "gemma1",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
-    "gemma3": "gemma",  # its language model
+    "phi3": "phi3",  # and Phi-4
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "ministral": "ministral",
+    "ministral3": "ministral",
+    "olmo2": "olmo2",
+    "glm": "glm4",  # GLM-4
+    "glm4": "glm4",  # GLM-4-0414
+    "gpt_neox": "gpt_neox",  # Pythia
     "vit": "vit",
 }
+# Models with images, of which the language model is read: the family with their defaults.
+WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
+# Families with a form in Hugging Face's files.
+HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
 
 class Built(NamedTuple):
@@ -90,16 +114,23 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     """
     opened = PretrainedFolder(folder)
     kind = opened.config["model_type"]
+    if kind in WITH_IMAGES:
+        opened = LanguageModelFolder(opened, hf_form(WITH_IMAGES[kind]).LANGUAGE_MODELS[kind])
+        kind = str(opened.config["model_type"])
     if kind not in MODEL_TYPES:
+        fields = [field for name in HF_FAMILIES for field in hf_form(name).FIELDS]
+        unread = unsupported(opened.config, fields)
         raise PretrainedError(
             f"{opened.path}: model_type {kind!r} is of no known family: "
-            f"{_suggest(kind, MODEL_TYPES)}. A model of your own reads it with a mapping table: "
-            "jaxspeed.interop.pretrained"
+            f"{_suggest(kind, MODEL_TYPES | WITH_IMAGES)}. A model of your own reads it with a "
+            "mapping table: jaxspeed.interop.pretrained. Fields of its config that no family "
+            "supports:"
+            f"{lines(unread) or ' none'}"
         )
     name = MODEL_TYPES[kind]
     module, form = family(name), hf_form(name)
-    if kind not in form.MODEL_TYPES:
-        opened = LanguageModelFolder(opened, form.LANGUAGE_MODELS[kind])
+    if isinstance(opened, LanguageModelFolder) and not opened.config.get("architectures"):
+        opened.config["architectures"] = [form.MODEL_TYPES[kind]]
     try:
         config = form.read_config(opened.config)
     except PretrainedError as error:
@@ -112,6 +143,17 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     return pretrained(
         lambda rngs: module.build(config, rngs), opened, form.table(config), module.loss, config
     )
+
+
+def known() -> dict[str, dict[str, list[str]]]:
+    """By family: the model types of Hugging Face that it reads, and its presets."""
+    return {
+        name: {
+            "model_types": [k for k, f in (MODEL_TYPES | WITH_IMAGES).items() if f == name],
+            "presets": list(family(name).PRESETS),
+        }
+        for name in FAMILIES
+    }
 
 
 def hf_form(name: str) -> ModuleType:
@@ -132,7 +174,8 @@ def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a field may have the value; integers are sizes, and dataclasses may be mappings."""
-    kinds = typing.get_args(kind) or (kind,)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(kind) if is_union else (kind,)
     if value is None or isinstance(value, bool | str):
         return type(value) in kinds
     if isinstance(value, int) and int in kinds:

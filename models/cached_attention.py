@@ -30,22 +30,6 @@ class CachedAttention(nnx.Module):
         empty = jnp.zeros((*stack, rows, length, kv_heads, head_dim), dtype)
         self.cached_key, self.cached_value = nnx.Cache(empty), nnx.Cache(empty)
 
-    def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        positions: jax.Array | None,
-        *,
-        segment_ids: jax.Array | None = None,
-        window: int | None = None,
-    ) -> jax.Array:
-        """Attention, with the cache if there is one."""
-        out = self.attend_cached(q, k, v, positions, window)
-        if out is None:
-            return ops.attention(q, k, v, window=window, segment_ids=segment_ids)
-        return out
-
     def attend_cached(
         self,
         q: jax.Array,

@@ -6,17 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.config_fields import Field, Fixed, read_fields, write_fields
-from jaxspeed.interop.mapping import MappingTable, TensorRule
+from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields
+from jaxspeed.interop.mapping import MappingTable
 
+from .decoder_hf import (
+    ATTENTION,
+    GATED,
+    GLOBAL,
+    HEAD_NORMS,
+    LOCAL,
+    decoder_table,
+    read_layers,
+    read_rope,
+    size_fields,
+    write_sizes,
+)
 from .gemma import Config
-from .llama_hf import block_rules, ignored, outer_rules, read_rope, write_rope
 
 MODEL_TYPES = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 # Gemma 3 with images: the fields that its text_config lacks where they have these values.
 LANGUAGE_MODELS = {
     "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -27,24 +37,16 @@ LANGUAGE_MODELS = {
         "max_position_embeddings": 131072,
     }
 }
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 FIELDS = (
-    Field("hidden_size", "hidden_size"),
-    Field("num_hidden_layers", "num_hidden_layers"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("num_key_value_heads", "num_key_value_heads"),
-    Field("head_dim", "head_dim", int, 256),
-    Field("intermediate_size", "intermediate_size"),
-    Field("vocab_size", "vocab_size"),
-    Field("max_position_embeddings", "max_position_embeddings", int, 8192),
-    Field("rms_norm_eps", "rms_norm_eps", float, 1e-6),
-    Field("initializer_range", "initializer_range", float, 0.02),
+    *size_fields(
+        head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6, tie_word_embeddings=True
+    ),
     Field("query_pre_attn_scalar", "query_pre_attn_scalar", float, 256),
     Field("sliding_window", "sliding_window", int, 4096),
     Field("attn_logit_softcapping", "attn_logit_softcapping", float, None),
     Field("final_logit_softcapping", "final_logit_softcapping", float, None),
-    Field("tie_word_embeddings", "tie_word_embeddings", bool, True),
+    *map(Read, ("layer_types", "sliding_window_pattern", "rope_local_base_freq")),
     Fixed("hidden_activation", ("gelu_pytorch_tanh",)),
     Fixed("attention_bias", (False,)),
     Fixed("use_bidirectional_attention", (False, None)),
@@ -76,46 +78,34 @@ def read_config(values: Mapping[str, Any]) -> Config:
 
 
 def _global_layers(values: Mapping[str, Any], layers: int, period: int) -> tuple[int, ...]:
-    kinds = values.get("layer_types")
+    kinds = read_layers(values, layers)
     if kinds is None:
         period = values.get("sliding_window_pattern", period)
         return tuple(range(period - 1, layers, period))
-    if len(kinds) != layers or set(kinds) - {GLOBAL, LOCAL}:
-        raise PretrainedError(
-            f"config.json: layer_types has {len(kinds)} of {sorted(set(kinds))}; {layers} of "
-            f"{LOCAL} and {GLOBAL} are needed"
-        )
     return tuple(i for i, kind in enumerate(kinds) if kind == GLOBAL)
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    written = write_fields(config, FIELDS)
-    written["layer_types"] = [GLOBAL if g else LOCAL for g in config.is_global.tolist()]
-    rope = write_rope(config.rope_theta, config.rope_scaling)
+    kinds = {"layer_types": [GLOBAL if g else LOCAL for g in config.is_global.tolist()]}
     if not config.qk_norm:
         if config.rope_local_theta is not None:
             raise ValueError("Hugging Face's gemma2 has one rotation for all layers")
-        return {"model_type": "gemma2", **written, **rope}
+        return write_sizes("gemma2", config, FIELDS) | kinds
+    written = write_sizes("gemma3_text", config, FIELDS) | kinds
     local = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
-    kinds = {LOCAL: {"rope_type": "default", "rope_theta": local}, GLOBAL: rope["rope_parameters"]}
-    older = {"rope_theta": config.rope_theta, "rope_local_base_freq": local}
-    return {"model_type": "gemma3_text", **written, **older, "rope_parameters": kinds}
+    own = {"rope_type": "default", "rope_theta": local}
+    rotations = {LOCAL: own, GLOBAL: written["rope_parameters"]}
+    del written["rope_scaling"]
+    return {**written, "rope_local_base_freq": local, "rope_parameters": rotations}
+
+
+NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "attn_out_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_out_norm",
+}
 
 
 def table(config: Config) -> MappingTable:
-    block, ours = "model.layers.{layer}", "blocks"
-    norms = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "attn_out_norm",
-        "pre_feedforward_layernorm": "mlp_norm",
-        "post_feedforward_layernorm": "mlp_out_norm",
-    }
-    return MappingTable(
-        [
-            *outer_rules(),
-            *(TensorRule(f"{block}.{n}.weight", f"{ours}/{m}/scale") for n, m in norms.items()),
-            *block_rules(block, ours),
-        ],
-        ignored=ignored(config.tie_word_embeddings),
-        prefix="model.",
-    )
+    return decoder_table(config, NORMS, [*ATTENTION, *HEAD_NORMS, *GATED])

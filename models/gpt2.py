@@ -13,16 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
-from jax.ad_checkpoint import checkpoint_name
-
-from jaxspeed import ops
 
 from . import language
-from .cached_attention import CachedAttention
+from .blocks import Attention, FeedForward, NormBefore, Projections, gelu
 from .layers import (
     Embedding,
     LayerNorm,
-    Linear,
     check_heads,
     dropout,
     normal,
@@ -78,68 +74,26 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class GPT2Attention(CachedAttention):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        c = config
-        embed = {"embed": c.hidden_size}
-        heads = {"heads": c.num_attention_heads, "head_dim": c.head_dim}
-        kv_heads = {
-            "kv_heads": c.num_key_value_heads or c.num_attention_heads,
-            "head_dim": c.head_dim,
-        }
-        init = normal(c.initializer_range)
-        self.q_proj = Linear(embed, heads, init=init, rngs=rngs)
-        self.k_proj = Linear(embed, kv_heads, init=init, rngs=rngs)
-        self.v_proj = Linear(embed, kv_heads, init=init, rngs=rngs)
-        self.o_proj = Linear(heads, embed, init=residual_init(c), rngs=rngs)
-
-    def __call__(
-        self, x: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
-    ) -> jax.Array:
-        q = checkpoint_name(self.q_proj(x), "query")  # [batch, seq, heads, head_dim]
-        k = checkpoint_name(self.k_proj(x), "key")
-        v = checkpoint_name(self.v_proj(x), "value")
-        return self.o_proj(self.attend(q, k, v, positions, segment_ids=segment_ids))
+def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
+    c = config
+    init, out_init = normal(c.initializer_range), residual_init(c)
+    heads = c.num_attention_heads
+    kv_heads = c.num_key_value_heads or heads
+    mlp = c.intermediate_size or 4 * c.hidden_size
+    projections = Projections(
+        c.hidden_size, heads, kv_heads, c.head_dim, init, out_init, bias=True, out_bias=True
+    )
+    return NormBefore(
+        norm(c, rngs),
+        Attention(projections, rngs=rngs),
+        norm(c, rngs),
+        FeedForward(c.hidden_size, mlp, gelu, init=init, out_init=out_init, rngs=rngs),
+        dropout(c.dropout, rngs),
+    )
 
 
-@ops.saves_inputs
-def gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-class GPT2MLP(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        c = config
-        embed = {"embed": c.hidden_size}
-        mlp = {"mlp": c.intermediate_size or 4 * c.hidden_size}
-        self.up = Linear(embed, mlp, init=normal(c.initializer_range), rngs=rngs)
-        self.down = Linear(mlp, embed, init=residual_init(c), rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        up = checkpoint_name(self.up(x), "mlp_up")
-        return self.down(checkpoint_name(gelu(up), "mlp_hidden"))
-
-
-class GPT2Block(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        size, eps = config.hidden_size, config.layer_norm_epsilon
-        self.attn_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.attn = GPT2Attention(config, rngs=rngs)
-        self.mlp_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.mlp = GPT2MLP(config, rngs=rngs)
-        self.dropout = dropout(config.dropout, rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
-        normed = checkpoint_name(self.attn_norm(x), "attn_norm")
-        attended = self.attn(normed, segment_ids, positions)
-        x = x + self.dropout(checkpoint_name(attended, "attn_out"))
-        normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
-        return x + self.dropout(self.mlp(normed))
+def norm(config: Config, rngs: nnx.Rngs) -> LayerNorm:
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, rngs=rngs)
 
 
 class GPT2(language.Decoder):
@@ -152,8 +106,8 @@ class GPT2(language.Decoder):
             c.max_position_embeddings, c.hidden_size, axis="pos", init=init, rngs=rngs
         )
         self.dropout = dropout(c.dropout, rngs)
-        self.blocks = stacked(lambda rngs: GPT2Block(c, rngs=rngs), c.num_hidden_layers, rngs)
-        self.norm = LayerNorm(c.hidden_size, eps=c.layer_norm_epsilon, rngs=rngs)
+        self.blocks = stacked(lambda rngs: block(c, rngs), c.num_hidden_layers, rngs)
+        self.norm = norm(c, rngs)
         self.head = (
             None
             if c.tie_word_embeddings
@@ -170,7 +124,7 @@ class GPT2(language.Decoder):
         """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
         read = jnp.arange(tokens.shape[1]) if positions is None else positions
         x = self.dropout(self.embed(tokens) + self.positions(read))
-        x = scan_blocks(self.blocks, x, segment_ids, positions, unroll=self.config.unroll)
+        x = scan_blocks(self.blocks, x, (), segment_ids, positions, unroll=self.config.unroll)
         return self.norm(x)
 
 
@@ -183,6 +137,4 @@ def build(config: Config, rngs: nnx.Rngs) -> GPT2:
     return GPT2(config, rngs=rngs)
 
 
-def loss(model: GPT2, batch: language.LanguageBatch) -> tuple[jax.Array, jax.Array]:
-    """(sum, weight) of next-token cross-entropy; see `jaxspeed.models.language`."""
-    return language.next_token_loss(model, batch)
+loss = language.next_token_loss

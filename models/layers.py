@@ -107,12 +107,13 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm; with an `offset` the scale is stored without it, as 0 instead of 1."""
+    """RMSNorm over dims, such as {"embed": size}.
 
-    def __init__(
-        self, size: int, *, eps: float, dim: str = "embed", offset: float = 0.0, rngs: nnx.Rngs
-    ):
-        self.scale = param(rngs, zeros if offset else ones, {dim: size})
+    With an `offset` the scale is stored without it, as 0 instead of 1.
+    """
+
+    def __init__(self, dims: dict[str, int], *, eps: float, offset: float = 0.0, rngs: nnx.Rngs):
+        self.scale = param(rngs, zeros if offset else ones, dims)
         self.eps = eps
         self.offset = offset
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed import ops
 
+from .blocks import FeedForward, NormBefore, exact_gelu
 from .classification import class_loss
 from .layers import (
     LayerNorm,
@@ -98,39 +99,21 @@ class ViTAttention(nnx.Module):
         return self.o_proj(ops.attention(q, k, v, causal=False))
 
 
-@ops.saves_inputs
-def gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
+def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
+    c = config
+    init = truncated_normal(c.initializer_range)
+    mlp = c.intermediate_size or 4 * c.hidden_size
+    return NormBefore(
+        norm(c, rngs),
+        ViTAttention(c, rngs=rngs),
+        norm(c, rngs),
+        FeedForward(c.hidden_size, mlp, exact_gelu, init=init, rngs=rngs),
+        dropout(c.dropout, rngs),
+    )
 
 
-class ViTMLP(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        c = config
-        embed = {"embed": c.hidden_size}
-        mlp = {"mlp": c.intermediate_size or 4 * c.hidden_size}
-        init = truncated_normal(c.initializer_range)
-        self.up = Linear(embed, mlp, init=init, rngs=rngs)
-        self.down = Linear(mlp, embed, init=init, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        up = checkpoint_name(self.up(x), "mlp_up")
-        return self.down(checkpoint_name(gelu(up), "mlp_hidden"))
-
-
-class ViTBlock(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        size, eps = config.hidden_size, config.layer_norm_eps
-        self.attn_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.attn = ViTAttention(config, rngs=rngs)
-        self.mlp_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.mlp = ViTMLP(config, rngs=rngs)
-        self.dropout = dropout(config.dropout, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        normed = checkpoint_name(self.attn_norm(x), "attn_norm")
-        x = x + self.dropout(checkpoint_name(self.attn(normed), "attn_out"))
-        normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
-        return x + self.dropout(self.mlp(normed))
+def norm(config: Config, rngs: nnx.Rngs) -> LayerNorm:
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, rngs=rngs)
 
 
 class ViT(nnx.Module):
@@ -144,8 +127,8 @@ class ViT(nnx.Module):
         self.class_token = param(rngs, zeros, embed)
         self.positions = param(rngs, init, {"pos": 1 + c.num_patches} | embed)
         self.dropout = dropout(c.dropout, rngs)
-        self.blocks = stacked(lambda rngs: ViTBlock(c, rngs=rngs), c.num_hidden_layers, rngs)
-        self.norm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps, rngs=rngs)
+        self.blocks = stacked(lambda rngs: block(c, rngs), c.num_hidden_layers, rngs)
+        self.norm = norm(c, rngs)
         self.head = Linear(embed, {"classes": c.num_classes}, init=init, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:

@@ -9,6 +9,10 @@
 A value that a codec stores is saved as it is stored, one array for each of the codec's, below its
 name: `params/PATH/codes`.
 
+A parameter of which ranges of layers are stored apart, since only some are trained, is one, and so
+is its moving average, with the values of the frozen layers. Its moments are those of the trained
+layers, `opt/.../PATH/[start:stop]`.
+
 The 16-bit parameters that layers read are cast from their masters. The names do not depend on mesh,
 stage or precision, so any program of the same model and optimizer can restore them. The exception
 is ring errors: they are per device, and another layout, which has other names, starts from zero.
@@ -21,11 +25,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.optim import LossScale
 from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.rows import Row
+from jaxspeed.placement.specs import by_dim
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState, updated_values
 from jaxspeed.user_models.rng import is_key
@@ -43,6 +49,7 @@ class SavedLeaf:
       stored: the padded value, with the sharding that a program's state has.
       key: the implementation of a random key, of which the data is saved.
       encoded: the arrays of a codec other than PLAIN.
+      parts: of a parameter whose layers are stored apart: these leaves, by their names in a state.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +57,7 @@ class SavedLeaf:
     key: str | None = None
     codec: Codec = PLAIN
     encoded: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    parts: Mapping[str, "SavedLeaf"] = field(default_factory=dict)
 
     @property
     def arrays(self) -> Stored:
@@ -62,7 +70,7 @@ class SavedLeaf:
 
 
 def saved_arrays(program: Program, state: TrainState) -> Arrays:
-    """The saved values of a state, as they are stored, or their shapes, by name."""
+    """The saved values of a state, as they are stored, or their shapes, by name; parts apart."""
     rows = program.table
     return {
         "step": state.step,
@@ -84,7 +92,52 @@ def saved_leaves(program: Program) -> dict[str, SavedLeaf]:
     logical = {name: value.shape for name, value in values.items()}
     logical |= {f"ema/{row.path}": row.leaf.shape for row in table}
     arrays = saved_arrays(program, program.state)
-    return {name: _leaf(x, values.get(name), logical.get(name)) for name, x in arrays.items()}
+    leaves = {name: _leaf(x, values.get(name), logical.get(name)) for name, x in arrays.items()}
+    for path, rows in table.parameters.items():
+        if len(rows) > 1 and all(row.updated.codec == PLAIN for row in rows):
+            names = [f"params/{row.path}" for row in rows]
+            averages = [f"ema/{row.path}" for row in rows]
+            averages = [a if a in leaves else p for a, p in zip(averages, names, strict=True)]
+            if averages != names:
+                leaves[f"ema/{path}"] = _joined({name: leaves[name] for name in averages})
+            leaves[f"params/{path}"] = _joined({name: leaves[name] for name in names})
+    parts = {name for leaf in leaves.values() for name in leaf.parts}
+    return {name: leaf for name, leaf in leaves.items() if name not in parts}
+
+
+def _joined(parts: Mapping[str, SavedLeaf]) -> SavedLeaf:
+    """The leaf of a parameter whose ranges of layers are these."""
+    shapes = [leaf.shape for leaf in parts.values()]
+    layers = sum(shape[0] for shape in shapes)
+    padded = (max(sizes) for sizes in zip(*(leaf.stored.shape[1:] for leaf in parts.values())))
+    at = next(iter(parts.values())).stored.sharding
+    spec = PartitionSpec(None, *by_dim(at.spec, len(shapes[0]))[1:])
+    stored = jax.ShapeDtypeStruct(
+        (layers, *padded),
+        jnp.result_type(*(leaf.stored.dtype for leaf in parts.values())),
+        sharding=NamedSharding(at.mesh, spec),
+    )
+    return SavedLeaf((layers, *shapes[0][1:]), stored, parts=parts)
+
+
+def join(leaf: SavedLeaf, parts: Mapping[str, Any]) -> jax.Array:
+    """The value of a leaf with parts, as it is saved; called inside jit."""
+    values = [unpad(on_device(x), leaf.parts[name].shape) for name, x in parts.items()]
+    return pad(jnp.concatenate(values).astype(leaf.stored.dtype), leaf.stored.shape)
+
+
+def apart(name: str, leaf: SavedLeaf, x: Stored) -> dict[str, Stored]:
+    """A saved value by its names in a state; called inside jit."""
+    if not leaf.parts:
+        return {name: x}
+    kind, found, start = name.partition("/")[0], {}, 0
+    for part, of_part in leaf.parts.items():
+        rows = x[start : start + of_part.shape[0]]
+        start += of_part.shape[0]
+        if part.startswith(f"{kind}/"):  # an average has no part of its own for frozen layers
+            value = unpad(rows, of_part.shape).astype(of_part.stored.dtype)
+            found[part] = pad(value, of_part.stored.shape)
+    return found
 
 
 def _leaf(x: Any, value: StoredValue | None, logical: tuple[int, ...] | None) -> SavedLeaf:

@@ -15,6 +15,7 @@ from jaxspeed.checkpoint.leaves import (
     RING_ERRORS,
     Arrays,
     SavedLeaf,
+    apart,
     as_state,
     donatable_copy,
     encoded_anew,
@@ -137,8 +138,13 @@ def donatable_arrays(
     saved: Arrays = {}
     params: Arrays = {}
     for names in _groups(leaves):
-        rows = [program.table[n.removeprefix("params/")] for n in names if n.startswith("params/")]
-        rows = [row for row in rows if row.master and row.param]
+        in_state: dict[str, SavedLeaf] = {}
+        for name in names:
+            parts = leaves[name].parts.items()
+            of_kind = {part: leaf for part, leaf in parts if part[:4] == name[:4]}
+            in_state |= of_kind or {name: leaves[name]}
+        paths = [n.removeprefix("params/") for n in in_state if n.startswith("params/")]
+        rows = [row for path in paths if (row := program.table[path]).master and row.param]
 
         def finished(name: str, arrays: Arrays) -> Stored:
             leaf = leaves[name]
@@ -149,11 +155,13 @@ def donatable_arrays(
             return encoded_anew(arrays[name], on_disk[name], leaf)
 
         def finish(arrays: Arrays, names: list[str] = names, rows: list = rows) -> Any:
-            made = {name: finished(name, arrays) for name in names}
+            made: Arrays = {}
+            for name in names:
+                made |= apart(name, leaves[name], finished(name, arrays))
             return made, {row.path: published(row, made[f"params/{row.path}"]) for row in rows}
 
         at = (
-            {n: jax.tree.map(lambda x: x.sharding, leaves[n].arrays) for n in names},
+            {n: jax.tree.map(lambda x: x.sharding, leaf.arrays) for n, leaf in in_state.items()},
             {row.path: program.shardings.params[row.path] for row in rows},
         )
         arrays = {name: read.pop(name) for name in names if name in read}

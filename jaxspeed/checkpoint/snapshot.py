@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.checkpoint.leaves import Arrays, key_data, saved_arrays, saved_leaves
+from jaxspeed.checkpoint.leaves import Arrays, join, key_data, saved_arrays, saved_leaves
 from jaxspeed.placement.codec import parts_of
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
@@ -36,7 +36,10 @@ def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
     on_host = program.mesh.devices.flat[0].platform == "cpu"
 
     def copies_of(arrays: Arrays) -> Arrays:
-        return {name: jnp.copy(on_device(key_data(x))) for name, x in arrays.items()}
+        return {
+            name: join(leaves[name], x) if isinstance(x, dict) else jnp.copy(on_device(key_data(x)))
+            for name, x in arrays.items()
+        }
 
     saved: dict[str, jax.ShapeDtypeStruct] = {}
     for name, leaf in leaves.items():
@@ -54,6 +57,7 @@ def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
         for name in saved
         if on_host
         or name in keys
+        or (name in leaves and leaves[name].parts)
         or at[name] != stored[name]
         or "host" in str(at[name].memory_kind)
     ]
@@ -61,8 +65,12 @@ def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
 
     def snapshot(state: TrainState) -> Snapshot:
         arrays: Arrays = {}
-        for name, x in saved_arrays(program, state).items():
-            arrays |= parts_of(name, x)
+        found = saved_arrays(program, state)
+        for name, leaf in leaves.items():
+            if leaf.parts:
+                arrays[name] = {part: found[part] for part in leaf.parts}
+            else:
+                arrays |= parts_of(name, found[name])
         copies = jax.block_until_ready(copy({name: arrays[name] for name in moved}))
         return Snapshot({**arrays, **copies}, copied=on_host)
 

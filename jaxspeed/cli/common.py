@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,8 @@ def command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=what,
-        description=what[0].upper() + what[1:] + ".",
-        epilog=f"example: {example}",
+        description=textwrap.fill(f"{what[0].upper()}{what[1:]}.", _HELP_WIDTH),
+        epilog=_wrapped(f"example: {example}"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if config:
@@ -50,6 +51,15 @@ def command(
             )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+_HELP_WIDTH = 78
+
+
+def _wrapped(command: str) -> str:
+    """A command on lines of a help's width, which a shell reads as one."""
+    lines = textwrap.wrap(command, _HELP_WIDTH - 2, break_on_hyphens=False, break_long_words=False)
+    return " \\\n    ".join(lines)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +113,10 @@ def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
 
 
 def out(stderr: bool = False) -> "Console":
-    """The console of a command: a pipe is wide enough not to break tables, and may close early."""
+    """The console of a command.
+
+    A pipe is wide enough not to break tables, unless COLUMNS says how wide, and may close early.
+    """
     from rich.console import Console
 
     class Out(Console):
@@ -111,7 +124,8 @@ def out(stderr: bool = False) -> "Console":
             raise BrokenPipeError  # `main` exits with 0
 
     console = Out(stderr=stderr)
-    return console if console.is_terminal else Out(stderr=stderr, width=120)
+    has_width = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return console if has_width else Out(stderr=stderr, width=120)
 
 
 def refuse_unwritable(option: str, path: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     from jaxspeed.config import Config, examine, fix_config
     from jaxspeed.config.explain import explain
+    from jaxspeed.config.parse import LAST_COMMA
+    from jaxspeed.config.problems import config_error
 
     if given.schema:
         print_json(Config.json_schema())
@@ -57,15 +60,21 @@ def run(given: argparse.Namespace) -> int:
         "hidden_size": hidden_size,
     }
     examined = examine(given.config, overrides_of(given), **options)
+    if not examined.is_read:
+        raise config_error(examined.problems, examined.origin)
     fixed: list[Any] = []
     if given.fix:
         refuse_unwritable("--fix", given.fix)
+        commas = [problem for problem in examined.problems if problem.found == LAST_COMMA]
         tree, fixed = fix_config(examined.given, **options)
+        fixed = [*commas, *fixed]
         _write(Path(given.fix), tree)
         examined = examine(tree, **options)
     rows = explain(examined)
     if given.json:
         print_json([row._asdict() for row in rows])
+        for line in _changes(fixed):
+            print(f"fixed: {line}", file=sys.stderr)
     else:
         _show(rows, examined, fixed, given.fix)
     return 2 if examined.problems else 0
@@ -95,7 +104,8 @@ def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) ->
     for title, lines in (
         ("filled in", [f"{k}: {f.value}, from {f.source}" for k, f in examined.filled.items()
                        if f.value is not None]),
-        (f"fixed, in {path}", fixed),
+        (f"fixed, in {path}", _changes(fixed)),
+        ("left, since no single answer fixes it", examined.problems if path else ()),
     ):  # fmt: skip
         if lines:
             console.print(f"{title}:")
@@ -103,6 +113,18 @@ def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) ->
             console.print(f"  {escape(str(line))}", highlight=False)
     if examined.advice:
         console.print(examined.advice, markup=False, highlight=False)
+
+
+def _changes(fixed: list[Any]) -> list[str]:
+    """Each problem that was fixed, with what the file has instead."""
+    from jaxspeed.config.suggestions import REMOVE
+    from jaxspeed.config.verdicts import shown
+
+    lines = []
+    for problem in fixed:
+        written = [f"{key}: {shown(new)}" for key, new in problem.fix.items() if new is not REMOVE]
+        lines.append(f"{problem} -> {', '.join(written) or 'removed'}")
+    return lines
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:

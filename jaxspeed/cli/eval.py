@@ -57,7 +57,8 @@ def show(found: dict[str, Any]) -> None:
 
     console = out()
     weights = "moving average of the weights, " if found["ema"] else ""
-    console.print(f"{weights}step {found['step']} ({found['checkpoint']})", highlight=False)
+    checkpoint = found["checkpoint"] or "no checkpoint"
+    console.print(f"{weights}step {found['step']} ({checkpoint})", highlight=False)
     columns = [name for name in COLUMNS if name in found]
     table = Table(box=None)
     table.add_column("")

@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import random
+import secrets
 import shlex
 import shutil
 import socket
@@ -67,8 +68,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a command in many processes",
-        description="Run a command in many processes: on this host, on those of a hostfile, or by "
-        "a scheduler.",
+        description="Run a command in many processes: on this host, on those of a hostfile, or\n"
+        "by a scheduler.",
         epilog="example: jaxspeed launch --processes 4 --logs logs -- train configs/tiny.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -266,8 +267,9 @@ def _supervise(given: argparse.Namespace) -> int:
     restarts = _restarts(given)
 
     def start(events: Any, progress: str) -> LocalGroup | RemoteGroup:
-        address = _coordinator(given.coordinator, list(hosts))
-        jobs = {host: replace(job, coordinator=address) for host, job in hosts.items()}
+        address = _coordinator(given.coordinator, list(hosts), Path(progress).parent)
+        token = secrets.token_hex(32)
+        jobs = {host: replace(job, coordinator=address, token=token) for host, job in hosts.items()}
         (first, job), *others = jobs.items()
         if is_here(first) and not others:
             return LocalGroup(job, events, progress)
@@ -325,14 +327,14 @@ def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
     return jobs
 
 
-def _coordinator(given: str | None, hosts: list[str]) -> str:
-    """Where rank 0 listens: on one host, a free port; elsewhere one that is seldom in use."""
+def _coordinator(given: str | None, hosts: list[str], folder: Path) -> str:
+    """Where rank 0 listens: on one host, a socket; elsewhere a port that is seldom in use."""
     if given is not None:
         checked_host(given, "--coordinator")
     if given and ":" in given:
         return given
     if given is None and len(hosts) == 1 and is_here(hosts[0]):
-        return free_address()
+        return f"unix:{folder}/coordinator"
     return f"{given or coordinator_host(hosts)}:{random.randrange(20000, 30000)}"
 
 
@@ -364,13 +366,6 @@ def _check_program(command: tuple[str, ...]) -> None:
     raise ConfigError(
         f"launch: found no {name}; a COMMAND is {', '.join(JOINING)}, a Python file, or a program"
     )
-
-
-def free_address() -> str:
-    """An address of this host alone where nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def _launcher(words: list[str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""`jaxspeed report`: versions, devices and their memories, known faults, installed extras."""
+"""`jaxspeed report`: versions, devices and their memories, known faults, extras, or the models."""
 
 import argparse
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -32,23 +33,25 @@ def add(commands: Any) -> None:
         config=False,
     )
     parser.add_argument("--devices", metavar="WHICH", help="cpu, gpu or tpu, or cpu:8")
+    parser.add_argument(
+        "--models",
+        action="store_true",
+        help="show the model families instead: their presets, and the model types of Hugging Face "
+        "that they read",
+    )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    if given.devices:
-        from jaxspeed.config import Config
-
-        Config.load({"run": {"devices": given.devices}})  # the error of a config
-    from rich.table import Table
-
-    from jaxspeed.engine.jax_setup import start_devices
-
-    start_devices(given.devices)
-    found = machine()
+    if given.models:  # by name, so that the package imports no model of its own
+        found = importlib.import_module("jaxspeed.models").known()
+    else:
+        found = _started(given.devices)
     if given.json:
         print_json(found)
         return 0
+    from rich.table import Table
+
     table = Table(box=None, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -56,6 +59,18 @@ def run(given: argparse.Namespace) -> int:
         table.add_row(name, "\n".join(_lines(value)))
     out().print(table)
     return 0
+
+
+def _started(devices: str | None) -> dict[str, Any]:
+    """`machine()` once these devices are started."""
+    from jaxspeed.engine.jax_setup import start_devices
+
+    if devices:
+        from jaxspeed.config import Config
+
+        Config.load({"run": {"devices": devices}})  # the error of a config
+    start_devices(devices)
+    return machine()
 
 
 def machine() -> dict[str, Any]:
@@ -95,15 +110,18 @@ def machine() -> dict[str, Any]:
 
 def _interconnect(devices: list[Any]) -> str:
     """The network of the devices: the torus of a TPU slice, otherwise their hosts."""
+    from jaxspeed.placement.paths import counted
+
     coords: list[Any] = [getattr(device, "coords", None) for device in devices]
     hosts = len({device.process_index for device in devices})
     if all(coords):
         torus = "x".join(str(max(c[dim] for c in coords) + 1) for dim in range(len(coords[0])))
         slices = len({getattr(device, "slice_index", 0) for device in devices})
-        return f"ICI, a torus of {torus}, {slices} slice(s), {hosts} host(s)"
+        on = f"{counted(slices, 'slice')}, {counted(hosts, 'host')}"
+        return f"ICI, a torus of {torus}, {on}"
     if devices[0].platform == "cpu":
-        return f"memory of {hosts} host(s); the devices are simulated"
-    return f"{hosts} host(s), {len(devices) // hosts} devices each"
+        return f"memory of {counted(hosts, 'host')}; the devices are simulated"
+    return f"{counted(hosts, 'host')}, {counted(len(devices) // hosts, 'device')} each"
 
 
 def _version(name: str) -> str | None:

@@ -31,6 +31,7 @@ DROPPED = "DeepSpeed's default"
 
 # Keys with a value "auto" of their own.
 OWN_AUTO = {
+    "data_types.keep_in_fp32_modules",
     "parallel.gradient_reduction",
     "parallel.tensor_overlap",
     "parallel.infer_tensor_cuts",

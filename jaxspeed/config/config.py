@@ -85,7 +85,11 @@ class Config(Settings):
         values = {name: getattr(settings, name) for name in type(settings).model_fields}
         config = cls.model_construct(_fields_set=set(settings.model_fields_set), **values)
         config._given = examined.tree if filled else examined.given
-        notes = dict.fromkeys(examined.ignored, "Ignored, as by DeepSpeed.") | examined.notes
+        notes = {
+            path: f"Ignored, as by DeepSpeed. {where}".rstrip()
+            for path, where in examined.ignored.items()
+        }
+        notes |= examined.notes
         config._notes = tuple(f"{path}: {note}" for path, note in notes.items())
         return config
 
@@ -124,7 +128,12 @@ class Config(Settings):
             return "fp16"
         if self.bf16.enabled:
             return "bf16"
-        return (self.torch_autocast.enabled and self.torch_autocast.dtype) or "fp32"
+        return (self.autocasts and self.torch_autocast.dtype) or "fp32"
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether operations are cast one by one; with bf16 all compute in it anyway."""
+        return self.torch_autocast.enabled and not self.bf16.enabled
 
     @property
     def layer_specs(self) -> "tuple[TensorLayerSpec, ...]":

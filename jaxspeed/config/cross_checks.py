@@ -39,11 +39,12 @@ def _precision(settings: Settings) -> Iterator[Problem]:
     if fp16.enabled and bf16.enabled:
         found = "true, while bf16.enabled is true"
         yield Problem("fp16.enabled", found, "Disable one of the two.", ("bf16.enabled",))
-    if autocast.enabled and autocast.dtype is None:
+    if autocast.enabled and autocast.dtype is None and not bf16.enabled:
         works = 'Needs "bfloat16" or "float16": torch\'s own default depends on the device.'
         yield Problem("torch_autocast.dtype", "nothing", works)
     for name, section in (("fp16", fp16), ("bf16", bf16)):
-        if autocast.enabled and section.enabled:
+        alike = name == "bf16" and autocast.dtype in (None, "bf16")
+        if autocast.enabled and section.enabled and not alike:
             found = f"true, while {name}.enabled is true"
             works = (
                 f"{name} casts parameters and inputs, torch_autocast the operands of matmuls and "

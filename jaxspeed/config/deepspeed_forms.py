@@ -14,7 +14,7 @@ from jaxspeed.config.schema import Settings
 from jaxspeed.config.suggestions import is_near, suggest
 from jaxspeed.config.tree import VOCABULARY, section_in
 from jaxspeed.config.types import Coercing, Lenient, Section
-from jaxspeed.config.verdicts import shown
+from jaxspeed.config.verdicts import Key, shown
 
 _ZERO = "zero_optimization"
 
@@ -31,11 +31,15 @@ _WARMUPS = ("log", "linear")
 
 @dataclass
 class Forms:
-    """A config in the schema's names and values, and what was rewritten."""
+    """A config in the schema's names and values, and what was rewritten.
+
+    `ignored` has the unknown keys that DeepSpeed ignores, with a sentence on the place of those
+    that are misplaced.
+    """
 
     tree: dict[str, Any]
     notes: dict[str, str] = field(default_factory=dict)
-    ignored: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -72,18 +76,33 @@ def _rewritten(node: dict[str, Any], section: type[Section], prefix: str, forms:
             value = {"stage": int(value)}
             forms.notes[path] = f"{shown(bool(value['stage']))} is stage {value['stage']}."
         if field is None and written is not None and issubclass(section, Lenient):
-            if suggest(path, value, written) is None:
-                forms.ignored[path] = value
+            meant = suggest(path, value, written)
+            if meant is None or meant.place:
+                where = f"It has an effect only as {meant.place}." if meant else ""
+                forms.ignored[path] = where
                 continue
         elif inner is not None and isinstance(value, dict):
             value = _rewritten(value, inner, f"{path}.", forms, written)
         elif field is not None and issubclass(section, Coercing):
-            read = _coerced(value, _kinds(field.annotation))
+            read, key = _coerced(value, _kinds(field.annotation)), field.json_schema_extra
             if type(read) is not type(value):
                 forms.notes[path] = f"Read as {shown(read)}, as DeepSpeed does."
+            elif isinstance(key, Key) and key.verdict == "harmless" and _is_fraction(value, field):
+                read = round(value)
+                forms.notes[path] = f"Rounded to {read}."
             value = read
         result[known] = value
     return result
+
+
+def _is_fraction(value: Any, field: Any) -> bool:
+    """Whether a value is a finite number with a fraction where an integer belongs."""
+    return (
+        isinstance(value, float)
+        and math.isfinite(value)
+        and int in (kinds := _kinds(field.annotation))
+        and float not in kinds
+    )
 
 
 def _kinds(annotation: Any) -> set[type]:

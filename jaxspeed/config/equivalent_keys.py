@@ -102,7 +102,7 @@ def offload_problems(settings: Settings) -> Iterator[Problem]:
         key = f"zero_optimization.{new}.device"
         if device == "nvme":
             works = 'NVMe is not built: write "cpu" for host memory.'
-            yield Problem(key, '"nvme"', works)
+            yield Problem(key, '"nvme"', works, fix={key: "cpu"})
         if old_value is not None and old_value != (device != "none"):
             found = f"{shown(old_value)}, while {key} is {shown(device)}"
             works = "Both set the same offload: make them equal, or remove one."

@@ -58,6 +58,8 @@ def explain(examined: Examined) -> list[ExplainedKey]:
             rows.append(
                 ExplainedKey(path, read(examined.given, path), "refused", _sentence(problem, path))
             )
+    if not examined.is_read:
+        return rows
     for path, value in examined.filled.items():
         if path not in explained:  # by the caller, for a key that the config does not have
             rows.append(_row(path, value.value, examined, problems))
@@ -78,9 +80,10 @@ def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]
     for key, problem in problems.items():
         if key == path or _is_or_is_in(known, key) or _is_or_is_in(key, known):
             return ExplainedKey(path, value, "refused", _sentence(problem, known))
-    for key in examined.ignored:
+    for key, where in examined.ignored.items():
         if _is_or_is_in(known, key):
-            return ExplainedKey(path, value, "ignored", f"DeepSpeed ignores it too.{own_key(key)}")
+            sentence = f"DeepSpeed ignores it too. {where}{own_key(key)}"
+            return ExplainedKey(path, value, "ignored", sentence.rstrip())
     of = known.partition(".")[0]
     if known.startswith(f"{of}.params") and f"{of}.type" in problems:
         return ExplainedKey(path, value, "refused", f"{of}.type is refused, which it belongs to.")

@@ -1,18 +1,21 @@
 """Fix a config: apply the change of each problem that has one answer."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.config.deepspeed_forms import canonical_path
 from jaxspeed.config.load import examine
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.suggestions import REMOVE
+from jaxspeed.config.suggestions import REMOVE, Fix
 
-ROUNDS = 5  # a key that was moved may have a problem of its own in its new place
+ROUNDS = 10  # a key that was moved may have a problem of its own in its new place
 
 
 def fix_config(given: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[Problem]]:
-    """Fix a config as it was written: (the new config, the problems fixed).
+    """Fix a config as it was written: (the new config, the problems fixed, each with its change).
+
+    Misplaced keys are moved too, which are no problems unless `strict`.
 
     Args:
       given: the config, as in `Examined.given`.
@@ -21,21 +24,30 @@ def fix_config(given: dict[str, Any], **options: Any) -> tuple[dict[str, Any], l
     tree = copy.deepcopy(given)
     fixed: list[Problem] = []
     for _ in range(ROUNDS):
-        found = [p for p in examine(tree, **options).problems if p.fix and _is_clear(p, tree)]
-        for problem in found:
-            for path, value in problem.fix.items():
+        before = copy.deepcopy(tree)
+        for problem in examine(tree, **{**options, "strict": True}).problems:
+            change = _change(problem, tree)
+            for path, value in change.items():
                 _put(tree, path, value)
-        fixed += found
-        if not found:
+            if change:
+                fixed.append(replace(problem, fix=change))
+        if tree == before:
             break
     return tree, fixed
 
 
-def _is_clear(problem: Problem, tree: dict[str, Any]) -> bool:
-    """Whether the change overwrites nothing but the key of the problem."""
+def _change(problem: Problem, tree: dict[str, Any]) -> Fix:
+    """The change that fixes a problem.
+
+    If it would overwrite another key, that one is the user's choice, and only the key of the
+    problem is removed.
+    """
     copied = copy.deepcopy(tree)
-    new = [path for path in problem.fix if path != problem.path]
-    return not any(name in node for node, name in (_place(copied, path) for path in new))
+    new = [path for path, value in problem.fix.items()
+           if path != problem.path and value is not REMOVE]  # fmt: skip
+    if not any(name in node for node, name in (_place(copied, path) for path in new)):
+        return problem.fix
+    return {problem.path: REMOVE}
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:

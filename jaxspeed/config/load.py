@@ -16,6 +16,7 @@ from jaxspeed.config.optimizer_defaults import complete
 from jaxspeed.config.parse import apply_override, read_source
 from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
 from jaxspeed.config.schema import Settings
+from jaxspeed.config.suggestions import REMOVE
 from jaxspeed.config.tree import PARAMS, declared, given_leaves, read, without
 from jaxspeed.config.verdicts import judge, shown
 
@@ -26,8 +27,9 @@ class Examined:
 
     `problems` is empty for a config that loads. `given` is the config as written, with overrides;
     `tree` has the schema's names and no "auto". By path: `filled` has the values that replaced
-    "auto", `ignored` the unknown keys that DeepSpeed ignores too, `notes` what was read otherwise
-    than it is written. `advice` has the lines to add for "auto" keys that are open.
+    "auto", `ignored` the unknown keys that DeepSpeed ignores too, with a sentence on those that are
+    misplaced, `notes` what was read otherwise than it is written. `advice` has the lines to add for
+    "auto" keys that are open. Without `is_read` the file cannot be read.
     """
 
     given: dict[str, Any]
@@ -36,9 +38,10 @@ class Examined:
     problems: tuple[Problem, ...]
     origin: str
     filled: dict[str, Filled] = field(default_factory=dict)
-    ignored: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     advice: str = ""
+    is_read: bool = True
 
 
 def examine(
@@ -63,6 +66,8 @@ def examine(
       hidden_size: finds that of the model, for "auto" keys that depend on it.
     """
     given, problems, origin = read_source(source)
+    if problems and not given:
+        return Examined({}, {}, Settings(), tuple(problems), origin, is_read=False)
     if isinstance(overrides, str):
         overrides = [overrides]
     problems += filter(None, [apply_override(given, override) for override in overrides])
@@ -150,7 +155,8 @@ def _refused(tree: dict[str, Any], settings: Settings) -> list[Problem]:
         value = read(settings, path)
         verdict, sentence = judge(key, value, lambda key: read(settings, key))
         if verdict == "refused" and key.when is None:
-            found[path] = Problem(path, shown(value), f"Refused: {sentence}")
+            works, fix = f"Refused: {sentence}", {path: REMOVE}
+            found[path] = Problem(path, shown(value), works, fix=fix)
     return list(found.values())
 
 

@@ -1,18 +1,19 @@
 """Validation and defaults of the `optimizer` and `scheduler` sections."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from jaxspeed.config.lr_schedules import ABSOLUTE_SCHEDULES, SCHEDULERS
-from jaxspeed.config.optimizers import OPTIMIZERS, UNBUILT_OPTIMIZERS
+from jaxspeed.config.optimizers import OPTIMIZERS, REMOVED_OPTIMIZERS, UNBUILT_OPTIMIZERS
 from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.suggestions import REMOVE, Fix, did_you_mean
+from jaxspeed.config.suggestions import REMOVE, Fix, closest, did_you_mean
 from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.config.types import Section
-from jaxspeed.config.verdicts import judge, shown
+from jaxspeed.config.verdicts import REMOVED, judge, shown
 
 
 def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str]]:
@@ -30,10 +31,10 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str
             continue
         name = canonical_name(section.type, table)
         if name is None:
-            problems.append(_unknown_type(key, section.type, table))
+            problems.append(_unknown_type(key, section, table))
             continue
         params, wrong = _checked(key, table[name], section)
-        problems += wrong
+        problems += [_with_end(problem, settings.run.steps) for problem in wrong]
         update[key] = section.model_copy(update={"type": name, "params": params})
     given = settings.optimizer.params if settings.optimizer else {}
     settings = settings.model_copy(update=update)
@@ -49,18 +50,25 @@ def canonical_name(name: str, table: Iterable[str]) -> str | None:
     return {known.lower(): known for known in table}.get(name.lower())
 
 
-def _unknown_type(key: str, name: str, table: Mapping[str, Any]) -> Problem:
-    unbuilt = canonical_name(name, UNBUILT_OPTIMIZERS) if key == "optimizer" else None
-    if unbuilt:
+def _unknown_type(key: str, section: Any, table: Mapping[str, type[Section]]) -> Problem:
+    path, name = f"{key}.type", section.type
+    if unbuilt := canonical_name(name, UNBUILT_OPTIMIZERS):
         works = f'{unbuilt} is not built. Write "{UNBUILT_OPTIMIZERS[unbuilt]}".'
-    else:
-        works = f"Needs one of {', '.join(table)}. {did_you_mean(name, table)}".strip()
-    return Problem(f"{key}.type", shown(name), works)
+        return Problem(path, shown(name), works)
+    if removed := canonical_name(name, REMOVED_OPTIMIZERS):
+        new = REMOVED_OPTIMIZERS[removed]
+        works = f'{REMOVED}, and not built here: write "{new}".'
+        idle = [param for param in section.params if param not in table[new].model_fields]
+        fix = {path: new} | {f"{key}.params.{param}": REMOVE for param in idle}
+        return Problem(path, shown(name), works, fix=fix)
+    near = closest(name, table)
+    works = f"Needs one of {', '.join(table)}. {did_you_mean(name, table)}".strip()
+    return Problem(path, shown(name), works, fix={path: near} if near else {})
 
 
 def _checked(key: str, model: type[Section], section: Any) -> tuple[dict[str, Any], list[Problem]]:
     """Validate parameters: the honoured ones with defaults, and problems."""
-    prefix, params, tree = f"{key}.params.", section.params, {key: {"type": section.type}}
+    prefix, params, tree = f"{key}.params.", section.params, {key: section.model_dump()}
     problems: list[Problem] = []
     for _ in range(2):
         try:
@@ -80,8 +88,8 @@ def _checked(key: str, model: type[Section], section: Any) -> tuple[dict[str, An
         declared = VOCABULARY[prefix + name]
         if judge(declared, filled[name], lambda path: None)[0] == "refused":
             works = f"Refused: {declared.sentence}"
-            fix: Fix = {"gradient_clipping": params[name]} if name == "max_grad_norm" else {}
-            fix = fix and {prefix + name: REMOVE} | fix
+            fix: Fix = {prefix + name: REMOVE}
+            fix |= {"gradient_clipping": params[name]} if name == "max_grad_norm" else {}
             problems.append(Problem(prefix + name, shown(filled[name]), works, fix=fix))
     honoured = {
         name: value
@@ -89,6 +97,14 @@ def _checked(key: str, model: type[Section], section: Any) -> tuple[dict[str, An
         if VOCABULARY[prefix + name].verdict == "honoured"
     }
     return honoured, list(dict.fromkeys(problems))
+
+
+def _with_end(problem: Problem, steps: int | None) -> Problem:
+    """A problem of a schedule's parameters; of a missing end of the decay with its source."""
+    if problem.path != "scheduler.params.total_num_steps" or problem.found != "nothing":
+        return problem
+    works = f'{problem.works} "auto" takes run.steps; WarmupLR has no decay.'
+    return replace(problem, works=works, fix={problem.path: "auto"} if steps else {})
 
 
 def rate_is_the_schedules(settings: Settings) -> bool:

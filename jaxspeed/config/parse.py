@@ -112,8 +112,7 @@ def _unreadable(path: Path, error: Exception) -> Problem:
         return Problem(name, "a folder", "Needs a .json, .yaml or .yml file.")
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        works = "Needs JSON, in which comments and a comma after the last item may stand."
-        return Problem(name, place, works)
+        return Problem(name, place, "Needs JSON, in which comments may stand.")
     reason = re.sub(r"\s+", " ", str(error))
     return Problem(name, reason[:200], "Needs a readable .json, .yaml or .yml file.")
 
@@ -129,26 +128,42 @@ def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
     if suffix in (".yaml", ".yml"):
         return _parsed_yaml(text)
     if suffix == ".json":
-        return _parsed_json(_plain_json(text))
+        plain, commas = _plain_json(text)
+        tree, problems = _parsed_json(plain)
+        return tree, [*commas, *problems]
     raise ValueError(f'a file name that ends in "{suffix}"')
 
 
+LAST_COMMA = "a comma after the last item"
 # Text and comments without their ends match, too, so that the end is searched for once.
 _STRING = r'"(?:\\.|[^"\\\n])*"?'
 _COMMENT = re.compile(rf"({_STRING})|(?://|\#)[^\n]*|/\*.*?(?:\*/|\Z)", re.S)
 _LAST_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
+_COMMA_ALONE = re.compile(rf"({_STRING})|(?<=[\[{{,])\s*,")
 
 
-def _plain_json(text: str) -> str:
-    """Blank out comments and commas after a last item, which DeepSpeed's parser, hjson, accepts.
+def _plain_json(text: str) -> tuple[str, list[Problem]]:
+    """Blank out comments, and commas after a last item, each of which is a problem.
 
-    Each other character keeps its line and column, which errors name.
+    Each other character keeps its line and column, which errors name. A comma without an item
+    before it is no JSON at all.
     """
 
     def blank(found: re.Match[str]) -> str:
         return found[1] or re.sub(r"[^\n]", " ", found[0])
 
-    return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))
+    plain = _COMMENT.sub(blank, text)
+    for found in _COMMA_ALONE.finditer(plain):
+        if found[1] is None:
+            at = plain.index(",", found.start())
+            raise json.JSONDecodeError("a comma without an item before it", plain, at)
+    places = [found.start() for found in _LAST_COMMA.finditer(plain) if found[1] is None]
+    lines = [(plain.count("\n", 0, at) + 1, at - plain.rfind("\n", 0, at)) for at in places]
+    remedy = "Remove it; `jaxspeed config CONFIG --fix OUT` does."
+    commas = [
+        Problem(f"line {line}, column {column}", LAST_COMMA, remedy) for line, column in lines
+    ]
+    return _LAST_COMMA.sub(blank, plain), commas
 
 
 def _parsed_json(text: str) -> tuple[Any, list[Problem]]:

@@ -7,16 +7,56 @@ everything below them:
 - without a "/" a pattern may match any segment: `bias` covers `a/b/bias`, `*norm` covers
   `blocks/0/post_norm/scale`;
 - with a "/" it starts at the root: `blocks/*/norm` covers `blocks/3/norm/scale`, but not
-  `encoder/blocks/3/norm`, which `**/blocks/*/norm` does.
+  `encoder/blocks/3/norm`, which `**/blocks/*/norm` does;
+- `blocks[20:32]` is a range of the members of a list, as a slice in Python: `blocks/20` to
+  `blocks/31`, and `blocks_20` as Linen names them. `blocks[-4:]` are the last four.
 """
 
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
+
+_RANGE = re.compile(r"(.*)\[(?:(-?\d+)|(-?\d+)?:(-?\d+)?)\]")
+_MEMBER = re.compile(r"(.*)_(\d+)")
+NO_LENGTHS: Mapping[str, int] = MappingProxyType({})
 
 
-def match(pattern: str, path: str) -> bool:
-    """Whether `pattern` covers `path`."""
+def match(pattern: str, path: str, lengths: Mapping[str, int] = NO_LENGTHS) -> bool:
+    """Whether `pattern` covers `path`.
+
+    `lengths` are those of the lists, by path, for ranges that count from the end.
+    """
+    if "[" in pattern:
+        return _covers(_segments(pattern), path.split("/"), 0, lengths)
     return _compiled(pattern).match(f"{path}/") is not None
+
+
+def has_range(pattern: str) -> bool:
+    """Whether a pattern names members of a list by a range."""
+    return any(_RANGE.fullmatch(part) for part in pattern.split("/"))
+
+
+def lengths_of(paths: Iterable[str]) -> dict[str, int]:
+    """The lengths of the lists that the paths of parameters suggest, by path."""
+    found: dict[str, int] = {}
+    for path in paths:
+        segments = path.split("/")
+        for at in range(len(segments)):
+            for name, number, _ in member_of(segments, at):
+                of_list = "/".join([*segments[:at], *filter(None, [name])])
+                found[of_list] = max(found.get(of_list, 0), number + 1)
+    return found
+
+
+def member_of(segments: Sequence[str], at: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (name of a list, number, index of what follows) if a member of one starts at `at`."""
+    if at == 0 and segments[0].isdigit():
+        yield "", int(segments[0]), 1
+    if at + 1 < len(segments) and segments[at + 1].isdigit():
+        yield segments[at], int(segments[at + 1]), at + 2
+    if found := _MEMBER.fullmatch(segments[at]):
+        yield found[1], int(found[2]), at + 1
 
 
 def pattern_problem(pattern: str) -> str | None:
@@ -34,14 +74,52 @@ def pattern_problem(pattern: str) -> str | None:
     return None
 
 
+def _segments(pattern: str) -> tuple[str, ...]:
+    segments = tuple(pattern.split("/"))
+    return segments if len(segments) > 1 else ("**", *segments)
+
+
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    segments = pattern.split("/")
-    if len(segments) == 1:
-        segments = ["**", *segments]
     return re.compile(
-        "".join("(?:[^/]+/)*" if part == "**" else f"{_segment(part)}/" for part in segments)
+        "".join(
+            "(?:[^/]+/)*" if part == "**" else f"{_segment(part)}/" for part in _segments(pattern)
+        )
     )
+
+
+def _covers(
+    pattern: Sequence[str], path: Sequence[str], at: int, lengths: Mapping[str, int]
+) -> bool:
+    """Whether the segments of a pattern cover those of a path from `at` on."""
+    if not pattern:
+        return True
+    first, rest = pattern[0], pattern[1:]
+    if first == "**":
+        while rest[:1] == ("**",):
+            rest = rest[1:]
+        return any(_covers(rest, path, i, lengths) for i in range(at, len(path) + 1))
+    if at == len(path):
+        return False
+    found = _RANGE.fullmatch(first)
+    if not found:
+        return _alike(first, path[at]) and _covers(rest, path, at + 1, lengths)
+    name, one, start, stop = found.groups()
+    ends = [None if end is None else int(end) for end in (one or start, one or stop)]
+    if one is not None:
+        ends[1] = None if one == "-1" else int(one) + 1
+    for of_list, number, after in member_of(path, at):
+        length = lengths.get("/".join([*path[:at], *filter(None, [of_list])]))
+        if length is None and any(end is not None and end < 0 for end in ends):
+            continue  # it counts from the end of a list that is not known
+        chosen = range(*slice(*ends).indices(number + 1 if length is None else length))
+        if number in chosen and _alike(name, of_list) and _covers(rest, path, after, lengths):
+            return True
+    return False
+
+
+def _alike(part: str, segment: str) -> bool:
+    return part == segment or _compiled(f"{part}/**").match(f"{segment}/") is not None
 
 
 def _segment(part: str) -> str:

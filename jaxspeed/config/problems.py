@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.config.suggestions import REMOVE, Fix, closest, did_you_mean, suggest
-from jaxspeed.config.tree import keys_in
+from jaxspeed.config.tree import PARAMS, keys_in, read, section_at
+from jaxspeed.config.types import Coercing
 from jaxspeed.config.verdicts import printable, shown
 from jaxspeed.errors import ConfigError
 
@@ -32,9 +33,30 @@ class Problem:
 
 def config_error(problems: Sequence[Problem], origin: str, advice: str = "") -> ConfigError:
     """Build one error for all problems, with advice on all of them."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return ConfigError(f"{count} in {origin}:{lines}" + (f"\n{advice}" if advice else ""))
+    lines = _lines(problems)
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    text = "".join(f"\n  - {line}" for line in lines)
+    return ConfigError(f"{count} in {origin}:{text}" + (f"\n{advice}" if advice else ""))
+
+
+def _lines(problems: Sequence[Problem]) -> list[str]:
+    """A line for each problem; one for all unknown keys of a section with the same remedy."""
+    groups: dict[Any, list[Problem]] = {}
+    for problem in problems:
+        section = problem.path.rpartition(".")[0]
+        is_unknown = section and problem.found.startswith(_UNKNOWN)
+        groups.setdefault((section, problem.works) if is_unknown else problem, []).append(problem)
+    return [str(group[0] if len(group) == 1 else _joined(group)) for group in groups.values()]
+
+
+def _joined(group: Sequence[Problem]) -> Problem:
+    names = [problem.path.rpartition(".")[2] for problem in group[1:]]
+    values = [problem.found.removeprefix(_UNKNOWN) for problem in group]
+    path, found = ", ".join([group[0].path, *names]), f"unknown keys, set to {', '.join(values)}"
+    return Problem(path, found, group[0].works)
+
+
+_UNKNOWN = "an unknown key, set to "
 
 
 def unknown_key(
@@ -42,14 +64,28 @@ def unknown_key(
 ) -> Problem:
     """Problem of an unknown key, with the key that is meant."""
     section, _, key = path.rpartition(".")
+    found = f"{_UNKNOWN}{shown(value)}"
+    if meant := suggest(path, value, tree):
+        return Problem(path, found, meant.text, fix=meant.fix)
     siblings = keys_in(section) if siblings is None else siblings
-    meant = suggest(path, value, tree)
-    hint = meant.text if meant else did_you_mean(key, siblings)
-    if not hint and section:
-        hint = f"Keys of {section}: {', '.join(siblings)}."
-    hint = hint or 'Remove it, or begin its name with "_" if it is a comment.'
-    found = f"an unknown key, set to {shown(value)}"
-    return Problem(path, found, hint, fix=meant.fix if meant else {})
+    if near := did_you_mean(key, siblings):
+        return Problem(path, found, near)
+    if not section:
+        works = 'Remove it, or begin its name with "_" if it is a comment.'
+        return Problem(path, found, works)
+    types, given = PARAMS.get(section, {}), read(tree, section) or ()
+    others = [name for name, params in types.items() if {key, *given} <= params.model_fields.keys()]
+    if others and section == "scheduler.params":
+        return Problem(path, found, f"It is a parameter of {' and '.join(others)}.")
+    kind = section_at(section)
+    is_checked = types or (kind is not None and issubclass(kind, Coercing))
+    fix = {path: REMOVE} if is_checked else {}
+    if is_checked and len(siblings) > _MANY:
+        return Problem(path, found, "DeepSpeed refuses it too: remove it.", fix=fix)
+    return Problem(path, found, f"Keys of {section}: {', '.join(siblings)}.", fix=fix)
+
+
+_MANY = 30  # keys of a section, which nobody reads in an error
 
 
 _NEEDS = {

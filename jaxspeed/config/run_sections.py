@@ -1,5 +1,6 @@
 """Sections `elasticity`, `checkpoint`, `model`, `run`, `data`, `autotuning`, and monitors."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
@@ -23,7 +24,7 @@ from jaxspeed.config.types import (
     lower,
     section,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
+from jaxspeed.config.verdicts import REMOVED, approximated, harmless, honoured, refused
 
 _DATA_RANKS = "The table lists data-parallel sizes; the mesh has the other axes."
 _MONITOR = (
@@ -48,7 +49,9 @@ class Elasticity(Lenient):
     """Elastic batch: one global batch for many device counts."""
 
     enabled: Flag = honoured(
-        False, "The batch triple comes from DeepSpeed's table of compatible device counts."
+        False,
+        "The batch triple comes from DeepSpeed's table of compatible device counts. "
+        f"{REMOVED}; it works here.",
     )
     max_train_batch_size: Count = honoured(
         2000, "The global batch stays at or below this.", when=_ELASTIC
@@ -416,3 +419,8 @@ class Data(SourceSection):
     shuffle: Flag = honoured(True, "A new order each epoch, a function of seed and step only.")
     seed: Natural | None = honoured(None, "Seed of the order; run.seed by default.")
     prefetch: Count = honoured(2, "Number of batches transferred to the devices ahead of the step.")
+
+    @property
+    def sources(self) -> Sequence[SourceSection]:
+        """Those of a mixture, or the one of the section itself."""
+        return self.mixture or [self]

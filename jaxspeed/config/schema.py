@@ -3,7 +3,7 @@
 The parameters that an optimizer or a schedule has are in `optimizers` and `lr_schedules`.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -41,10 +41,12 @@ from jaxspeed.config.types import (
     section,
 )
 from jaxspeed.config.verdicts import (
+    REMOVED,
     approximated,
     harmless,
+    has_no_part,
     honoured,
-    ignored,
+    is_absent,
     refused,
     refused_section,
 )
@@ -63,6 +65,8 @@ _DIVISION = (
 )
 _ANY_OPTIMIZER = "Any optimizer works at any stage."
 _UNBUILT = "Not built; remove it."
+_GONE = f"{REMOVED}, and not built here; remove it."
+_ORDERED = "A source of your own (data.source: package.module:name) decides on the samples' order."
 _COMPILED = "The step is always one program, compiled by XLA."
 _OFFLOADED = "Write zero_optimization.offload_optimizer or offload_param instead."
 _ON_BF16 = ("bf16.enabled", (True,))
@@ -125,6 +129,13 @@ class DataTypes(Lenient):
     grad_accum_dtype: Dtype | None = honoured(None, "The dtype in which gradients accumulate.")
     param_dtype: Dtype | None = refused(None, _STORED_DTYPES)
     buffer_dtype: Dtype | None = refused(None, _STORED_DTYPES)
+    keep_in_fp32_modules: Literal["auto"] | list[Text] = honoured(
+        "auto",
+        "Names of parameters that layers read in fp32, beside parallel.full_precision: a name may "
+        'stand anywhere in a dotted path (blocks.0.router.weight), and * is any text. "auto" and '
+        "[]: those that the model itself marks. Buffers are never cast; DeepSpeed's key covers "
+        "only them.",
+    )
 
 
 class TorchAutocast(Lenient):
@@ -135,8 +146,15 @@ class TorchAutocast(Lenient):
         "The loss is traced in fp32, and its matmuls, convolutions and attention take operands in "
         "torch_autocast.dtype; float16 with a dynamic loss scale. Weights in "
         "parallel.full_precision keep fp32.",
+        differs=(
+            _ON_BF16,
+            "While bf16.enabled is true, all operations compute in bf16 as the model's code writes "
+            "them, and none is moved to fp32.",
+        ),
     )
-    dtype: Dtype | None = honoured(None, "Dtype of these operands.", when=_ON_AUTOCAST)
+    dtype: Dtype | None = honoured(
+        None, "Dtype of these operands.", when=_ON_AUTOCAST, unless=_ON_BF16
+    )
     lower_precision_safe_modules: list[Text] | None = approximated(
         None,
         "Under stage 3 the weights of these modules (classes of Flax or torch, or path patterns; "
@@ -144,6 +162,7 @@ class TorchAutocast(Lenient):
         "reduced, in torch_autocast.dtype; all others, and with mesh.pipe all, in fp32. Below "
         "stage 3 gradients are reduced in the dtype that the backward pass computes.",
         when=_ON_AUTOCAST,
+        unless=_ON_BF16,
     )
 
 
@@ -155,6 +174,7 @@ class CompileSection(Coercing):
     backend: Any = harmless(None, _COMPILED)
     kwargs: Any = harmless(None, _COMPILED)
     deepcompile: Flag = harmless(False, _COMPILED)
+    autoep_non_moe: Flag = harmless(False, _COMPILED)
     passes: Any = harmless(None, _COMPILED)
     free_activation: Any = harmless(None, _COMPILED)
     free_activation_threshold: Any = harmless(None, _COMPILED)
@@ -252,9 +272,15 @@ class Settings(Lenient):
     prescale_gradients: Flag = approximated(False, _DIVISION)
     gradient_predivide_factor: Positive = approximated(1.0, _DIVISION)
     sparse_gradients: Flag = refused(
-        False, "Gradients are dense arrays in XLA; remove the key, embeddings train without it."
+        False,
+        f"{REMOVED}. Gradients are dense arrays in XLA; remove the key, embeddings train without "
+        "it.",
     )
 
+    trainable: list[Pattern] | None = honoured(
+        None,
+        "Path patterns of the parameters that are trained, by default all; all others are frozen.",
+    )
     optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 
@@ -263,7 +289,7 @@ class Settings(Lenient):
     data_types: DataTypes = section()
     torch_autocast: TorchAutocast = section()
     amp: Opaque | None = refused_section(
-        'Apex is for torch; write "bf16": {"enabled": true} or fp16.'
+        f'{REMOVED}. Apex is for torch; write "bf16": {{"enabled": true}}, fp16 or torch_autocast.'
     )
 
     zero_optimization: Zero = section()
@@ -275,7 +301,11 @@ class Settings(Lenient):
     parallel: Parallel = section()
     data_parallel_size: Count | None = honoured(None, "The size of mesh.replica x mesh.data.")
     sequence_parallel_size: Count | None = refused(
-        None, "The seq axis is not built; remove it or write 1.", 1
+        None,
+        "The seq axis is not built; remove it or write 1. For long sequences, mesh.tensor with "
+        "parallel.sequence_parallel_activations shards activations, and parallel.remat recomputes "
+        "them.",
+        1,
     )
     tensor_parallel: TensorParallel = section()
     expert_parallel: Opaque | None = refused_section("The expert axis is not built; remove it.")
@@ -288,8 +318,11 @@ class Settings(Lenient):
     steps_per_print: PrintEvery = honoured(
         None, "Number of steps between log lines of loss and learning rate."
     )
-    wall_clock_breakdown: Flag = honoured(
-        False, "Logs the time of a step every steps_per_print steps, and waits for every step."
+    wall_clock_breakdown: Flag = approximated(
+        False,
+        "Waits for every step, and logs the median time of a step every steps_per_print steps. "
+        "Forward pass, backward pass and update are one program, without times of their own; "
+        "run.profile_step writes a trace of them.",
     )
     memory_breakdown: Flag = honoured(False, "Logs device memory every steps_per_print steps.")
     dump_state: Flag = honoured(False, "Logs the config and the placement table at the start.")
@@ -316,16 +349,21 @@ class Settings(Lenient):
     aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
     compile: CompileSection = section()
     hybrid_engine: Opaque | None = refused_section(_UNBUILT)
-    sparse_attention: Opaque | None = refused_section(
-        "Not built; a model calls its attention itself.", by_presence=True
+    disable_python_gc: Flag = harmless(
+        False, "A step is one call; Python's collector pauses where jaxspeed traces."
     )
-    nebula: Opaque | None = refused_section("Azure's checkpoint service is not built; remove it.")
+    sparse_attention: Opaque | None = refused_section(
+        f"{REMOVED}. A model calls its attention itself; remove it.", is_off=is_absent
+    )
+    nebula: Opaque | None = refused_section(
+        f"{REMOVED}. Checkpoints are saved in the background without Azure's service; remove it."
+    )
     datastates_ckpt: Opaque | None = refused_section(_UNBUILT)
-    graph_harvesting: Flag = refused(False, "XLA decides on CUDA graphs; remove it.")
-    progressive_layer_drop: Opaque | None = refused_section(_UNBUILT)
-    curriculum_learning: Opaque | None = refused_section(_UNBUILT)
-    data_efficiency: Opaque | None = refused_section(_UNBUILT)
-    compression_training: Opaque | None = refused_section(_UNBUILT)
-    quantize_training: Any = ignored(None, "DeepSpeed does not read it any more.")
-    weight_quantization: Opaque | None = refused_section(_UNBUILT, by_presence=True)
-    eigenvalue: Opaque | None = refused_section(_UNBUILT)
+    graph_harvesting: Flag = refused(False, f"{REMOVED}. XLA decides on CUDA graphs; remove it.")
+    progressive_layer_drop: Opaque | None = refused_section(_GONE)
+    curriculum_learning: Opaque | None = refused_section(f"{_GONE} {_ORDERED}")
+    data_efficiency: Opaque | None = refused_section(f"{_UNBUILT} {_ORDERED}", is_off=has_no_part)
+    compression_training: Opaque | None = refused_section(_GONE)
+    quantize_training: Opaque | None = refused_section(_GONE)
+    weight_quantization: Opaque | None = refused_section(_UNBUILT, is_off=is_absent)
+    eigenvalue: Opaque | None = refused_section(_GONE)

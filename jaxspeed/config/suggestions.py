@@ -4,7 +4,7 @@ A key resembles another if a few letters differ, if it begins another's name, or
 key's name in the wrong section. Only keys are suggested that would be accepted with its value.
 """
 
-import difflib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,22 +24,28 @@ Fix = dict[str, Any]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Text on what to write instead of a key, with the change that does it."""
+    """Text on what to write instead of a key, with the change that does it.
+
+    `place` is the key's path, if only its section is wrong.
+    """
 
     text: str
     fix: Fix
+    place: str = ""
 
 
-# Names by which people know other keys; by the full path first, then by the last name.
+# Names by which people know other keys: in any section, and in the key's own.
 _MEANT = {
     "max_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "bfp16": "bf16",
 }
+_MEANT_HERE = {"scheduler.params.warmup_steps": "warmup_num_steps"}
 _SCALE = "fp16 alone scales the loss, since bf16 has the range of fp32: remove the key."
 _REMOVED = {
     "flash_attention": "The model calls its attention itself: remove the key.",
+    "fp16.opt_level": "It is Apex's, which has no other setting here: remove the key.",
     "bf16.auto_cast": _SCALE,
     "bf16.loss_scale": _SCALE,
     "bf16.dynamic_loss_scale": _SCALE,
@@ -67,29 +73,29 @@ def suggest(path: str, value: Any, tree: Any = None) -> Suggestion | None:
     if path == "fp16.dynamic_loss_scale":
         fix = {path: REMOVE} | ({"fp16.loss_scale": 0} if value else {})
         return Suggestion("A loss_scale of 0 is dynamic: write that instead.", fix)
-    known = _known_by(section, name, value, tree)
+    if not section and name.lower() in _ANNOTATIONS:
+        return None
+    here = _known_here(section, name.lower(), value, tree)
+    known = here or _elsewhere(name.lower(), section, value, tree)
     if known is None:
         return None
     name = known.removeprefix(f"{section}.")
-    return Suggestion(
-        f'Did you mean "{known if "." in name else name}"?', {path: REMOVE, known: value}
-    )
+    text = f'Did you mean "{known if "." in name else name}"?'
+    return Suggestion(text, {path: REMOVE, known: value}, "" if here else known)
 
 
-def _known_by(section: str, name: str, value: Any, tree: Any) -> str | None:
-    """Path of the known key that is meant by a name in a section."""
-    lower = name.lower()
+def _known_here(section: str, lower: str, value: Any, tree: Any) -> str | None:
+    """Path of the known key of which a name in this section is an alias or a typo."""
     if lower in _MEANT:
         return _MEANT[lower]
-    if not section and lower in _ANNOTATIONS:
-        return None
     here = _siblings(section, tree)
+    if (meant := _MEANT_HERE.get(f"{section}.{lower}")) in here:
+        return f"{section}.{meant}"
     for test in (lambda known: known.lower() == lower, lambda known: is_near(lower, known.lower())):
         found = next((k for k in here if test(k) and _takes(f"{section}.{k}", value)), None)
         if found is not None:
             return f"{section}.{found}".removeprefix(".")
-    elsewhere = _elsewhere(lower, section, tree)
-    return elsewhere if elsewhere and _takes(elsewhere, value) else None
+    return None
 
 
 def _siblings(section: str, tree: Any) -> list[str]:
@@ -107,7 +113,7 @@ def _params_of(section: str, tree: Any) -> Any:
     return table.get(name.lower()) if isinstance(name, str) else None
 
 
-def _elsewhere(name: str, section: str, tree: Any) -> str | None:
+def _elsewhere(name: str, section: str, value: Any, tree: Any) -> str | None:
     """Path of the one key that has this name in a section around this one or below.
 
     Names of one word, such as `name` or `seed`, say too little, but for `lr` and its like.
@@ -128,7 +134,8 @@ def _elsewhere(name: str, section: str, tree: Any) -> str | None:
     specific = (
         "_" in name or name == "stage" or any(path.startswith("optimizer.") for path in found)
     )
-    return found[0] if len(found) == 1 and specific else None
+    is_one = len(found) == 1 and specific and _takes(found[0], value)
+    return found[0] if is_one else None
 
 
 def _takes(path: str, value: Any) -> bool:
@@ -161,16 +168,26 @@ def _edits(a: str, b: str, most: int) -> bool:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """'Did you mean "x"?', or '' if no choice is near."""
+    """'Did you mean "x"?', or '' if the word is a typo of no choice."""
     near = closest(word, choices)
     return f'Did you mean "{near}"?' if near else ""
 
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
-    """Find the choice that is nearest to a word; None if none is near."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[near[0]] if near else None
+    """Find the choice of which a word is a typo; None if there is none.
+
+    Of several, the one with the fewest wrong letters, then with the longest equal beginning.
+    """
+    lower = word.lower()
+    near = [choice for choice in choices if is_near(lower, choice.lower())]
+
+    def distance(choice: str) -> tuple[int, int]:
+        known = choice.lower()
+        wrong = next((n for n in range(len(lower)) if _edits(lower, known, n)), len(lower))
+        pairs = zip(lower, known, strict=False)
+        return wrong, -len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    return min(near, key=distance, default=None)
 
 
 def own_key(path: str) -> str:

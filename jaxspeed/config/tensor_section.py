@@ -108,6 +108,13 @@ class TensorParallel(Coercing):
         "otherwise no effect: XLA overlaps what it can.",
         unless=NO_TENSOR,
     )
+    vocab_parallel_lm_head: Flag | None = approximated(
+        None,
+        "A head whose vocabulary dim is sharded over tensor computes its loss in shards: by "
+        "layer_specs (vocabulary), the model's names, or as inferred.",
+        unless=NO_TENSOR,
+    )
+    vocab_parallel_ce_backend: Any = harmless("torch", "XLA compiles the cross-entropy.")
     dtype: Any = harmless(None, "The precision sections set the compute dtype.")
     tp: TensorParallelGroup = section()
     injection_policy_tuple: Any = harmless(None, _PARSER)

@@ -66,12 +66,16 @@ ignored = partial(_declared, "ignored")
 refused = partial(_declared, "refused")
 
 
-def refused_section(sentence: str, *, by_presence: bool = False) -> Any:
-    """Field of a free-form section that is refused if it is enabled: by presence, or by a switch.
+REMOVED = "Removed in DeepSpeed 0.19.8"
+"""Start of a sentence on a key on which DeepSpeed raises since that version."""
+
+
+def refused_section(sentence: str, *, is_off: Callable[[Any], bool] | None = None) -> Any:
+    """Field of a free-form section that is refused if it is enabled, by default by a switch.
 
     A switch is an `enabled` of its own, or else anywhere in it, and false if it is missing.
     """
-    return refused(None, sentence, is_off=_is_absent if by_presence else is_switched_off)
+    return refused(None, sentence, is_off=is_off or is_switched_off)
 
 
 def is_switched_off(section: Any) -> bool:
@@ -83,7 +87,15 @@ def is_switched_off(section: Any) -> bool:
     return all(is_switched_off(value) for value in section.values())
 
 
-def _is_absent(section: Any) -> bool:
+def has_no_part(section: Any) -> bool:
+    """Whether a section, or else each section in it, is switched off."""
+    parts = section.values() if isinstance(section, dict) else ()
+    sections = [part for part in parts if isinstance(part, dict)]
+    return is_switched_off(section) or (bool(sections) and all(map(is_switched_off, sections)))
+
+
+def is_absent(section: Any) -> bool:
+    """Whether a section that is enabled by its presence is empty, or switched off."""
     return not section or (isinstance(section, dict) and section.get("enabled") is False)
 
 

@@ -16,7 +16,15 @@ from jaxspeed.config.types import (
     lower,
     section,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured, refused, refused_section
+from jaxspeed.config.verdicts import (
+    REMOVED,
+    approximated,
+    harmless,
+    honoured,
+    is_absent,
+    refused,
+    refused_section,
+)
 
 Stage = Annotated[int, Strict(), Field(ge=0, le=3), BeforeValidator(integral)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower)]
@@ -105,9 +113,11 @@ class Zero(Coercing):
     mics_shard_size: AxisSize = honoured(
         -1,
         "Sets mesh.data to this and mesh.replica to the rest, so that each group of so many "
-        "devices holds one copy.",
+        f"devices holds one copy. {REMOVED}; it works here.",
     )
-    mics_hierarchical_params_gather: Flag = harmless(False, _SCHEDULED)
+    mics_hierarchical_params_gather: Flag = harmless(
+        False, f"{_SCHEDULED} {REMOVED}; mics_shard_size works here."
+    )
     zero_hpz_partition_size: Natural = refused(
         1,
         "A secondary partition of the weights is not built; mesh.replica x mesh.data keeps all of "
@@ -121,8 +131,14 @@ class Zero(Coercing):
     zero_quantized_gradients: Flag = refused(
         False, "Quantised reductions are not built; remove it."
     )
-    zeropp_loco_param: Opaque | None = refused(None, "Quantised reductions are not built.", {})
-    zenflow: Opaque | None = refused_section("ZenFlow is not built; remove it.", by_presence=True)
+    zeropp_loco_param: Opaque | None = refused(
+        None, f"{REMOVED}, and quantised reductions are not built here; remove it.", {}
+    )
+    zenflow: Opaque | None = refused_section(
+        "ZenFlow is not built; remove it. offload_optimizer.device cpu with where host updates on "
+        "the host's cores.",
+        is_off=is_absent,
+    )
     offload_param: OffloadParam = section()
     offload_optimizer: OffloadOptimizer = section()
     cpu_offload: Flag | None = honoured(
@@ -151,6 +167,8 @@ class Zero(Coercing):
     stage3_use_all_reduce_for_fetch_params: Flag = harmless(False, _SCHEDULED)
     stage3_allgather_sequential: Flag = harmless(False, _SCHEDULED)
     sub_group_size: Natural = harmless(1_000_000_000, _SCHEDULED)
+    compute_grad_norm: Flag = harmless(True, "The norm is a metric of every step.")
+    parameter_alignment: Flag = harmless(False, _SCHEDULED)
     ignore_unused_parameters: Flag = harmless(
         True, "An unused parameter has a gradient of zero here."
     )

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from jaxspeed.config.run_sections import Data, SourceSection
+from jaxspeed.config.run_sections import Data
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import TEXT_SOURCES, Opened
 from jaxspeed.data.sources import Texts
@@ -55,8 +55,7 @@ def _configured(data: Data, limits: ModelLimits, opened: Sequence[Opened]) -> To
 
 def tokenizer_of_section(data: Data) -> Tokenizer | None:
     """The tokenizer of the section, as far as that is known without its data."""
-    sources: Sequence[SourceSection] = data.mixture or [data]
-    of_text = all(source.source in TEXT_SOURCES for source in sources)
+    of_text = all(source.source in TEXT_SOURCES for source in data.sources)
     if data.tokenizer == "bpe" or not (of_text or "tokenizer" in data.model_fields_set):
         return None
     return _named(data.tokenizer)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxspeed.config.run_sections import Data, MixtureSource, SourceSection
+from jaxspeed.config.run_sections import Data, MixtureSource
 from jaxspeed.data import token_store
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
 from jaxspeed.data.evaluation_parts import evaluation_parts
@@ -60,7 +60,7 @@ def build(
       DataError: the data cannot be read, is too small or does not fit the model.
     """
     limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes)
-    sources: Sequence[SourceSection] = data.mixture or [data]
+    sources = data.sources
     opened = [open_source(source, limits) for source in sources]
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
     if data.eval is not None:  # nothing of the training data is held out
@@ -123,8 +123,7 @@ def tokenize(
     Documents are encoded one at a time: memory does not limit the size of the corpus. `vocab_size`
     is the model's, if known.
     """
-    sources: Sequence[SourceSection] = data.mixture or [data]
-    texts = [open_source(source, ModelLimits()) for source in sources]
+    texts = [open_source(source, ModelLimits()) for source in data.sources]
     if not all(isinstance(each, Texts) for each in texts):
         raise DataError("data tokenize: the source holds no text")
     chosen = tokenizer or choose_tokenizer(data, ModelLimits(vocab_size=vocab_size), texts, None)
@@ -223,8 +222,7 @@ def known_shapes(
 
     None for a user's own data source or model, where a sample has to be read.
     """
-    sources: Sequence[SourceSection] = data.mixture or [data]
-    own = any(":" in (each.source or "") for each in sources)
+    own = any(":" in (each.source or "") for each in data.sources)
     if own or reads.sample is None:
         return None
     made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0, "eval": None}

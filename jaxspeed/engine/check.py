@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -29,6 +30,7 @@ from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import without_ynnpack
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import Arrays, TrainState, logical_value, wide_dtype
@@ -36,7 +38,7 @@ from jaxspeed.user_models.batches import EXTRA, WithExtra, read_batch, with_extr
 from jaxspeed.user_models.config_model import resolve_model
 from jaxspeed.user_models.pretrained_model import Pretrained
 from jaxspeed.user_models.rng import is_key
-from jaxspeed.user_models.trainable import read_trainable
+from jaxspeed.user_models.trainable import train_rule
 
 # (state, batch) -> (reduced gradients, variables after the batch).
 Reduced = Callable[[TrainState, Any], tuple[Sums, Any]]
@@ -147,7 +149,7 @@ def _by_flax(program: Program) -> Any:
     """(state, batch) -> PlainGradients of the same micro-batches on the same device."""
 
     def gradients(state: TrainState, batch: Any) -> PlainGradients:
-        params = {r.path: logical_value(state, r).astype(r.read.dtype) for r in program.table}
+        params = _read_parameters(program.table, state)
         variables, batch = with_extra(state.variables, batch)
         batch = jax.tree.map(program.objective.cast, batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
@@ -160,13 +162,25 @@ def _by_flax(program: Program) -> Any:
             micro,
             state.step,
             program.config.parallel.state_collections,
-            read_trainable(program.source.trainable).adds,
+            train_rule(program.config, program.source.trainable).adds,
             program.objective.autocast,
         )
         values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
-        return found._replace(values=values)
+        in_rows = partial(_in_rows, program.table)
+        return found._replace(grads=in_rows(found.grads), values=in_rows(values))
 
     return compiled_otherwise(program, gradients)
+
+
+def _read_parameters(table: PlacementTable, state: TrainState) -> Arrays:
+    """The model's parameters as its layers read them."""
+    return table.joined({r.path: logical_value(state, r).astype(r.read.dtype) for r in table})
+
+
+def _in_rows(table: PlacementTable, values: Arrays) -> Arrays:
+    """Values by the paths of the table's rows; those that have none unchanged."""
+    own = {path: x for path, x in values.items() if path in table.parameters}
+    return {path: x for path, x in values.items() if path not in own} | table.in_rows(own)
 
 
 def _user_model(program: Program) -> Any:
@@ -192,7 +206,7 @@ def _evaluated(
     """(what, by the engine, by plain Flax) of evaluation, if it computes otherwise than a step."""
 
     def loss(state: TrainState, batch: Any, train: bool = False) -> jax.Array:
-        params = {r.path: logical_value(state, r).astype(r.read.dtype) for r in plain.table}
+        params = _read_parameters(plain.table, state)
         variables, batch = with_extra(state.variables, batch)
         batch = jax.tree.map(plain.objective.cast, batch)
         args = (plain.model, _user_model(plain), plain.objective.loss_fn, params, variables, batch)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +10,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.config import match
 from jaxspeed.engine.plain_flax import PlainGradients
-from jaxspeed.placement.paths import listed
+from jaxspeed.placement.paths import counted, listed
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.show import as_text
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import Arrays
-from jaxspeed.user_models.trainable import read_trainable
+from jaxspeed.user_models.trainable import train_rule
 
 # Tolerance for the order of summation, relative to the leaf's norm. fp32: sums of up to a million
 # terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and gradient, whose
@@ -78,7 +78,7 @@ class CheckReport:
     def __rich__(self) -> Group:
         verdict = "agrees with" if self.ok else "DIFFERS from"
         title = (
-            f"the step on {self.devices} devices {verdict} the step on one device "
+            f"the step on {counted(self.devices, 'device')} {verdict} the step on one device "
             f"(tolerance {self.tolerance:g}"
             + (f": the model computes in {self.lower})" if self.lower else ")")
         )
@@ -224,15 +224,15 @@ def _unlike(
 
 def _frozen_by_user(program: Program, path: str) -> bool:
     """Whether `trainable` or an optimizer group freezes a parameter."""
-    optimizer, trainable = program.config.optimizer, read_trainable(program.source.trainable)
+    rule = train_rule(program.config, program.source.trainable)
     row = program.table.rows.get(path)
-    paths = row.leaf.paths if row else (path,)
-    groups = [g.pattern for g in optimizer.groups if g.frozen] if optimizer else []
-    if any(match(pattern, p) for pattern in groups for p in paths):
+    leaf = row.leaf if row else Leaf(path, (), np.dtype(np.float32))
+    if leaf.range:
         return True
-    if trainable.by_leaf:  # only the table has the variables' types
-        return row is not None
-    return not trainable(paths, None)
+    # Only the table has the variables' types.
+    chosen = row is None if rule.selection.by_leaf else rule.selection.chosen(leaf.paths, None)
+    others = [r.leaf for r in program.table if r is not row]
+    return not rule.over([*others, replace(leaf, trainable=chosen)])[-1].trainable
 
 
 def _wide(x: Any) -> np.ndarray:

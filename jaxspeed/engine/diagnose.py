@@ -89,7 +89,8 @@ def _forward_flags(program: Program, sources: Any, step: Any, variables: Any, ba
     """The flags of one forward pass over the full batch."""
     rest = (variables, jax.tree.map(program.objective.cast, batch), step, jnp.int32(0))
     traced = program.objective.trace(rest, train=True)
-    args = [*(sources[row.path] for row in program.table), *jax.tree.leaves(rest)]
+    values = sources | program.table.joined(sources)
+    args = [*(values[path] for path in traced.parameters), *jax.tree.leaves(rest)]
     return _run(traced.closed.jaxpr, traced.closed.consts, args)[1]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
+from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.gathered import Gathered
@@ -74,7 +75,7 @@ def watched[E: "Engine", **P, R](
     return decorate
 
 
-class Engine:
+class Engine(DeepSpeedHabits):
     """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
 
     def __init__(self, program: Program, state: TrainState) -> None:
@@ -148,8 +149,8 @@ class Engine:
         self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
         self._gathered.drop()
-        self._compile_together(self.step, self.state, placed)
-        self._state, metrics = self._explained(self.step, self.state, placed)
+        self._compile_together(self._step, self.state, placed)
+        self._state, metrics = self._explained(self._step, self.state, placed)
         self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
         compiled = partial(self.compiled, batch, extra)
@@ -199,6 +200,10 @@ class Engine:
                 f"engine.step: a step is several programs here ({names}), so there is no one "
                 "function; call engine.train_batch"
             )
+        return PureStep(self._step)
+
+    @property
+    def _step(self) -> Any:
         return self._from_file or self.program.step
 
     def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:
@@ -391,7 +396,8 @@ class Engine:
         Offloaded ones are copied to the devices.
         """
         state = self.state
-        return {row.path: self._parameter(state, row) for row in self.placements}
+        table = self.placements
+        return table.joined({row.path: _parameter(state, row) for row in table})
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
@@ -409,10 +415,8 @@ class Engine:
           ConfigError: the config keeps no moving average.
         """
         state = self._with_averages()
-        return {
-            row.path: _average(state, row) if row.path in state.ema else self._parameter(state, row)
-            for row in self.placements
-        }
+        table = self.placements
+        return table.joined({row.path: _average(state, row) for row in table})
 
     @property
     def averaged(self) -> TrainState:
@@ -424,10 +428,12 @@ class Engine:
         state = self._with_averages()
         params: dict[str, Any] = {}
         master: dict[str, Any] = {}
-        for path in state.ema:
-            average = _average(state, self.placements[path])
-            for found, new in zip((params, master), self.program.storage.placed({path: average})):
-                found |= new
+        table = self.placements
+        for rows in table.parameters.values():
+            if any(row.path in state.ema for row in rows):
+                average = table.joined({row.path: _average(state, row) for row in rows})
+                for found, new in zip((params, master), self.program.storage.placed(average)):
+                    found |= new
         return _with_parameters(state, params, master)
 
     def _with_averages(self) -> TrainState:
@@ -437,11 +443,6 @@ class Engine:
                 "config of the run that kept one would do"
             )
         return self.state
-
-    @staticmethod
-    def _parameter(state: TrainState, row: Row) -> jax.Array:
-        value: jax.Array = row.decoded(row.updated, _on_devices(row, updated_values(state, row)))
-        return value
 
     @property
     def runnable(self) -> tuple[Program, TrainState]:
@@ -508,8 +509,16 @@ class Engine:
             return diagnosing.diagnose(self.program, self.state, placed)
 
 
+def _parameter(state: TrainState, row: Row) -> jax.Array:
+    """A parameter on the devices, unpadded."""
+    value: jax.Array = row.decoded(row.updated, _on_devices(row, updated_values(state, row)))
+    return value
+
+
 def _average(state: TrainState, row: Row) -> jax.Array:
-    """The moving average of a parameter on the devices, unpadded."""
+    """Its moving average, or the parameter itself if it is not trained."""
+    if row.path not in state.ema:
+        return _parameter(state, row)
     return unpad(_on_devices(row, state.ema[row.path]), row.leaf.shape)
 
 

@@ -1,10 +1,12 @@
 """JAX's settings before it starts: the devices of a run, simulated ones, the compilation cache."""
 
 import os
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
-from jax._src import distributed, xla_bridge
+from jax._src import distributed, hardware_utils, xla_bridge
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError
@@ -50,7 +52,23 @@ def join_processes(word: str | None, seconds: float | None = None) -> None:
     """Join the run's other processes, if there are any; the devices start later."""
     if (word or "").startswith("cpu") and not xla_bridge.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")  # what JAX detects of TPU pods does not count
+    leave_out_libtpu()
     start_processes(seconds)
+
+
+def leave_out_libtpu() -> None:
+    """Start JAX without libtpu where it is the only plugin and no TPU is attached.
+
+    The extra `tpu` is also for plans. JAX (0.12) starts libtpu wherever it is installed, and that
+    writes lines on what it misses to the process's stderr.
+    """
+    is_chosen = jax.config.jax_platforms or "JAX_FORCE_TPU_INIT" in os.environ
+    if is_chosen or xla_bridge.backends_are_initialized() or not find_spec("libtpu"):
+        return
+    has_plugins = find_spec("jax_plugins") or entry_points(group="jax_plugins")
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    if not chips and not has_plugins:
+        jax.config.update("jax_platforms", "cpu")
 
 
 # -- simulated devices on one CPU -----------------------------------------------------------------

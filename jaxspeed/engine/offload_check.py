@@ -53,7 +53,8 @@ def transfer_of(program: Program, batch: Any) -> TransferReport | None:
     if offloads or program.table.host_bytes_by_role():
         return transfer_in(read_step(program, batch))
     traced = program.phases[0].trace(batch)
-    if not any(contains(eqn, _recomputes) for eqn in traced.jaxpr.eqns):
+    recomputed = any(contains(eqn, _recomputes) for eqn in traced.jaxpr.eqns)
+    if not recomputed and program.recomputes(batch):
         raise JaxspeedError(_bug("the traced step", [NO_REMAT]))
     return None
 
@@ -144,6 +145,8 @@ def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
     handed = HOST_UPDATE if _on_host_cores(program) else GRADIENTS  # the update reads them there
     if offloaded and not (found.to_host.get(GRADIENTS) or found.to_host.get(handed)):
         yield "gradients should be offloaded to host memory, but none is"
+    if not program.recomputes(step.batch):
+        return
     if recompute.on_host or recompute.offload:
         key = "cpu_checkpointing" if recompute.on_host else 'parallel.remat {"offload": [...]}'
         for direction, moved in (("to", found.to_host), ("from", found.to_device)):

@@ -45,7 +45,8 @@ class ForwardPrograms:
         self._once, self._program, self.cached = once, once.program, cached
         objective = self._program.objective
         model = objective.model if cached is None else cached.model
-        self._objective = replace(objective, table=once.table, loss_fn=_logits, model=model)
+        table = replace(once.table, stack=None)  # no stages run here
+        self._objective = replace(objective, table=table, loss_fn=_logits, model=model)
         # Each waits until the program is compiled.
         self._decode_compiled: Callable[[], Any] = lambda: None
         self._fresh_compiled: Callable[[], Any] = lambda: None

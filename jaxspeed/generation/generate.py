@@ -246,8 +246,8 @@ class Generator:
 
     def _compilable(self, rows: int, length: int, rules: Any) -> ForwardPrograms:
         params = {
-            row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype)
-            for row in self.program.table
+            path: jax.ShapeDtypeStruct(self.program.table.shape_of(path), rows[0].read.dtype)
+            for path, rows in self.program.table.parameters.items()
         }
         why = "it has no nnx.Cache, and no collection cache of Linen"
         # Keys may be wider than parameters, where layers have a dtype of their own.

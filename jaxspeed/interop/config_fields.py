@@ -32,8 +32,18 @@ class Fixed:
     values: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class Read:
+    """A field of theirs that a family reads by code of its own."""
+
+    theirs: str
+
+
+Fields = Sequence[Field | Fixed | Read]
+
+
 def read_fields(
-    values: Mapping[str, Any], fields: Sequence[Field | Fixed], where: str = "config.json"
+    values: Mapping[str, Any], fields: Fields, where: str = "config.json"
 ) -> dict[str, Any]:
     """The fields of ours.
 
@@ -43,6 +53,8 @@ def read_fields(
     found: dict[str, Any] = {}
     problems = []
     for field in fields:
+        if isinstance(field, Read):
+            continue
         value = values.get(field.theirs, ...)
         if isinstance(field, Fixed):
             if value is not ... and value not in field.values:
@@ -68,11 +80,42 @@ def read_fields(
     return found
 
 
-def write_fields(config: Any, fields: Sequence[Field | Fixed]) -> dict[str, Any]:
+def write_fields(config: Any, fields: Fields) -> dict[str, Any]:
     """The fields of theirs."""
     return {
-        f.theirs: f.values[0] if isinstance(f, Fixed) else getattr(config, f.ours) for f in fields
+        f.theirs: f.values[0] if isinstance(f, Fixed) else getattr(config, f.ours)
+        for f in fields
+        if not isinstance(f, Read)
     }
+
+
+# Fields that change no function of the parameters: of tokens, files, outputs and dropout.
+NEUTRAL = frozenset(
+    """_name_or_path _attn_implementation add_cross_attention architectures attention_dropout
+    attention_probs_dropout_prob attn_pdrop auto_map begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward classifier_dropout decoder_start_token_id dtype embd_pdrop eos_token_id
+    finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout hidden_dropout_prob
+    id2label is_decoder is_encoder_decoder label2id max_length model_type num_labels
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads quantization_config resid_pdrop return_dict sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    suppress_tokens task_specific_params tokenizer_class torch_dtype torchscript
+    transformers_version unk_token_id use_bfloat16 use_cache""".split()  # noqa: SIM905
+)
+
+
+def unsupported(values: Mapping[str, Any], fields: Fields) -> list[str]:
+    """The fields of a config that are set and that no family reads with such a value."""
+    read = {f.theirs for f in fields if not isinstance(f, Fixed)} | NEUTRAL
+    fixed: dict[str, list[Any]] = {}
+    for f in fields:
+        if isinstance(f, Fixed):
+            fixed.setdefault(f.theirs, []).extend(f.values)
+    return [
+        f"{name} = {value!r:.60}"
+        for name, value in values.items()
+        if name not in read and value not in (None, False, [], {}, *fixed.get(name, ()))
+    ]
 
 
 def _is(value: Any, kind: type) -> bool:

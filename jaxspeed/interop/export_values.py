@@ -17,6 +17,7 @@ from jaxspeed.checkpoint.manifest import is_local
 from jaxspeed.checkpoint.orbax_arrays import FOLDER
 from jaxspeed.interop.mapping import Index
 from jaxspeed.placement.codec import PLAIN, unpad
+from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState, updated_values
 
@@ -93,11 +94,24 @@ class StateValues:
 
     def __init__(self, program: Program, state: TrainState) -> None:
         self._table, self._state = program.table, state
-        self.leaves = {row.path: (row.leaf.shape, row.updated.dtype.name) for row in program.table}
+        table = program.table
+        self.leaves = {
+            path: (table.shape_of(path), jnp.result_type(*(r.updated.dtype for r in rows)).name)
+            for path, rows in table.parameters.items()
+        }
 
     def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
         """One shard at a time; if other processes have some, blocks that are gathered."""
-        row, (shape, _) = self._table[path], self.leaves[path]
+        for row in self._table.parameters[path]:
+            for index, block in self._of_row(row):
+                if row.leaf.range:
+                    first, *others = index
+                    start = row.leaf.range.start
+                    index = slice(first.start + start, first.stop + start), *others
+                yield index, block
+
+    def _of_row(self, row: Row) -> Iterator[tuple[Index, np.ndarray]]:
+        shape = row.leaf.shape
         x = updated_values(self._state, row)
         if row.updated.codec != PLAIN:
             x = row.decoded(row.updated, x)

@@ -265,6 +265,9 @@ class Rewriting[State]:
             return self.rewriter.constant(atom)
         return self._states[atom] if atom in self._states else self.rewriter.unknown(atom)
 
+    def set_state(self, variable: Var, state: State) -> None:
+        self._states[variable] = state
+
     def as_traced(self, atom: Atom, like: JaxprEqn | None = None) -> Atom:
         """What stands for an atom, cast to the dtype with which it was traced."""
         x, dtype = self.atom(atom), _dtype(atom)

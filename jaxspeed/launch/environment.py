@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src import clusters, xla_bridge
+from jax._src import clusters, distributed, xla_bridge
+from jax._src.lib import _jax
+from jax.extend.backend import register_backend_factory
 
 from jaxspeed.errors import ConfigError, RunError
+from jaxspeed.launch.address import Address
 from jaxspeed.launch.binding import shared_evenly, visible_gpus
 from jaxspeed.launch.rendezvous import explained_wait, meet, set_proxies
-from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
+from jaxspeed.launch.variables import BIND, COORDINATOR, COUNT, RANK, TOKEN, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
 JAX_SECONDS = 60  # for JAX's own start if all have met late; at most half of the limit
@@ -40,7 +43,7 @@ class Membership:
     """One process of a run.
 
     Attributes:
-      coordinator: host and port on which process 0 listens.
+      coordinator: address at which process 0 is reached.
       count: number of processes.
       rank: this one's number.
       found_by: what the values are from, for messages.
@@ -79,10 +82,12 @@ def start_processes(seconds: float | None = None) -> Membership | None:
     seconds = START_SECONDS if seconds is None else seconds
     until = time.monotonic() + seconds
     try:
-        meet(found.coordinator, found.count, found.rank, seconds)
+        address = Address.parse(found.coordinator)
+        token, bind = os.environ.get(TOKEN, ""), os.environ.get(BIND, "")
+        listens_at = meet(found.coordinator, found.count, found.rank, seconds, token, bind)
     except RunError as error:
         raise RunError(f"{which} cannot start: {error}") from None
-    _reach_without_proxy(found.coordinator)
+    _reach_without_proxy(address)
     rest = max(until - time.monotonic(), min(JAX_SECONDS, seconds / 2))
     waits = f"{which}: all have met, and not all have joined JAX's service (limit {seconds:.0f} s)"
     try:
@@ -95,11 +100,22 @@ def start_processes(seconds: float | None = None) -> Membership | None:
                 local_device_ids=found.gpus,
                 cluster_detection_method="deactivate",
                 initialization_timeout=int(rest) + 30,
+                coordinator_bind_address=listens_at,  # by default all addresses
             )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(f"{which} cannot join those of {found.coordinator}: {reason}") from error
+    if address.is_of_one_host and jax.config.jax_cpu_collectives_implementation == "gloo":
+        register_backend_factory("cpu", _cpu_client_on_loopback, priority=0, fail_quietly=False)
     return found
+
+
+def _cpu_client_on_loopback() -> Any:
+    """JAX's CPU client, whose Gloo listens at the address of the host's name by default."""
+    gloo = _jax.make_gloo_tcp_collectives(
+        distributed_client=distributed.global_state.client, hostname="127.0.0.1"
+    )
+    return xla_bridge.make_cpu_client(collectives=gloo)
 
 
 def late_devices(error: BaseException) -> tuple[int, str] | None:
@@ -108,17 +124,16 @@ def late_devices(error: BaseException) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
-def _reach_without_proxy(coordinator: str) -> None:
+def _reach_without_proxy(coordinator: Address) -> None:
     """Exempt the coordinator from the environment's proxies, which gRPC uses, but `meet` does not.
 
     A proxy that cannot reach it ends JAX natively (0.10.2), when the time-out is over.
     """
-    if not set_proxies():
+    if coordinator.path or not set_proxies():
         return
     names = ("no_grpc_proxy", "no_proxy", "NO_PROXY")  # gRPC reads the first that is set
     exempt = next((os.environ[name] for name in names if os.environ.get(name)), "")
-    host = coordinator.rpartition(":")[0].strip("[]")
-    os.environ[names[0]] = f"{exempt},{host}".lstrip(",")
+    os.environ[names[0]] = f"{exempt},{coordinator.host}".lstrip(",")
 
 
 def find_membership(environment: Mapping[str, str] = os.environ) -> Membership | None:

@@ -1,11 +1,13 @@
 """A run on Kubernetes: an Indexed Job with its service, or a JobSet.
 
-Neither needs a service account: coordinator, count and rank are in the pods' environment. What
+Neither needs a service account: coordinator, count and rank are in the pods' environment, and so
+is the run's token, from a Secret. What
 happens to a failed pod depends on its exit code (`ExitCode`): a config error or a divergence ends
 the job, a preemption or a peer's failure is not counted against `backoffLimit`.
 """
 
 import re
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ import yaml
 
 from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.launch.schedulers import ClusterJob
-from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK
+from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, TOKEN
 
 PORT = 55527  # as in JAX's own detection
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -22,7 +24,8 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,44}[a-z0-9])?")  # with a pod's suffix a 
 
 
 def indexed_job(job: ClusterJob, image: str, accelerator: str, volumes: Sequence[str] = ()) -> str:
-    """A headless service, by which the pods find the first, and an Indexed Job."""
+    """The token, a headless service, by which the pods find the first, and an Indexed Job."""
+    token = _token(job)
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -33,7 +36,7 @@ def indexed_job(job: ClusterJob, image: str, accelerator: str, volumes: Sequence
             "selector": {"batch.kubernetes.io/job-name": job.name},
         },
     }
-    pod = _pod(job, f"{job.name}-0.{job.name}", image, accelerator, volumes)
+    pod = _pod(job, token, f"{job.name}-0.{job.name}", image, accelerator, volumes)
     pod["subdomain"] = job.name
     manifest = {
         "apiVersion": "batch/v1",
@@ -41,12 +44,14 @@ def indexed_job(job: ClusterJob, image: str, accelerator: str, volumes: Sequence
         "metadata": {"name": job.name},
         "spec": _job_spec(job, pod, backoff=job.max_restarts),
     }
-    return yaml.safe_dump_all([service, manifest], sort_keys=False)
+    return yaml.safe_dump_all([token, service, manifest], sort_keys=False)
 
 
 def jobset(job: ClusterJob, image: str, accelerator: str, volumes: Sequence[str] = ()) -> str:
-    """A JobSet (v1alpha2) of one job: a failure of one pod starts all of them again."""
-    pod = _pod(job, f"{job.name}-{_WORKERS}-0-0.{job.name}", image, accelerator, volumes)
+    """The token and a JobSet (v1alpha2) of one job: where a pod fails, all start again."""
+    token = _token(job)
+    coordinator = f"{job.name}-{_WORKERS}-0-0.{job.name}"
+    pod = _pod(job, token, coordinator, image, accelerator, volumes)
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -74,7 +79,17 @@ def jobset(job: ClusterJob, image: str, accelerator: str, volumes: Sequence[str]
             ],
         },
     }
-    return yaml.safe_dump(manifest, sort_keys=False)
+    return yaml.safe_dump_all([token, manifest], sort_keys=False)
+
+
+def _token(job: ClusterJob) -> dict[str, Any]:
+    """A Secret of another name for each job: Kubernetes does not remove it with the job."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{job.name}-{secrets.token_hex(4)}", "labels": {"run": job.name}},
+        "stringData": {"token": secrets.token_hex(32)},
+    }
 
 
 def _job_spec(job: ClusterJob, pod: dict[str, Any], backoff: int) -> dict[str, Any]:
@@ -103,7 +118,12 @@ def _job_spec(job: ClusterJob, pod: dict[str, Any], backoff: int) -> dict[str, A
 
 
 def _pod(
-    job: ClusterJob, coordinator: str, image: str, accelerator: str, volumes: Sequence[str]
+    job: ClusterJob,
+    token: dict[str, Any],
+    coordinator: str,
+    image: str,
+    accelerator: str,
+    volumes: Sequence[str],
 ) -> dict[str, Any]:
     if not _NAME.fullmatch(job.name):
         raise ConfigError(
@@ -127,6 +147,10 @@ def _pod(
             {"name": COORDINATOR, "value": f"{coordinator}:{PORT}"},
             {"name": COUNT, "value": str(job.processes)},
             {"name": RANK, "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+            {
+                "name": TOKEN,
+                "valueFrom": {"secretKeyRef": {"name": token["metadata"]["name"], "key": "token"}},
+            },
             {"name": "JAX_COMPILATION_CACHE_DIR", "value": cache},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
         ],

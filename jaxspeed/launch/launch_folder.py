@@ -10,20 +10,24 @@ import time
 from pathlib import Path
 
 _PREFIX = "jaxspeed-launch-"
+_LONGEST_PARENT = 70  # bytes, and 37 of jaxspeed-launch-*/coordinator: 107 is the most of a socket
 _SECONDS_TO_LOCK = 60  # between the creation of a folder and its lock, at most
 
 
 class LaunchFolder(tempfile.TemporaryDirectory[str]):
     """A temporary folder that its process holds a lock on, which ends with the process.
 
+    No other user can enter it, and the path of a UNIX socket in it is short enough.
+
     Those of this user that nobody holds are removed: their processes were killed.
     """
 
     def __init__(self) -> None:
-        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        parent = short_temporary_folder()
+        for folder in Path(parent).glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):  # held, or removed by another
                 _remove_if_left(folder)
-        super().__init__(prefix=_PREFIX)
+        super().__init__(prefix=_PREFIX, dir=parent)
         self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -32,6 +36,12 @@ class LaunchFolder(tempfile.TemporaryDirectory[str]):
         held, self._lock = self._lock, -1
         if held >= 0:
             os.close(held)
+
+
+def short_temporary_folder() -> str:
+    """The system's folder for temporary files; /tmp if its path is too long for sockets below."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _LONGEST_PARENT else "/tmp"
 
 
 def _remove_if_left(folder: Path) -> None:

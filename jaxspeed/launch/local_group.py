@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.launch.binding import allowed_cores, has_gpus, shared_evenly, visible_gpus
-from jaxspeed.launch.variables import COORDINATOR, COUNT, PROGRESS, RANK, file_of_stops
+from jaxspeed.launch.variables import (
+    BIND,
+    COORDINATOR,
+    COUNT,
+    PROGRESS,
+    RANK,
+    TOKEN,
+    file_of_stops,
+)
 
 # For `signal`, beside numbers of signals: SIGKILL, unless a process reports that it ends by itself.
 GIVE_UP = 0
@@ -65,6 +73,7 @@ class HostJob:
       slots: indices of the GPUs of this host that are divided; None: all that are visible.
       bind: give each process a share of the cores.
       terminal: show rank 0 a terminal, for its progress display.
+      token: by which the processes know each other.
     """
 
     command: tuple[str, ...]
@@ -78,6 +87,7 @@ class HostJob:
     terminal: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str | None = None
+    token: str = field(default="", repr=False)
 
 
 def started(job: HostJob, events: "SimpleQueue[Any]", progress: str) -> "LocalGroup | None":
@@ -229,6 +239,8 @@ def process_environment(job: HostJob, local_rank: int) -> dict[str, str]:
         COORDINATOR: job.coordinator,
         COUNT: str(job.count),
         RANK: str(job.first + local_rank),
+        TOKEN: job.token,
+        **({BIND: job.coordinator} if job.coordinator.startswith("unix:") else {}),
         "PYTHONUNBUFFERED": "1",  # the last lines of one that is killed
     }
     given = {**os.environ, **job.environment}

@@ -14,9 +14,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.launch.address import is_loopback
 from jaxspeed.launch.agent import decoded, encoded_job
 from jaxspeed.launch.local_group import Ended, HostJob, Output
-from jaxspeed.launch.rendezvous import is_loopback
 
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
 LOST = 255  # ssh's own exit code

@@ -1,16 +1,13 @@
-"""The processes of a run meet on the coordinator's port, before JAX takes it.
+"""The processes of a run meet on the coordinator's address, before JAX takes it.
 
 JAX's own start ends a process natively where something is wrong (0.10.2): a missing process is a
 DEADLINE_EXCEEDED without its rank after the time-out, an occupied port a segmentation fault. Here
 process 0 listens first, waits for the others, and answers all at once with what it knows; then it
 closes the port, and `jax.distributed.initialize` follows. While they wait, they say for whom.
-Process 0 sends an empty object now and then, so that the others know whether it is stuck.
+Process 0 sends signs of life, so that the others know whether it is stuck.
 """
 
 import contextlib
-import errno
-import ipaddress
-import json
 import logging
 import math
 import os
@@ -19,93 +16,91 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from jaxspeed.errors import ExitCode, RunError
+from jaxspeed.launch.address import Address, Listening, listen
+from jaxspeed.launch.admission import (
+    Admission,
+    Member,
+    encoded,
+    hello,
+    parsed,
+    verified_answer,
+)
 
 log = logging.getLogger("jaxspeed")
 _PAUSE = 0.5  # seconds between attempts to connect
 _SILENCE = 30.0  # seconds until a process says what it waits for; then doubled each time
-_HELLO = 10.0  # seconds in which a process that connects says who it is
-_LONGEST = 65536  # bytes of a line
+_LONGEST = 65536  # bytes of a line from process 0
 _FILES = 512  # open files of process 0 besides a connection from each process, to us and to JAX
 
 
-def meet(coordinator: str, count: int, rank: int, seconds: float) -> None:
+def meet(
+    coordinator: str, count: int, rank: int, seconds: float, token: str = "", bind: str = ""
+) -> str | None:
     """Wait until all processes are there.
+
+    Args:
+      token: what all processes of the run have, and no other; "": whoever connects is believed.
+      bind: where process 0 listens, if it is not the coordinator's address.
+
+    Returns:
+      In process 0 the address at which JAX's service is to listen.
 
     Raises:
       RunError: some are missing after `seconds`, the port is occupied, or nothing answers there.
     """
-    host, _, port = coordinator.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal():
-        raise RunError(f"the coordinator's address is {coordinator!r}; it needs HOST:PORT")
-    if rank == 0:
-        _listen(host, int(port), count, seconds)
-    else:
-        _connect(host, int(port), count, rank, seconds)
+    address = Address.parse(coordinator)
+    if rank:
+        _connect(address, count, rank, seconds, token)
+        return None
+    with listen(Address.parse(bind) if bind else address) as listening:
+        if listening.unconfined and not bind:
+            log.warning("process 0 listens on all addresses of this host: %s", listening.unconfined)
+        _gather(listening, count, seconds, token)
+    return listening.address
 
 
-def _listen(host: str, port: int, count: int, seconds: float) -> None:
+def _gather(listening: Listening, count: int, seconds: float, token: str) -> None:
+    """Admit all processes, and answer them."""
     _allow_connections(count)
-    try:
-        server = socket.create_server(
-            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-        )
-    except OSError as error:
-        try:  # a system without IPv6
-            server = socket.create_server(("", port), backlog=1024)
-        except OSError:
-            raise RunError(
-                f"port {port} on {socket.gethostname()}, the coordinator's: "
-                f"{error.strerror or error}. Another program uses it, or an earlier run that has "
-                "not ended"
-            ) from None
     silence, deadline = _Silence(), time.monotonic() + seconds
     sign_of_life = 0.0  # when the next one is due
-    found: dict[int, tuple[socket.socket, str]] = {}
-    peers: list[socket.socket] = []
+    found: dict[int, Member] = {}
+    members: list[Member] = []  # also those that have started again since
     problem = ""
-    with server, contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
+        admission = opened.enter_context(Admission(listening.sockets, count, token))
         while len(found) < count - 1 and not problem and time.monotonic() < deadline:
             if time.monotonic() >= sign_of_life:
                 sign_of_life = time.monotonic() + _SILENCE / 3
-                for peer in peers:
-                    with contextlib.suppress(OSError):
-                        peer.send(b"{}\n", socket.MSG_DONTWAIT)
-            until = min(silence.until, deadline, sign_of_life)
-            server.settimeout(max(until - time.monotonic(), 0.01))
+                for each in members:
+                    each.send(None)
             try:
-                peer, address = server.accept()
-            except TimeoutError:
+                member = admission.next(min(silence.until, deadline, sign_of_life))
+            except RunError as error:
+                problem = str(error)
+                break
+            if member is None:
                 if silence.is_over():
-                    _say(_missing(host, count, found, f"have not started (limit {seconds:.0f} s)"))
+                    verdict = f"have not started (limit {seconds:.0f} s)"
+                    _say(_missing(count, found, verdict, listening))
                 continue
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    problem = f"too many open files for {count} processes; raise `ulimit -n`"
-                continue
-            opened.enter_context(peer)
-            try:
-                peer.send(b"{}\n", socket.MSG_DONTWAIT)
-                said = json.loads(_Lines(peer).next(time.monotonic() + _HELLO))
-                peer.settimeout(10)
-                other, name = int(said["rank"]), f"{said['host']} ({address[0]})"
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # not one of a run: a port scanner, a health check
-            if said["count"] != count:
-                problem = f"process {other} on {name} belongs to a run of {said['count']} processes"
-            elif other in found and not _is_closed(found[other][0]):
-                problem = f"process {other} was started twice: on {found[other][1]} and on {name}"
-            found[other] = (peer, name)
-            peers.append(peer)
+            opened.enter_context(member.peer)
+            member.send(None)
+            which, before = f"process {member.rank}", found.get(member.rank)
+            if member.count != count:
+                problem = f"{which} on {member.name} belongs to a run of {member.count} processes"
+            elif before is not None and not before.has_left():
+                problem = f"{which} was started twice: on {before.name} and on {member.name}"
+            found[member.rank] = member
+            members.append(member)
         if not problem and len(found) < count - 1:
-            problem = _missing(host, count, found, f"did not start within {seconds:.0f} s")
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.sendall(json.dumps({"error": problem}).encode() + b"\n")
+            verdict = f"did not start within {seconds:.0f} s"
+            problem = _missing(count, found, verdict, listening)
+        for each in members:
+            each.send(problem)
     if problem:
         raise RunError(problem)
 
@@ -126,34 +121,15 @@ def _allow_connections(count: int) -> None:
         )
 
 
-def _missing(coordinator: str, count: int, found: dict[int, Any], verdict: str) -> str:
+def _missing(count: int, found: Mapping[int, Member], verdict: str, listening: Listening) -> str:
     missing = [rank for rank in range(1, count) if rank not in found]
-    here = socket.gethostname()
-    hosts = sorted({name for _, name in found.values()} | {here})
+    hosts = sorted({member.name for member in found.values()} | {socket.gethostname()})
     shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-    text = (
+    at = listening.unconfined or f"process 0 listens at {', '.join(listening.places())} alone"
+    return (
         f"of {count} processes, {len(missing)} {verdict}: {shown}. The others are on "
-        f"{', '.join(hosts[:20])}"
+        f"{', '.join(hosts[:20])}; {at}"
     )
-    if not _is_of_this_host(coordinator):
-        text += f". The coordinator's address, {coordinator}, is not one of {here}"
-    return text
-
-
-def _is_of_this_host(host: str) -> bool:
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                continue
-        return True
-    return False
 
 
 class _Silence:
@@ -200,18 +176,16 @@ def _say(text: str) -> None:
     print(f"waiting: {text}", file=sys.stderr, flush=True)
 
 
-def _connect(host: str, port: int, count: int, rank: int, seconds: float) -> None:
+def _connect(address: Address, count: int, rank: int, seconds: float, token: str) -> None:
     silence, deadline = _Silence(), time.monotonic() + seconds
-    said = json.dumps({"rank": rank, "count": count, "host": socket.gethostname()})
     while True:
         try:
-            with socket.create_connection((host, port), timeout=5) as peer:
-                peer.sendall(said.encode() + b"\n")
-                problem = _answer(peer, f"{host}:{port}", rank, seconds, silence, deadline)
+            with address.connected(5.0) as peer:
+                problem = _answer(peer, address, count, rank, token, seconds, silence, deadline)
             break
         except (OSError, ValueError) as error:
             # Also the end of a process 0 that starts again, or JAX's service of an earlier run.
-            why = _unreachable(host, port, error)
+            why = _unreachable(address, error)
             if time.monotonic() > deadline:
                 raise RunError(f"{why} (limit {seconds:.0f} s)") from None
             if silence.is_over():
@@ -223,58 +197,67 @@ def _connect(host: str, port: int, count: int, rank: int, seconds: float) -> Non
 
 def _answer(
     peer: socket.socket,
-    where: str,
+    address: Address,
+    count: int,
     rank: int,
+    token: str,
     seconds: float,
     silence: "_Silence",
     deadline: float,
 ) -> str:
-    """Process 0's answer: the problem, "" if there is none.
+    """Say who this process is; process 0's answer: the problem, "" if there is none.
 
     It may come after the deadline, which is later on a process 0 that has started later; signs of
     life come until then.
 
     Raises:
       RunError: there is no sign of life at the deadline, or for a while after it.
+      OSError, ValueError: the other side is not process 0, or refuses this process.
     """
-    why = f"process 0 has accepted the connection to {where}, and does not answer"
+    why = f"process 0 has accepted the connection to {address}, and does not answer"
     limit = f"(limit {seconds:.0f} s)"
     lines, heard = _Lines(peer), -math.inf
+    mine, answers = "", 0
     deadline = max(deadline, time.monotonic() + 1)
     while True:
         try:
-            said = json.loads(lines.next(min(silence.until, max(deadline, heard + _SILENCE))))
-            if "error" in said:
-                return str(said["error"])
-            heard = time.monotonic()
-        except (RecursionError, TypeError):
-            raise ValueError("not an object") from None
+            said = parsed(lines.next(min(silence.until, max(deadline, heard + _SILENCE))))
         except TimeoutError:
             now = time.monotonic()
             if now >= max(deadline, heard + _SILENCE):
                 raise RunError(f"{why} {limit}: it is stuck, or another program") from None
             if silence.is_over() and now >= heard + _SILENCE:
                 _say(f"process {rank}: {why} {limit}")
+            continue
+        if not mine:
+            me = hello(token, str(said.get("number")), rank, count, socket.gethostname())
+            peer.sendall(encoded(me))
+            mine = me["number"]
+            continue
+        problem = verified_answer(said, token, mine, answers)
+        if problem is not None:
+            return problem
+        heard, answers = time.monotonic(), answers + 1
 
 
-def _unreachable(host: str, port: int, error: Exception) -> str:
+def _unreachable(address: Address, error: Exception) -> str:
     """What the failure of the last attempt means, and what often causes it."""
-    if isinstance(error, ConnectionRefusedError):
-        why = "nothing listens on this port: process 0 has not started there, or has ended"
+    if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+        why = "nothing listens there: process 0 has not started, or has ended"
     elif isinstance(error, socket.gaierror):
         why = "no host has this name"
     elif isinstance(error, TimeoutError):
         why = "no answer: a firewall, or an address that this host cannot reach"
     elif isinstance(error, ValueError):
-        why = "what answers there is not process 0 of this run"
+        why = f"what answers there is not process 0 of this run: {error}"
     else:
         why = getattr(error, "strerror", None) or str(error)
     hints = []
-    if is_loopback(host):
+    if address.is_of_one_host:
         hints.append("the address is this host's own, so it is right only on the host of process 0")
     if proxies := set_proxies():
         hints.append(f"set here: {', '.join(proxies)}; processes connect without a proxy")
-    text = f"the coordinator {host}:{port} is not reached: {why}"
+    text = f"the coordinator {address} is not reached: {why}"
     return "; ".join([text, *hints])
 
 
@@ -282,13 +265,6 @@ def set_proxies() -> list[str]:
     """The variables of the environment that name proxies."""
     kinds = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
     return sorted(name for name in os.environ if name.lower() in kinds)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Lines:
@@ -316,17 +292,3 @@ class _Lines:
             self._data += part
         line, _, self._data = self._data.partition(b"\n")
         return line
-
-
-def _is_closed(peer: socket.socket) -> bool:
-    """Whether the other side has closed the connection: it starts again."""
-    try:
-        peer.setblocking(False)
-        return peer.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        with contextlib.suppress(OSError):
-            peer.settimeout(10)

@@ -15,7 +15,7 @@ from jaxspeed.launch.agent import encoded_job
 from jaxspeed.launch.hostfile import read_hostfile
 from jaxspeed.launch.local_group import HostJob
 from jaxspeed.launch.supervisor import STOPS, Restarts
-from jaxspeed.launch.variables import COORDINATOR
+from jaxspeed.launch.variables import COORDINATOR, TOKEN
 
 # Restarted at once, and without being counted: the state is saved.
 _AGAIN = int(ExitCode.PREEMPTED)
@@ -24,6 +24,10 @@ _FINAL = f"{int(ExitCode.SUCCESS)}|{int(ExitCode.CONFIG)}|{int(ExitCode.DIVERGED
 
 _RAY_DRIVER = "jaxspeed.launch.ray.driver"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# Made by the script where it runs: what is submitted, and what `ps` shows, does not have it.
+_NEW_TOKEN = f"""\
+{TOKEN}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export {TOKEN}"""
 # Seconds for the other processes of a SLURM job after the first has ended.
 _WAIT = 120
 
@@ -102,6 +106,7 @@ def slurm_script(job: ClusterJob) -> str:
 trap : TERM
 mkdir -p {_quoted(f"{job.logs}/ranks", job.cache)}
 export JAX_COMPILATION_CACHE_DIR={_quoted(job.cache)}
+{_NEW_TOKEN}
 
 # When one process fails the others end by themselves, or {_WAIT} seconds later.
 srun --wait={_WAIT} --label --open-mode=append \\
@@ -137,7 +142,7 @@ def mpi_script(job: ClusterJob, hostfile: str | None = None) -> str:
     A hostfile of Open MPI has DeepSpeed's form. Its first host is the coordinator; without one
     JAX, or `environment.py`, finds the coordinator.
     """
-    exported = ["-x", "JAX_COMPILATION_CACHE_DIR"]
+    exported = ["-x", "JAX_COMPILATION_CACHE_DIR", "-x", TOKEN]
     hosts: list[str] = []
     if hostfile is not None:
         port = 20000 + zlib.crc32(job.name.encode()) % 10000
@@ -155,6 +160,7 @@ def mpi_script(job: ClusterJob, hostfile: str | None = None) -> str:
 cd {_quoted(job.folder)} || exit {int(ExitCode.CONFIG)}
 mkdir -p {_quoted(job.logs, job.cache)}
 export JAX_COMPILATION_CACHE_DIR={_quoted(job.cache)}
+{_NEW_TOKEN}
 
 restarts=0 stopped=
 # mpirun would end the processes a second after SIGTERM or Ctrl-C, so it has a session of its own.
@@ -205,6 +211,8 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
     driver = [sys.executable, "-m", _RAY_DRIVER]
     return f"""\
 #!/bin/bash
+# The cluster takes a token, from RAY_AUTH_TOKEN or ~/.ray/auth_token.
+export RAY_AUTH_MODE="${{RAY_AUTH_MODE:-token}}"
 exec ray job submit {_quoted(*words)} \\
   -- {_quoted(*driver, quote(json.dumps(given)))}
 """

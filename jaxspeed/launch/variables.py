@@ -9,6 +9,8 @@ COORDINATOR, COUNT, RANK = VARIABLES = (
     "JAX_NUM_PROCESSES",
     "JAX_PROCESS_ID",
 )
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # where process 0 listens, if not at COORDINATOR
+TOKEN = "JAXSPEED_TOKEN"  # by which the processes of a run know each other
 PROGRESS = "JAXSPEED_PROGRESS_FILE"
 LAUNCHER = "JAXSPEED_LAUNCHER"  # its command line up to `--`, for commands that are shown
 

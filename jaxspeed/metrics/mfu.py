@@ -62,7 +62,8 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
         return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
 
     parameters = {
-        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
+        path: jax.ShapeDtypeStruct(program.table.shape_of(path), rows[0].read.dtype)
+        for path, rows in program.table.parameters.items()
     }
     samples = program.batch.micro
     few = jax.tree.map(

@@ -307,7 +307,7 @@ def _asks_for_highest(precision: Any) -> bool:
 
 def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
     """Automatic mixed precision of a model with these parameters; None where it is disabled."""
-    if not config.torch_autocast.enabled:
+    if not config.autocasts:
         return None
     full = frozenset(row.path for row in table if row.leaf.full_precision)
     gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)

@@ -28,7 +28,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
-from jaxspeed.remat.unit_jaxprs import unit_jaxprs
+from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.protocol import Model
@@ -77,12 +77,20 @@ class Objective:
     @cached_property
     def traces(self) -> LossTraces:
         """Traced programs of the loss, with parameters as layers read them."""
+        table = self.table
         params = {
-            row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
+            path: jax.ShapeDtypeStruct(table.shape_of(path), rows[0].read.dtype)
+            for path, rows in table.parameters.items()
+        }
+        ranges = {
+            path: [(row.path, row.leaf.shape[0]) for row in rows]
+            for path, rows in table.parameters.items()
+            # A pipeline divides the loss at one scan, and its stages read such ranges.
+            if len(rows) > 1 and not (table.stack and path in table.stack.leaves)
         }
         patterns = tuple(self.unit_patterns)
         casts = self.autocast, self.compute_dtype
-        return LossTraces(self.model, self.loss_fn, params, patterns, *casts)
+        return LossTraces(self.model, self.loss_fn, params, patterns, *casts, ranges)
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
@@ -91,7 +99,7 @@ class Objective:
         sources = {row.path: self.given(row, sources[row.path]) for row in self.table}
         rest = (variables, batch, jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32))
         program = self.trace(rest, train)
-        args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
+        args = [*(sources[path] for path in program.parameters), *jax.tree.leaves(rest)]
         outs = self._run(program, args, self.recompute if train else NO_RECOMPUTE, batch)
         loss, written = jax.tree.unflatten(program.out_tree, outs)
         return loss, self._as_stored(written)
@@ -139,7 +147,7 @@ class Objective:
         if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)
         units = self._units(program)
-        found = tuple(unit_jaxprs(program.closed.jaxpr, program.batch, units))
+        found = self._unit_jaxprs(program)
         residuals = resolve_policy(recompute, found, *self._shared_by())
         own = frozenset(program.batch)
         return EvalContext(units, residuals=residuals, activations=own, exchange=self.exchange)
@@ -148,11 +156,27 @@ class Objective:
         """Report the residuals of a micro-batch of these shapes; None without a residual policy."""
         if not self.recompute:
             return None
+        found = self._units_of(variables, batch)
+        return residual_report(self.recompute, found, *self._shared_by())
+
+    def recomputes(self, variables: Arrays, batch: Any) -> bool:
+        """Whether a unit has a backward pass: none has if only what follows them is trained."""
+        return any(unit.differentiated for unit in self._units_of(variables, batch))
+
+    def _units_of(self, variables: Arrays, batch: Any) -> tuple[UnitJaxpr, ...]:
+        """The units of a micro-batch of these shapes."""
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
-        program = self._rewritten(self.trace((variables, batch, first, first), train=True))
-        found = tuple(unit_jaxprs(program.closed.jaxpr, program.batch, self._units(program)))
-        return residual_report(self.recompute, found, *self._shared_by())
+        program = self.trace((variables, batch, first, first), train=True)
+        return self._unit_jaxprs(self._rewritten(program))
+
+    def _unit_jaxprs(self, program: LossProgram) -> tuple[UnitJaxpr, ...]:
+        trained = None  # in a part of the loss, activations may have gradients too
+        if program.out_tree is not None:
+            rows, parameters = self.table.rows, program.parameters
+            trained = [v for path, v in parameters.items() if rows[path].leaf.trainable]
+        jaxpr, units = program.closed.jaxpr, self._units(program)
+        return tuple(unit_jaxprs(jaxpr, program.batch, units, trained))
 
     def _units(self, program: LossProgram) -> Units:
         """Units of a loss; to recompute a model in which nothing repeats, the model itself.
@@ -173,13 +197,12 @@ class Objective:
         Raises ModelError for a parameter that layers read in another dtype or from host memory: a
         value computed from such a copy has lost precision or cannot be stored back.
         """
-        stored = {}
-        for path, value in written.items():
-            if path in self.table.rows:
-                row = self.table[path]
-                self._refuse_copies(row)
-                value = pad(value.astype(row.source.dtype), row.shape(row.source))
-            stored[path] = value
+        own = {path for path in written if path in self.table.parameters}
+        stored = {path: value for path, value in written.items() if path not in own}
+        for path, value in self.table.in_rows({path: written[path] for path in own}).items():
+            row = self.table[path]
+            self._refuse_copies(row)
+            stored[path] = pad(value.astype(row.source.dtype), row.shape(row.source))
         return stored
 
     def _refuse_copies(self, row: Row) -> None:

@@ -6,21 +6,26 @@ runs (embedding, stage, head). They depend on the mesh of the trace's context an
 `zero3.run_segmented` evaluates the result.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import reduce
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, reduce
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.jaxpr.traverse import forwarded, is_var
+from jaxspeed.jaxpr.split_scans import in_parts
+from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
 from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
+from jaxspeed.placement.paths import listed
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.zero3 import Units
+
+log = logging.getLogger("jaxspeed")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class TraceContext:
     """What the first passes depend on."""
 
     autocast: Autocast | None
+    # Of parameters whose ranges of layers are leaves: (path, number of layers) of each.
+    ranges: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,37 @@ def prune(program: LossProgram, context: TraceContext) -> LossProgram:
     return replace(pruned, out_tree=jax.tree.structure((loss, changed)))
 
 
+def layer_ranges(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Pass ranges of layers as parameters of their own, and split the scans over them."""
+    sizes = {
+        program.parameters[path]: [size for _, size in each]
+        for path, each in context.ranges.items()
+    }
+    if not sizes:
+        return program
+    jaxpr, parts = in_parts(program.closed.jaxpr, sizes)
+    parameters: dict[str, Var] = {}
+    for path, v in program.parameters.items():
+        of_ranges = [name for name, _ in context.ranges.get(path, ())]
+        parameters |= dict(zip(of_ranges, parts[v], strict=True)) if of_ranges else {path: v}
+    joined = [e.invars for e in jaxpr.eqns if e.primitive.name == "concatenate"]
+    paths = [path for path, v in program.parameters.items() if v in parts and parts[v] in joined]
+    _note_joined(tuple(paths))
+    closed = ClosedJaxpr(jaxpr, program.closed.consts)
+    return replace(program, closed=closed, parameters=parameters)
+
+
+@cache
+def _note_joined(paths: tuple[str, ...]) -> None:
+    """Warn once; the loss is traced several times."""
+    if paths:
+        log.warning(
+            "the loss reads all layers of %s at once, otherwise than by a scan over them: "
+            "gradients are computed for the frozen layers too, and then dropped",
+            listed(paths),
+        )
+
+
 def precision(program: LossProgram, context: TraceContext) -> LossProgram:
     """Automatic mixed precision, if the config enables it."""
     if context.autocast is None:
@@ -103,7 +141,11 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
     )
 
 
-BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (prune, precision)
+BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
+    prune,
+    layer_ranges,
+    precision,
+)
 AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (draws, boundaries)
 
 

@@ -71,10 +71,12 @@ class LossTraces:
         unit_patterns: Sequence[str],
         autocast: Autocast | None = None,
         cast_to: Any = None,  # the dtype to which parameters and inputs are cast
+        ranges: Mapping[str, Sequence[tuple[str, int]]] | None = None,  # as in `TraceContext`
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._params, self._unit_patterns = params, unit_patterns
         self._autocast, self._cast_to = autocast, cast_to
+        self._ranges = ranges or {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, LossProgram] = WeakKeyDictionary()
         self._by_parts: WeakKeyDictionary[Any, ByParts] = WeakKeyDictionary()
@@ -181,7 +183,7 @@ class LossTraces:
             form.is_sum,
             form.own_axes,
         )
-        return before_split(program, TraceContext(self._autocast))
+        return before_split(program, TraceContext(self._autocast, self._ranges))
 
 
 def _note_ignored(constraints: tuple[str, ...]) -> None:

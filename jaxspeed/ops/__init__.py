@@ -13,6 +13,7 @@ from jaxspeed.ops.rope import (
     frequencies,
     rope_scaling,
     rotate,
+    rotate_neighbours,
     rotation,
 )
 from jaxspeed.ops.saved_inputs import saves_inputs
@@ -32,6 +33,7 @@ __all__ = [
     "rms_norm",
     "rope_scaling",
     "rotate",
+    "rotate_neighbours",
     "rotation",
     "saves_inputs",
 ]

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dim, computed in fp32, returned in the input's dtype."""
+"""LayerNorm and RMSNorm over the last dims, computed in fp32, returned in the input's dtype."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ def layer_norm(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-5) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale (Zhang and Sennrich, arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * scale (Zhang and Sennrich, arXiv:1910.07467).
+
+    The mean is over as many dims as `scale` has: over (heads, head_dim) of all heads at once.
+    """
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        dims = tuple(range(-scale.ndim, 0))
+        mean_square = jnp.mean(jnp.square(wide), axis=dims, keepdims=True)
         return (wide * lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
 
     return saves_inputs(norm)(x, scale)

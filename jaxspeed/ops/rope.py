@@ -225,8 +225,25 @@ def rotation(positions: jax.Array, freqs: np.ndarray, scaling: Scaling | None = 
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """Rotate each pair (x_i, x_{i + head_dim/2}) of x [batch, seq, heads, head_dim], as Llama."""
+    """Rotate each pair (x_i, x_{i + n/2}) of x [batch, seq, heads, head_dim], as Llama.
+
+    The n / 2 angles of a rotation rotate the first n dims of a head; the others are unchanged.
+    """
+    count = 2 * by.cos.shape[-1]
+    if count < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :count], by), x[..., count:]], axis=-1)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     a, b = jnp.split(wide, 2, axis=-1)
     turned = (a * by.cos - b * by.sin, b * by.cos + a * by.sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def rotate_neighbours(x: jax.Array, by: Rotation) -> jax.Array:
+    """Rotate each pair (x_2i, x_{2i + 1}) of the first n dims, as GLM and GPT-J."""
+    count = 2 * by.cos.shape[-1]
+    if count < x.shape[-1]:
+        turned = rotate_neighbours(x[..., :count], by)
+        return jnp.concatenate([turned, x[..., count:]], axis=-1)
+    pairs = x.reshape(*x.shape[:-1], count // 2, 2)
+    turned = rotate(pairs.swapaxes(-1, -2).reshape(x.shape), by)
+    return turned.reshape(*x.shape[:-1], 2, count // 2).swapaxes(-1, -2).reshape(x.shape)

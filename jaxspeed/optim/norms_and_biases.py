@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxspeed.placement.paths import path_of
+from jaxspeed.placement.rows import IS_RANGE
 
 # "RMSNorm_0" -> RMS, Norm; "input_layernorm" -> input, layernorm; "ln1" -> ln
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -29,7 +30,8 @@ def is_norm_or_bias(path: str) -> bool:
     `ln_f/weight`, `RMSNorm_0/kernel`). Modules further up do not: in `norm1/linear/kernel` the
     kernel belongs to a linear layer.
     """
-    segments = [segment for segment in path.split("/") if not segment.isdigit()]
+    named = (segment for segment in path.split("/") if not segment.isdigit())
+    segments = [segment for segment in named if not IS_RANGE.fullmatch(segment)]
     if not segments:
         return False
     words = _words(segments[-1])

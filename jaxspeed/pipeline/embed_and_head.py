@@ -37,13 +37,6 @@ def head_and_loss(split: SplitStep, micro: Any, outer: Mapping[str, Any], carry:
     return jax.tree.unflatten(split.program.out_tree, outs)[0]
 
 
-def trained_inputs(split: SplitStep, jaxpr: Any) -> list[str]:
-    """The trained parameters outside of the blocks that `jaxpr` reads."""
-    read = read_by(jaxpr)
-    paths = [path for path, v in split.outside.items() if v in read]
-    return [path for path in paths if split.table[path].leaf.trainable]
-
-
 def _run(
     split: SplitStep,
     jaxpr: Any,

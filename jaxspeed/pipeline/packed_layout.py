@@ -96,6 +96,18 @@ class PackedLayout:
         return (self.stages, self._room(name)), grad.dtype, PartitionSpec(None, None)
 
     @property
+    def gradient_pieces(self) -> Mapping[str, Sequence[str]]:
+        """As `StageLayout.gradient_pieces`: each packed array is one."""
+        return {name: [name] for name in self.names() if self.trained(name)}
+
+    def accumulated(
+        self, name: str, gradients: Sequence[jax.Array], stage: Any, chunk: Any
+    ) -> tuple[jax.Array, Any]:
+        """As `StageLayout.accumulated`: all of a gradient is."""
+        (gradient,) = gradients
+        return gradient, True
+
+    @property
     def packed_bytes(self) -> tuple[int, int]:
         """A device's bytes of weights, as its stage reads them, and of gradients."""
         sizes = [(self._row(name), self.stages * self._room(name)) for name in self.packs]

@@ -1,7 +1,7 @@
 """`pipeline_report`: the PipelineReport of a program for a batch of given shapes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,15 +42,19 @@ def pipeline_report(
     if isinstance(own, PackedLayout):
         weights, gradients = own.packed_bytes
         return PipelineReport(*first, weights, moved_bytes=weights + gradients, unlike=True)
-    blocks = [own.row(name) for name in own.names()]
+    blocks = [(own.length(name), own.row(name)) for name in own.names()]
+
+    def of_chunk(size: Callable[[Row], int]) -> int:
+        return sum(length * size(row) for length, row in blocks)
+
     one = _LayerBytes(table, pipeline.objective.wire)
-    slots = pipeline.stages * pipeline.chunks * own.rows
+    slots = pipeline.stages * pipeline.chunks
     return PipelineReport(
         *first,
-        pipeline.chunks * own.rows * sum(map(one.read, blocks)),
-        sum(map(one.gathered, blocks)),
-        sum(map(one.reduced, blocks)),
-        0 if own.stack.in_place else slots * sum(map(one.exchanged, blocks)),
+        pipeline.chunks * of_chunk(one.read),
+        of_chunk(one.gathered) // own.rows,
+        of_chunk(one.reduced) // own.rows,
+        0 if own.stack.in_place else slots * of_chunk(one.exchanged),
     )
 
 

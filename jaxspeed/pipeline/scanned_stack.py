@@ -1,6 +1,7 @@
 """Repeated blocks with stacked parameters: the body of the one scan over them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.errors import ModelError
@@ -8,7 +9,9 @@ from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.primitives import CASTS
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import bodies, consts_and_carry, is_var
+from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.stacks import Stack
 
 
@@ -26,6 +29,21 @@ def scanned_stacks(closed: Any, parameters: Mapping[Any, str]) -> list[Stack]:
             leaves = {path: (path,) for path in paths}
             found.append(Stack(scan.params["length"], leaves, dims=layers))
     return found
+
+
+def with_scanned_layers(leaves: Sequence[Leaf], program: LossProgram) -> tuple[Leaf, ...]:
+    """Name the layers of parameters without names over which a traced loss scans."""
+    paths = {v: path for path, v in program.parameters.items()}
+    stacks = scanned_stacks(program.closed, paths)
+    scanned = {path for stack in stacks for path in stack.paths if not stack.layers_dim(path)}
+
+    def named(leaf: Leaf) -> Leaf:
+        if leaf.path not in scanned or leaf.names[:1] not in ((), (None,)):
+            return leaf
+        rest = (*leaf.names[1:], *[None] * len(leaf.shape))
+        return replace(leaf, names=("layers", *rest[: len(leaf.shape) - 1]))
+
+    return tuple(map(named, leaves))
 
 
 def scanned_blocks(jaxpr: Any, stack: Mapping[Any, str]) -> RepeatedBlocks:

@@ -6,14 +6,21 @@ blocks in a list) are stored sharded over `pipe` on another dim. One all-to-all 
 start of a step sends each stage its layers; another one at its end returns the gradients.
 
 Layer l of the stack is the j-th of chunk c of stage s: l = (c * stages + s) * rows + j.
+
+If some layers are frozen, the rows of a chunk are divided into segments: those that are trained on
+some stage, and those that are frozen on all of them, which have no gradient. Each segment of a
+parameter is an array of its own, a piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,6 +34,14 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.zero3 import ShardedParam
 
 Arrays = dict[str, Any]
+
+
+class BlockPiece(NamedTuple):
+    """Rows of a chunk of one of the blocks' parameters."""
+
+    parameter: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -60,22 +75,119 @@ class StageLayout:
         return self.rows * self.stages * self.chunks != self.layers
 
     def names(self) -> Sequence[str]:
-        return list(self.stack.leaves)
+        """The names of all pieces."""
+        return list(self.pieces)
+
+    @cached_property
+    def pieces(self) -> Mapping[str, BlockPiece]:
+        """The pieces by name, segment by segment."""
+        return {
+            name if len(self.segments) == 1 else f"{name}/{start}": BlockPiece(name, start, stop)
+            for start, stop in self.segments
+            for name in self.stack.leaves
+        }
+
+    @cached_property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Consecutive rows of a chunk of which the same parameters are trained on some stage."""
+
+        def trained(row: int) -> list[bool]:
+            layers = self._layers_at(row)
+            return [
+                any(self._row_of(name, layer).leaf.trainable for layer in layers)
+                for name in self.stack.leaves
+            ]
+
+        groups = [list(rows) for _, rows in groupby(range(self.rows), trained)]
+        return [(rows[0], rows[-1] + 1) for rows in groups]
+
+    def _layers_at(self, row: int) -> range:
+        """The layers that are this row of a chunk, of all stages."""
+        return range(row, self.layers, self.rows)
+
+    def _row_of(self, parameter: str, layer: int) -> Row:
+        """The table's row that holds a layer of one of the blocks' parameters."""
+        paths = self.stack.leaves[parameter]
+        if not self.stack.stacked:
+            return self.table[paths[layer]]
+        ends = ((self.table[path].leaf.range, path) for path in paths)
+        return self.table[next(path for own, path in ends if not own or layer < own.stop)]
+
+    def trains(self, layer: int) -> bool:
+        """Whether some parameter of a layer is trained."""
+        return any(self._row_of(name, layer).leaf.trainable for name in self.stack.leaves)
 
     def row(self, name: str) -> Row:
-        """The table's row of a parameter of the blocks; in a list, of the first block."""
-        return self.table[self.stack.leaves[name][0]]
+        """A row of the table that holds layers of a piece; one that is trained, if any is."""
+        piece = self.pieces[name]
+        layers = (n for row in range(piece.start, piece.stop) for n in self._layers_at(row))
+        rows = [self._row_of(piece.parameter, layer) for layer in layers]
+        return next((row for row in rows if row.leaf.trainable), rows[0])
+
+    def length(self, name: str) -> int:
+        """The layers of a chunk of a piece."""
+        return self.pieces[name].stop - self.pieces[name].start
 
     def trained(self, name: str) -> bool:
-        """Whether a parameter of the blocks has a gradient."""
+        """Whether a piece has a gradient."""
         return self.row(name).leaf.trainable
 
-    def accumulator(self, name: str) -> tuple[tuple[int, ...], Any, PartitionSpec]:
+    @cached_property
+    def gradient_pieces(self) -> Mapping[str, Sequence[str]]:
+        """The trained pieces by parameter, of which one array accumulates the gradients."""
+        found: dict[str, list[str]] = {}
+        for name, piece in self.pieces.items():
+            if self.trained(name):
+                found.setdefault(piece.parameter, []).append(name)
+        return found
+
+    def accumulator(self, parameter: str) -> tuple[tuple[int, ...], Any, PartitionSpec]:
         """(shape, dtype, spec) of a chunk's gradients of a parameter of the blocks."""
-        grad = self.row(name).grad
+        first = self.gradient_pieces[parameter][0]
+        grad = self.row(first).grad
         assert grad is not None
-        spec = PartitionSpec(None, *self.spec(name, grad))
-        return (self.rows, *self.gradient_shape(name)), grad.dtype, spec
+        spec = PartitionSpec(None, *self.spec(first, grad))
+        return (self.slots(parameter).shape[2], *self.gradient_shape(first)), grad.dtype, spec
+
+    def slots(self, parameter: str) -> np.ndarray:
+        """Which rows of the trained pieces are accumulated: [stages, chunks, slots].
+
+        There are as many slots as the chunk with most trained layers needs; -1 is an empty one.
+        """
+        found: dict[tuple[int, int], list[int]] = {}
+        rows = self._trained_rows(parameter)
+        for stage, chunk in np.ndindex(self.stages, self.chunks):
+            first = (chunk * self.stages + stage) * self.rows
+            found[stage, chunk] = [
+                i
+                for i, row in enumerate(rows)
+                if first + row < self.layers and self._row_of(parameter, first + row).leaf.trainable
+            ]
+        slots = np.full((self.stages, self.chunks, max(map(len, found.values()))), -1)
+        for (stage, chunk), own in found.items():
+            slots[stage, chunk, : len(own)] = own
+        return slots
+
+    def _trained_rows(self, parameter: str) -> list[int]:
+        """The rows of a chunk in trained pieces."""
+        pieces = (self.pieces[name] for name in self.gradient_pieces[parameter])
+        return [row for _, start, stop in pieces for row in range(start, stop)]
+
+    def accumulated(
+        self, parameter: str, gradients: Sequence[jax.Array], stage: Any, chunk: Any
+    ) -> tuple[jax.Array, Any]:
+        """The gradients of a chunk's trained pieces by slot, and which slots are not empty."""
+        gradient = gradients[0] if len(gradients) == 1 else jnp.concatenate(gradients)
+        slots = self.slots(parameter)
+        numbers = np.arange(slots.shape[2])
+        if (slots == np.arange(len(gradient))).all():
+            return gradient, True
+        rows = jnp.asarray(slots)[stage, chunk]
+        if (np.where(slots < 0, numbers, slots) == numbers).all():  # the empty ones are the last
+            gradient = gradient[: len(numbers)]
+        else:
+            gradient = gradient[jnp.maximum(rows, 0)]
+        return gradient, (rows >= 0).reshape(-1, *[1] * (gradient.ndim - 1))
 
     # -- all parameters ---------------------------------------------------------------------------
 
@@ -92,9 +204,9 @@ class StageLayout:
         """Gradients in the stage layout as gradients of the sources, by path."""
         outer = {path: x for path, x in gradients.items() if path not in self.stack.leaves}
         exchanges = OrderedExchanges(self.table.mesh, step)
-        for name in self.names():
-            if name in gradients:
-                outer |= self.gradients(name, gradients[name], exchanges)
+        for parameter in self.stack.leaves:
+            if parameter in gradients:
+                outer |= self.gradients(parameter, gradients[parameter], exchanges)
         return outer
 
     # -- one parameter of all blocks --------------------------------------------------------------
@@ -102,11 +214,11 @@ class StageLayout:
     def weights(
         self, name: str, sources: Mapping[str, Any], exchanges: "OrderedExchanges"
     ) -> jax.Array:
-        """A parameter of all blocks, [stages, chunks, layers, ...], from its stored arrays.
+        """A piece of a parameter, [stages, chunks, layers, ...], from its stored arrays.
 
         Before an all-to-all it is cast to the dtype that layers read.
         """
-        arrays = [sources[path] for path in self.stack.leaves[name]]
+        arrays = [sources[path] for path in self.stack.leaves[self.pieces[name].parameter]]
         if self.stack.in_place:
             lead = (self.stages, self.chunks, self.rows)
             x = arrays[0].reshape(*lead, *arrays[0].shape[1:])
@@ -115,15 +227,16 @@ class StageLayout:
         shape = self.source_shape(name)
         return x if x.shape[3:] == shape else on_device(x)[(..., *map(slice, shape))]
 
-    def gradients(self, name: str, gradient: jax.Array, exchanges: "OrderedExchanges") -> Arrays:
-        """The gradient of a parameter of all blocks, by path, as its rows store gradients.
+    def gradients(
+        self, parameter: str, gradient: jax.Array, exchanges: "OrderedExchanges"
+    ) -> Arrays:
+        """The gradients of a parameter's trained layers, by path, as its rows store gradients.
 
         An all-to-all leaves it sharded as the optimizer's state, which under stage 1 sends less.
         """
-        paths = self.stack.leaves[name]
         if self.stack.in_place:
-            return {paths[0]: gradient.reshape(-1, *gradient.shape[3:])}
-        return dict(zip(paths, self._from_stages(name, gradient, exchanges), strict=True))
+            return {self.stack.leaves[parameter][0]: gradient.reshape(-1, *gradient.shape[3:])}
+        return self._from_stages(parameter, gradient, exchanges)
 
     def _to_stages(
         self, name: str, arrays: Sequence[jax.Array], exchanges: "OrderedExchanges"
@@ -133,12 +246,16 @@ class StageLayout:
         Offloaded arrays are fetched for that, a stage's share at once.
         """
         arrays = on_device(arrays)
-        row = self.row(name)
+        row, piece = self.row(name), self.pieces[name]
         dim, layers = self._pipe_dim(name, row.source), self._layers_dim(name)
 
         def ordered(*arrays: jax.Array) -> jax.Array:
-            x = jnp.moveaxis(arrays[0], layers, 0) if layers is not None else jnp.stack(arrays)
-            return self._split_by_stage(x.astype(row.read.dtype))
+            read = [x.astype(row.read.dtype) for x in arrays]
+            if layers is None:
+                x = jnp.stack(read)
+            else:
+                x = jnp.concatenate([jnp.moveaxis(x, layers, 0) for x in read])
+            return self._split_by_stage(x)[:, :, piece.start : piece.stop]
 
         def exchange(*arrays: jax.Array) -> list[jax.Array]:
             return [lax.all_to_all(ordered(*arrays), PIPE, 0, dim, tiled=True)]
@@ -149,27 +266,49 @@ class StageLayout:
         return exchanges.per_device(exchange, row.source.spec, stage_spec, arrays)[0]
 
     def _from_stages(
-        self, name: str, gradient: jax.Array, exchanges: "OrderedExchanges"
-    ) -> Sequence[jax.Array]:
-        """Inverse of `_to_stages`, for a gradient."""
-        row = self.row(name)
+        self, parameter: str, gradient: jax.Array, exchanges: "OrderedExchanges"
+    ) -> Arrays:
+        """Inverse of `_to_stages`, for the gradients of a parameter's trained layers."""
+        name = self.gradient_pieces[parameter][0]
+        row, layers = self.row(name), self._layers_dim(name)
         assert row.opt is not None
         dim = self._pipe_dim(name, row.opt)
-        layers = self._layers_dim(name)
         more = zip(gradient.shape[3:], self._of_layer(name, row.shape(row.opt)), strict=True)
         gradient = jnp.pad(gradient, [(0, 0)] * 3 + [(0, b - a) for a, b in more])
+        paths = self.stack.leaves[parameter]
+        trained = [path for path in paths if self.table[path].leaf.trainable]
+        # By layer, the index of its gradient in [chunks * stages * slots, ...].
+        slots, rows = self.slots(parameter), self._trained_rows(parameter)
+        place: dict[int, int] = {}
+        for (stage, chunk, slot), number in np.ndenumerate(slots):
+            if number >= 0:
+                block = chunk * self.stages + stage
+                place[block * self.rows + rows[number]] = block * slots.shape[2] + slot
+
+        def of_path(path: str, x: jax.Array) -> jax.Array:
+            """What belongs to a row of the table, of [chunks * stages * slots, ...]."""
+            own = self.table[path].leaf.range
+            number = [paths.index(path)] if layers is None else range(self.layers)
+            index = [place[layer] for layer in (number[own.rows] if own else number)]
+            if index == list(range(index[0], index[-1] + 1)):
+                x = x[index[0] : index[-1] + 1]
+            else:
+                x = jnp.stack([x[i] for i in index])
+            return x[0] if layers is None else jnp.moveaxis(x, 0, layers)
 
         def apart(x: jax.Array) -> list[jax.Array]:
-            x = self._merge_stages(x)
-            return list(x) if layers is None else [jnp.moveaxis(x, 0, layers)]
+            x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+            return [of_path(path, x) for path in trained]
 
         def exchange(x: jax.Array) -> list[jax.Array]:
             return apart(lax.all_to_all(x, PIPE, dim, 0, tiled=True))
 
         if dim is None:
-            return apart(gradient)
-        stage_spec = self._stage_spec(name, row.opt)
-        return exchanges.per_device(exchange, stage_spec, row.opt.spec, [gradient])
+            found = apart(gradient)
+        else:
+            stage_spec = self._stage_spec(name, row.opt)
+            found = exchanges.per_device(exchange, stage_spec, row.opt.spec, [gradient])
+        return dict(zip(trained, found, strict=True))
 
     def _split_by_stage(self, x: jax.Array) -> jax.Array:
         """[layers, ...] as [stages, chunks, layers, ...], padding layers zero."""
@@ -177,10 +316,6 @@ class StageLayout:
         x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
         x = x.reshape(self.chunks, self.stages, self.rows, *x.shape[1:])
         return jnp.swapaxes(x, 0, 1)
-
-    def _merge_stages(self, x: jax.Array) -> jax.Array:
-        """[stages, chunks, layers, ...] as [layers, ...]."""
-        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[: self.layers]
 
     def _pipe_dim(self, name: str, placement: Placement) -> int | None:
         """The dim of [stages, chunks, layers, ...] that is stored sharded over `pipe`."""
@@ -195,7 +330,7 @@ class StageLayout:
 
     def _layers_dim(self, name: str) -> int | None:
         """The dim of a stored array that stacks the layers."""
-        return self.stack.layers_dim(self.stack.leaves[name][0])
+        return self.stack.layers_dim(self.stack.leaves[self.pieces[name].parameter][0])
 
     def _of_layer(self, name: str, dims: Sequence[Any]) -> list[Any]:
         """What belongs to the dims of one layer's slice, of a stored array's."""
@@ -231,7 +366,7 @@ class StageLayout:
     def sharded_param(self, name: str, mesh: Any, wire: Any) -> ShardedParam:
         """A chunk of a parameter as it is stored inside a stage."""
         row = self.row(name)
-        shape = (self.rows, *self._of_layer(name, row.leaf.shape))
+        shape = (self.length(name), *self._of_layer(name, row.leaf.shape))
         gathered = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.read)))
         memory_kind = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
         spec = PartitionSpec(None, *self.spec(name, row.source))

@@ -36,8 +36,9 @@ class Stage:
 
     @property
     def names(self) -> list[str]:
-        """The parameters of the blocks, in the order of `weights`."""
-        return self._like_parts.names
+        """The pieces of the blocks' parameters, in the order of `weights`."""
+        read = set(self._like_parts.names)
+        return [name for name, piece in self._layout.pieces.items() if piece.parameter in read]
 
     @property
     def _like_parts(self) -> LossParts:
@@ -118,7 +119,24 @@ class Stage:
         parts = self.split.parts
         context = [i in self.shared for i in parts.context_reads]
         weights = [name in trained for name in self.names]
-        return [*weights, *context, False, *map(inexact, parts.carry)]
+        carry = [inexact(x) and self.returns_gradients for x in parts.carry]
+        return [*weights, *context, False, *carry]
+
+    @property
+    def returns_gradients(self) -> bool:
+        """Whether some chunk returns a gradient to the one before.
+
+        If not, the layers below the lowest trained one, which is of the last chunk, or none, have
+        no backward pass.
+        """
+        split, layout = self.split, self._layout
+        chunks = range(layout.rows, layout.layers, layout.rows)
+        below = range(max(chunks, default=0))
+        return bool(
+            self.shared
+            or split.trained_inputs(split.parts.before)
+            or any(layout.trains(layer) for layer in below)
+        )
 
     def entered(self, number: Any, work: StageWork, entry: Values, ahead: Values) -> Values:
         """A chunk's input: the embedding's output, or the message of the stage before."""
@@ -154,14 +172,16 @@ class Stage:
         own = {n: layout.sharded_param(n, mesh, split.objective.wire) for n in self.names}
 
         def chunk(weights: Values, context: Values, first: Any, carry: Values) -> Values:
-            return parts.stage(
-                layout.rows,
-                dict(zip(own, weights, strict=True)),
-                context,
-                first,
-                carry,
-                padded=layout.padded,
-            )
+            pieces = dict(zip(own, weights, strict=True))
+            for start, stop in layout.segments:
+                of_segment = {
+                    piece.parameter: pieces[name]
+                    for name, piece in layout.pieces.items()
+                    if name in pieces and piece.start == start
+                }
+                at, padded = first + start, layout.padded
+                carry = parts.stage(stop - start, of_segment, context, at, carry, padded=padded)
+            return carry
 
         def like(v: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.slicing import read_by
+from jaxspeed.jaxpr.traverse import Jaxpr
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_sample_shards
@@ -106,7 +108,15 @@ class SplitStep:
     def outside(self) -> dict[str, Any]:
         """The variables of the parameters outside of the blocks, by path."""
         variables = self.program.parameters
-        return {path: v for path, v in variables.items() if path not in self.layout.stack.paths}
+        stack = self.layout.stack
+        own = stack.leaves.keys() | stack.paths
+        return {path: v for path, v in variables.items() if path not in own}
+
+    def trained_inputs(self, jaxpr: Jaxpr) -> list[str]:
+        """The trained parameters outside of the blocks that `jaxpr` reads."""
+        read = read_by(jaxpr)
+        paths = [path for path, v in self.outside.items() if v in read]
+        return [path for path in paths if self.table[path].leaf.trainable]
 
     @cached_property
     def outer(self) -> Arrays:
@@ -117,7 +127,11 @@ class SplitStep:
         """The inputs of the parts for one micro-batch; None for the blocks' parameters."""
         batch = jax.tree.map(lambda x: self.objective.cast(at(x, micro)), self.micro)
         rest = jax.tree.leaves((self.variables, batch, jnp.asarray(self.step), micro))
-        return [*self.parts.constants, *(outer.get(row.path) for row in self.table), *rest]
+        return [
+            *self.parts.constants,
+            *(outer.get(path) for path in self.program.parameters),
+            *rest,
+        ]
 
 
 def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | UnlikeParts:
@@ -130,7 +144,8 @@ def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | U
     if isinstance(stack, UnlikeStages):
         own = {v: path for path, v in program.parameters.items()}
         return split_unlike(program.closed, own, stack, _lead(one), program.batch)
-    leaves = {name: [program.parameters[p] for p in own] for name, own in stack.leaves.items()}
+    paths = {name: (name,) if stack.divided else own for name, own in stack.leaves.items()}
+    leaves = {name: [program.parameters[p] for p in own] for name, own in paths.items()}
     return split_loss(program.closed, leaves)
 
 

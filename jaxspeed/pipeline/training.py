@@ -24,7 +24,7 @@ from jaxspeed.pipeline.cpu_ordering import (
     gathers_ordered_after,
     ordered_after,
 )
-from jaxspeed.pipeline.embed_and_head import embed, head_and_loss, trained_inputs
+from jaxspeed.pipeline.embed_and_head import embed, head_and_loss
 from jaxspeed.pipeline.evaluation import no_loss
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage, in_context
@@ -72,7 +72,7 @@ class Training:
 
     def run(self, schedule: Schedule) -> Sums:
         state = run_ticks(schedule, self._tick, self._start(schedule))
-        grads = {**state.outer, **dict(zip(self._trained, state.blocks, strict=True))}
+        grads = {**state.outer, **dict(zip(self._accumulated, state.blocks, strict=True))}
         for path, grad in zip(self.stage.shared.values(), state.shared, strict=True):
             grads[path] = grads[path] + self._place(path, grad.sum(0))
         weight = state.loss.weight
@@ -82,8 +82,15 @@ class Training:
 
     @property
     def _trained(self) -> list[str]:
-        """The parameters of the blocks that have gradients."""
+        """What the stages read of the blocks' parameters that has gradients."""
         return [name for name in self.stage.names if self.split.layout.trained(name)]
+
+    @property
+    def _accumulated(self) -> dict[str, list[str]]:
+        """The same by the arrays that accumulate the gradients."""
+        read, pieces = set(self._trained), self.split.layout.gradient_pieces
+        own = {name: [piece for piece in each if piece in read] for name, each in pieces.items()}
+        return {name: each for name, each in own.items() if each}
 
     # -- before the first tick --------------------------------------------------------------------
 
@@ -96,7 +103,7 @@ class Training:
             self._slots(schedule.slots),
             ahead,
             [x for x in self.stage.messages() if inexact(x)],
-            [self._zero_gradient(name) for name in self._trained],
+            [self._zero_gradient(name) for name in self._accumulated],
             [self._zero_shared_gradient(path) for path in self.stage.shared.values()],
             {path: self._place(path, zero) for path, zero in zeros.items()},
             loss,
@@ -188,6 +195,8 @@ class Training:
     def _forward(self, args: Values) -> tuple[Values, Values]:
         """A chunk's outputs, and its residuals that are not weights."""
         active = self.stage.active(self._trained)
+        if not any(active):
+            return self.stage.run(args), []
         self.passes = self.stage.passes(active, args)
         return self.passes.forward(args)
 
@@ -210,6 +219,8 @@ class Training:
         start: Values = [jnp.zeros(x.shape[1:], x.dtype) for x in state.back]
         if phase.head:
             state, start = self._head_backward(state, row.leaving, end)
+        if not any(stage.active(self._trained)):  # only what follows the blocks is trained
+            return state
 
         def stage_body(number: Any, own: Any, every: Any) -> Any:
             work, weights, residuals, ahead, back, blocks, shared = own
@@ -220,12 +231,15 @@ class Training:
             cotangents = ordered_after(self.split, cotangents, received, work.micro)
             grads = iter(self.passes.backward(stage.chunk(weights, work), residuals, cotangents))
             factor = share[jnp.maximum(work.micro, 0)]
+            of_blocks = {name: on_device(next(grads)) for name in self._trained}
             blocks = [
-                self._add_to_chunk(name, total, next(grads), number, work, factor)
-                for name, total in zip(self._trained, blocks, strict=True)
+                self._add_to_chunk(
+                    name, total, [of_blocks[piece] for piece in pieces], number, work, factor
+                )
+                for (name, pieces), total in zip(self._accumulated.items(), blocks, strict=True)
             ]
             shared = [_add(total, next(grads), factor, work.micro >= 0) for total in shared]
-            dx = list(grads)
+            dx = list(grads) or [jnp.zeros(x.shape, x.dtype) for x in back]
             returned = broadcast_from(dx, (number == 0) & (work.chunk == 0))
             return (send_to_stage(dx, stages, -1), blocks, shared), returned
 
@@ -237,20 +251,17 @@ class Training:
         return self._embedding_backward(state, row.returning, returned, share)
 
     def _add_to_chunk(
-        self, name: str, total: Any, grad: Any, number: Any, work: StageWork, factor: Any
+        self, name: str, total: Any, grads: Values, number: Any, work: StageWork, factor: Any
     ) -> jax.Array:
-        """Add a chunk's gradient to those of the stage, [chunks, layers, ...]."""
+        """Add a chunk's gradients of a parameter to those of the stage, [chunks, layers, ...]."""
         layout, busy = self.split.layout, work.micro >= 0
-        grad = on_device(grad)
+        grad, real = layout.accumulated(name, grads, number, work.chunk)
         grad = pad(grad.astype(total.dtype), total.shape[1:])
         spec = layout.accumulator(name)[2]
         grad = constrain(grad, in_context(spec), "pipeline.accumulate")
-        if layout.padded:
-            real = self.stage.first_layer(number, work) + jnp.arange(layout.rows) < layout.layers
-            busy = busy & real.reshape(-1, *[1] * (grad.ndim - 1))
         old = jax.lax.dynamic_index_in_dim(total, work.chunk, 0, False)
         return jax.lax.dynamic_update_index_in_dim(
-            total, _add(old, grad, factor, busy), work.chunk, 0
+            total, _add(old, grad, factor, busy & real), work.chunk, 0
         )
 
     # -- embedding and head -----------------------------------------------------------------------
@@ -269,7 +280,7 @@ class Training:
             share = per_weight(self.scale, loss.weight)
             return loss.total * share.astype(loss.total.dtype), loss
 
-        active = {path: outer[path] for path in trained_inputs(split, split.parts.after)}
+        active = {path: outer[path] for path in split.trained_inputs(split.parts.after)}
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
         (grads, start), loss = differentiate(active, [end[i] for i in moving])
         start = all_ordered_after(split, start, grads, micro)
@@ -289,7 +300,7 @@ class Training:
         """The embedding's gradients, of the micro-batch whose backward reached it."""
         split = self.split
         outer = gathers_ordered_after(split, returned, micro)
-        paths = trained_inputs(split, split.parts.before)
+        paths = split.trained_inputs(split.parts.before)
         if not paths:
             return state
         (number,) = all_ordered_after(split, [jnp.maximum(micro, 0)], returned, micro)

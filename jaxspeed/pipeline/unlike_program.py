@@ -43,6 +43,10 @@ class UnlikeStage(Stage):
     def weights(self) -> Values:
         return [self.split.sources[name] for name in self.names]
 
+    @property
+    def returns_gradients(self) -> bool:
+        return True
+
     def run(self, args: Values) -> Values:
         carried = len(self._parts.carry)
         return self._by_branch(lambda branch: branch, args, [True] * carried)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxspeed.axes import DATA, axis_names, spanning_order
 from jaxspeed.errors import PlacementError
+from jaxspeed.placement.paths import counted
 
 
 def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
@@ -46,7 +47,7 @@ def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]
             else f"the sizes must multiply to {device_count}; -1 for one axis fills it in"
         )
         raise PlacementError(
-            f"mesh: {shape or 'all axes 1'} is for exactly {fixed} devices, "
+            f"mesh: {shape or 'all axes 1'} is for exactly {counted(fixed, 'device')}, "
             f"but there are {device_count}: {hint}"
         )
     return full

@@ -23,6 +23,11 @@ def flat_with_paths(tree: Any) -> dict[str, Any]:
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """'1 device', '8 devices'; 'batch' has the plural 'es'."""
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
 def listed(names: Sequence[str], most: int = 4) -> str:
     """Join the first names, and state how many more there are."""
     more = len(names) - most

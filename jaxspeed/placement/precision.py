@@ -1,5 +1,6 @@
 """Mixed precision: dtypes of the placement table's roles, from the config."""
 
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,8 +13,20 @@ DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 
 def compute_dtype(config: Config) -> Any:
     """Dtype to which floating parameters and inputs are cast; None: no cast."""
-    no_cast = config.compute_dtype == "fp32" or config.torch_autocast.enabled
+    no_cast = config.compute_dtype == "fp32" or config.autocasts
     return None if no_cast else DTYPES[config.compute_dtype]
+
+
+def keeps_fp32(name: str, path: str) -> bool:
+    """Whether a name of `data_types.keep_in_fp32_modules` covers a parameter or variable.
+
+    As transformers matches them: `*` is any text, and the name may stand anywhere. The path is
+    dotted, as in torch, where Flax's kernel, scale and embedding are weight.
+    """
+    dotted = path.replace("/", ".")
+    as_in_torch = re.sub(r"\.(kernel|scale|embedding)$", ".weight", dotted)
+    pattern = ".*".join(map(re.escape, name.replace("/", ".").split("*")))
+    return any(re.search(pattern, each) for each in (dotted, as_in_torch))
 
 
 def precision_of(config: Config) -> Precision:

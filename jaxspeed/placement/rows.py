@@ -6,9 +6,10 @@
 `opt`     the optimizer's moments
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,9 +21,25 @@ ROLES = ("param", "master", "grad", "opt")
 HOST = "pinned_host"  # the memory kind of offloaded arrays
 
 
+IS_RANGE = re.compile(r"\[\d+:\d+\]")  # the last segment of the path of a range of layers
+
+
+class LayerRange(NamedTuple):
+    """Consecutive layers of a stacked parameter, which are a leaf of their own."""
+
+    path: str  # of the parameter
+    start: int
+    stop: int
+    first: str  # the path that the first of these layers has where the stack is a list
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter as the model initialized it."""
+    """One parameter as the model initialized it, or a range of its layers."""
 
     path: str
     shape: tuple[int, ...]
@@ -31,10 +48,18 @@ class Leaf:
     trainable: bool = True
     full_precision: bool = False  # never cast to a 16-bit compute dtype
     shared: tuple[str, ...] = ()  # its other paths, of a Variable that the model has several times
+    range: LayerRange | None = None  # if it holds only some layers
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return (self.path, *self.shared)
+        """The paths by which patterns select it."""
+        layer = (self.range.first,) if self.range else ()
+        return (self.path, *self.shared, *layer)
+
+    @property
+    def parameter(self) -> str:
+        """The path of the model's parameter that it is, or whose layers it holds."""
+        return self.range.path if self.range else self.path
 
     @property
     def stacked(self) -> int:

@@ -32,6 +32,7 @@ class Stack:
     leaves: Mapping[str, tuple[str, ...]]
     chunks: int = 1  # runs of neighbouring layers per stage
     dims: Mapping[str, int] = field(default_factory=dict)  # by path: the layers' dim, if not 0
+    divided: bool = False  # whether a stacked path may be several, of ranges of its layers
 
     def __str__(self) -> str:
         return f"{next(iter(self.leaves))}, ... ({self.layers} blocks)"
@@ -43,12 +44,13 @@ class Stack:
     @property
     def stacked(self) -> bool:
         """Whether the model itself stacks its blocks."""
-        return all(len(paths) == 1 for paths in self.leaves.values())
+        return self.divided or all(len(paths) == 1 for paths in self.leaves.values())
 
     @property
     def in_place(self) -> bool:
         """Whether stages use it as it is stored, with its first dim sharded over pipe."""
-        return self.stacked and self.chunks == 1 and not any(self.dims.values())
+        moved = self.divided or any(self.dims.values())
+        return self.stacked and self.chunks == 1 and not moved
 
     @cached_property
     def paths(self) -> frozenset[str]:
@@ -87,12 +89,37 @@ def find_stacks(
     match: Callable[[str, str], bool] | None = None,
 ) -> list[Stack]:
     """Find every stack that the names of a model's parameters suggest, the largest first."""
-    return largest_first([*_stacked(leaves), *_listed(leaves, patterns, match)], leaves)
+    stacked = [
+        Stack(group[0].shape[0], {leaf.path: (leaf.path,) for leaf in group})
+        for group in stacked_modules(leaves).values()
+    ]
+    return largest_first([*stacked, *_listed(leaves, patterns, match)], leaves)
 
 
 def largest_first(stacks: Sequence[Stack], leaves: Sequence[Leaf]) -> list[Stack]:
     """Sort stacks by their bytes."""
     return sorted(stacks, key=lambda s: -stack_bytes(s, leaves))
+
+
+def divided_like(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
+    """The stack with the ranges of layers that are leaves of their own in place of parameters.
+
+    Raises:
+      PlacementError: the stages are unlike.
+    """
+    ranges: dict[str, list[str]] = defaultdict(list)
+    for leaf in leaves:
+        if leaf.range and leaf.parameter in stack.paths:
+            ranges[leaf.parameter].append(leaf.path)
+    if not ranges:
+        return stack
+    if isinstance(stack, UnlikeStages):
+        raise PlacementError(
+            f"mesh.pipe: unlike blocks are stages, and layers of {next(iter(ranges))} are trained "
+            "in part; train all or none of them, or use mesh.pipe 1"
+        )
+    own = {name: tuple(ranges.get(name, (name,))) for name in stack.leaves}
+    return replace(stack, leaves=own, divided=True)
 
 
 def stack_bytes(stack: Stack, leaves: Sequence[Leaf]) -> int:
@@ -143,8 +170,11 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
     )
 
 
-def _stacked(leaves: Sequence[Leaf]) -> list[Stack]:
-    """Find one stack per highest module all of whose parameters stack equally many layers."""
+def stacked_modules(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
+    """The highest modules all of whose parameters stack equally many layers, by path.
+
+    A stacked parameter of no such module stands alone.
+    """
     below: dict[str, set[int]] = defaultdict(set)
     for leaf in leaves:
         layers = leaf.shape[0] if leaf.stacked else 0
@@ -155,10 +185,7 @@ def _stacked(leaves: Sequence[Leaf]) -> list[Stack]:
         if leaf.stacked:
             alike = (p for p in _prefixes(leaf.path) if len(below[p]) == 1)
             groups[next(alike, leaf.path)].append(leaf)
-    return [
-        Stack(group[0].shape[0], {leaf.path: (leaf.path,) for leaf in group})
-        for group in groups.values()
-    ]
+    return groups
 
 
 def _prefixes(path: str) -> list[str]:
@@ -200,7 +227,7 @@ def _listed(
 
 def _kind(block: Mapping[str, Leaf]) -> Any:
     return sorted(
-        (inner, leaf.shape, str(leaf.dtype), leaf.names, leaf.trainable, leaf.full_precision)
+        (inner, leaf.shape, str(leaf.dtype), leaf.names, leaf.full_precision)
         for inner, leaf in block.items()
     )
 

@@ -11,6 +11,7 @@ Layers never read a master from there: stage 3 then also stores the parameter in
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,39 @@ class PlacementTable:
 
     def sharding(self, placement: Placement) -> NamedSharding:
         return placement.sharding(self.mesh)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, tuple[Row, ...]]:
+        """The rows of each parameter of the model: several where ranges of layers are leaves."""
+        found: dict[str, tuple[Row, ...]] = {}
+        for row in self:
+            found[row.leaf.parameter] = (*found.get(row.leaf.parameter, ()), row)
+        return found
+
+    def shape_of(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a parameter of the model."""
+        first, *more = (row.leaf.shape for row in self.parameters[parameter])
+        return (first[0] + sum(shape[0] for shape in more), *first[1:]) if more else first
+
+    def joined(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of rows as those of the model's parameters, by their paths."""
+        return {
+            parameter: values[rows[0].path]
+            if len(rows) == 1
+            else jnp.concatenate([values[row.path] for row in rows])
+            for parameter, rows in self.parameters.items()
+            if rows[0].path in values
+        }
+
+    def in_rows(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of parameters of the model as those of their rows."""
+        return {
+            row.path: values[parameter][row.leaf.range.rows]
+            if row.leaf.range
+            else values[parameter]
+            for parameter in values
+            for row in self.parameters[parameter]
+        }
 
     @property
     def ranks(self) -> int:

@@ -13,6 +13,7 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement import show
+from jaxspeed.placement.paths import counted
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.memory import Memory
 from jaxspeed.planner.page import page_of
@@ -198,8 +199,9 @@ class Plan:
     def _batch(self) -> str:
         batch, ranks = self.program.batch, self.program.ranks
         return (
-            f"batch  {batch.train} samples: {batch.micro} per data rank and micro-batch, "
-            f"x {batch.accumulation} micro-batches x {ranks} ranks"
+            f"batch  {counted(batch.train, 'sample')}: {batch.micro} per data rank and "
+            f"micro-batch, x {counted(batch.accumulation, 'micro-batch', 'es')} "
+            f"x {counted(ranks, 'rank')}"
         )
 
 

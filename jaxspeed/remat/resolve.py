@@ -74,7 +74,7 @@ def _policy(config: Recompute, units: Sequence[UnitJaxpr]) -> Callable[..., Any]
 def remat_costs(units: Sequence[UnitJaxpr], num_shards: int, device_kind: str) -> RematCosts:
     """Costs of the choices among the units' named activations on devices of a kind."""
     rate = peak_flops(device_kind) or _UNKNOWN_PEAK
-    residuals = tuple(map(UnitResiduals.of, units))
+    residuals = tuple(UnitResiduals.of(unit) for unit in units if unit.differentiated)
     return RematCosts(residuals, num_shards, rate / host_link(device_kind))
 
 
@@ -120,18 +120,21 @@ def units_together(config: Recompute, units: Sequence[UnitJaxpr]) -> int:
     """Number of units that are rematerialized together."""
     if config.every is None and config.count is None:
         return 1
-    layers = units[0].times if len(units) == 1 else len(units)
-    divisors = [n for n in range(1, layers + 1) if layers % n == 0]
+    # A stack whose layers are trained in part is run by several scans.
+    trips = [unit.times for unit in units if unit.times > 1] or [len(units)]
+    divisors = [n for n in range(1, max(trips) + 1) if not any(length % n for length in trips)]
+    layers = sum(trips)
     if config.every is None:
         assert config.count is not None
         wanted = config.count
-        count = min(divisors, key=lambda n: (abs(n - wanted), -n))
-        _note_count(wanted, count, layers)
-        return layers // count
-    if layers % config.every:
+        every = min(divisors, key=lambda n: (abs(layers // n - wanted), n))
+        _note_count(wanted, layers // every, layers)
+        return every
+    if config.every not in divisors:
         raise ConfigError(
-            f"{_KEY}.every_n: {config.every} does not divide the {layers} consecutive units of "
-            f"this model; {', '.join(map(str, divisors))} do"
+            f"{_KEY}.every_n: {config.every} does not divide the "
+            f"{' + '.join(map(str, trips))} consecutive units of this model; "
+            f"{', '.join(map(str, divisors))} do"
         )
     return config.every
 

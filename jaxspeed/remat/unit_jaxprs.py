@@ -22,18 +22,27 @@ class UnitJaxpr:
     is_activation: tuple[bool, ...]  # which inputs depend on the batch and are not loop-invariant
     active: tuple[bool, ...]  # which inputs may have a gradient; rotary angles have none
 
+    @property
+    def differentiated(self) -> bool:
+        """Whether it has a backward pass: frozen layers below all trained ones have none."""
+        return any(self.active)
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of its activations (`checkpoint_name`)."""
         return tuple(dict.fromkeys(_names(self.jaxpr)))
 
 
-def unit_jaxprs(jaxpr: Any, batch: Iterable[Any], units: Units) -> Iterator[UnitJaxpr]:
+def unit_jaxprs(
+    jaxpr: Any, batch: Iterable[Any], units: Units, trained: Iterable[Any] | None = None
+) -> Iterator[UnitJaxpr]:
     """Every unit of a program.
 
-    `batch` are the program's input variables that are neither parameters nor constants.
+    `batch` are the program's input variables that are neither parameters nor constants, `trained`
+    those that have gradients; None for all real ones.
     """
-    yield from _units(jaxpr, batch, filter(_is_real, jaxpr.invars), units, 1)
+    real = filter(_is_real, jaxpr.invars) if trained is None else trained
+    yield from _units(jaxpr, batch, real, units, 1)
 
 
 def _units(

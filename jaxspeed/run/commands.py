@@ -148,28 +148,40 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
 
 
 class ChosenCheckpoint:
-    """The checkpoint that a command reads: the one of this tag, or the newest intact one."""
+    """The checkpoint that a command reads: the one of this tag, or the newest intact one.
+
+    Where there is none yet, it is a pretrained model's own weights, if the config names one.
+    """
 
     def __init__(self, source: Source, tag: str | None) -> None:
         self._source, self._tag = source, tag
         self._all = checkpointer_of(source)
         self.folder = self._all.folder
         self._tags = [info.tag for info in self._all.list() if info.ok]
-        if not self._tags:
-            raise ConfigError(f"{self.folder} holds no checkpoint; train first")
         if tag is not None and tag not in self._tags:
-            raise ConfigError(f"no checkpoint {tag} in {self.folder}: {', '.join(self._tags)}")
+            found = ", ".join(self._tags) or "none"
+            raise ConfigError(f"no checkpoint {tag} in {self.folder}: {found}")
+        if not self._tags:
+            model = source.config.model
+            if model is None or model.pretrained is None:
+                raise ConfigError(f"{self.folder} holds no checkpoint; train first")
+            log.warning(
+                "%s holds no checkpoint: the weights are those of %s, untrained",
+                self.folder,
+                model.pretrained,
+            )
 
     def files(self) -> dict[str, bytes]:
         """The files that were saved with it."""
-        return self._all.files(self._tag or self._tags[-1])
+        return self._all.files(self._tag or self._tags[-1]) if self._tags else {}
 
-    def restored(self, ema: bool) -> tuple[Engine, int, str]:
+    def restored(self, ema: bool) -> tuple[Engine, int, str | None]:
         """An engine with its state, the step and the tag."""
-        engine = self._source.engine()
-        with self._source.watchdog.section("restore"):
-            found = self._all.restore(engine.program, tag=self._tag, in_place_of=engine.held)
-        engine.state = found.state
+        engine, step, tag = self._source.engine(), 0, None
+        if self._tags:
+            with self._source.watchdog.section("restore"):
+                found = self._all.restore(engine.program, tag=self._tag, in_place_of=engine.held)
+            engine.state, step, tag = found.state, found.step, found.tag
         if ema:
             engine.state = engine.averaged
-        return engine, found.step, found.tag
+        return engine, step, tag

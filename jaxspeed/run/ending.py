@@ -8,7 +8,6 @@ import ctypes
 import faulthandler
 import re
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -19,7 +18,8 @@ import jax
 # JAX has no public name for its coordination client (0.11.2 and 0.12.0.1).
 from jax._src import distributed
 
-from jaxspeed.errors import ExitCode, JaxspeedError, exit_code
+from jaxspeed.errors import ExitCode, JaxspeedError, RunError, exit_code
+from jaxspeed.launch.address import Address
 from jaxspeed.launch.environment import late_devices
 from jaxspeed.run.heartbeats import Beat, Heartbeats, in_section
 
@@ -127,10 +127,9 @@ class Ending:
 
 
 def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-    except (OSError, ValueError):
+        Address.parse(address).connected(2.0).close()
+    except (OSError, RunError):
         return False
     return True
 

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from jaxspeed.engine.oom_help import device_limit, stored_bytes
 from jaxspeed.hardware.targets import Target, memory_of_machine
+from jaxspeed.placement.paths import counted
 from jaxspeed.placement.show import bytes_text, scaled_text
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.train.program import Program
@@ -39,7 +40,7 @@ def on_what(program: Program, target: Target | None = None) -> str:
     where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
     where = f"({target}, {target.chip.kind})" if target else where
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    on = f"[bold]{parameters} parameters on {count} devices[/] {where}{processes}"
+    on = f"[bold]{parameters} parameters on {counted(count, 'device')}[/] {where}{processes}"
     if program.serving and not program.in_this_process:
         count = program.serving.workers + program.serving.servers
         on = f"[bold]{parameters} parameters in {count} processes[/] on Ray"
@@ -52,9 +53,9 @@ def _server(program: Program) -> str:
     if serving is None:
         return ""
     down, up = bytes_text(serving.pull.bytes), bytes_text(serving.push.bytes)
-    servers = f"{serving.servers} server{'s' * (serving.servers > 1)}"
+    servers, workers = counted(serving.servers, "server"), counted(serving.workers, "worker")
     return (
-        f"\n[bold]{servers}, {serving.workers} workers[/] {serving.pace}; each worker pulls {down} "
+        f"\n[bold]{servers}, {workers}[/] {serving.pace}; each worker pulls {down} "
         f"and pushes {up} per version"
     )
 
@@ -71,7 +72,7 @@ def memory_line(
         has = f"{bytes_text(limit)} per device"
     else:  # the devices are simulated
         ram = bytes_text(memory_of_machine())
-        has = f"{ram} of host RAM shared by {len(program.devices)} devices"
+        has = f"{ram} of host RAM shared by {counted(len(program.devices), 'device')}"
     owner = "server" if program.serving else "device"
     temp = ""
     if temp_bytes is not None:
@@ -86,4 +87,6 @@ def _where(trainer: Trainer) -> str:
     step = trainer.reached.step
     if step >= trainer.steps:
         return f"all {step} steps are done"
-    return f"resumed after step {step} of {trainer.steps}" if step else f"{trainer.steps} steps"
+    if step:
+        return f"resumed after step {step} of {trainer.steps}"
+    return counted(trainer.steps, "step")

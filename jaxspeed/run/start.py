@@ -66,15 +66,19 @@ class Source:
         It is that of a checkpoint's files, or of the run's folder, or of the config; the training
         data are read only where none of these has one.
         """
-        if self.reads.sample == "images":
+        section, data = self.config.model, data_section(self.config)
+        is_family = self.model is None and section is not None and section.factory is None
+        if is_family and self.reads.sample != "tokens":
             return None
         found = tokenizer_in(saved, "the checkpoint's tokenizer") or self._saved_tokenizer()
-        found = found or tokenizer_of_section(data_section(self.config))
+        found = found or tokenizer_of_section(data)
         if found is not None:
             return found
         try:
             return self.corpus().tokenizer
         except DataError as error:
+            if all(each.source in ("tokens", "synthetic") for each in data.sources):
+                return None  # ids without one: it would be saved
             raise DataError(
                 f"no tokenizer was saved with the checkpoint or in {self.folder.path}, and none "
                 f"can be had from the training data: {error}"

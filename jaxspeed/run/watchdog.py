@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import socket
 import statistics
 import sys
 import threading
@@ -286,7 +287,9 @@ class Watchdog:
     def _beat_of_first(self) -> Beat:
         """The last heartbeat of process 0, which still has to be read where it has started."""
         address = distributed.global_state.coordinator_address or ""
-        started = {"host": address.rpartition(":")[0], "section": "start", "step": 0}
+        is_here = address.startswith("unix:")
+        host = socket.gethostname() if is_here else address.rpartition(":")[0]
+        started = {"host": host, "section": "start", "step": 0}
         return self._last.get(0, started)
 
     # -- the thread of messages --------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Build a Program from a config, a model, a loss and devices, without creating arrays."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,14 @@ from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
+from jaxspeed.pipeline.scanned_stack import with_scanned_layers
 from jaxspeed.placement.codec import CodecRule
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import build_mesh, simulated
-from jaxspeed.placement.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.placement.precision import DTYPES, compute_dtype, keeps_fp32, precision_of
 from jaxspeed.placement.rows import Leaf, Offload, Placement
-from jaxspeed.placement.rules import check_patterns
-from jaxspeed.placement.stacks import Stack, with_stages
+from jaxspeed.placement.rules import check_patterns, examples, nearest
+from jaxspeed.placement.stacks import Stack, divided_like, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
@@ -40,7 +41,7 @@ from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer, optimizer_of
 from jaxspeed.train_state.state import native_tree
 from jaxspeed.user_models import Model, adapt_model
-from jaxspeed.user_models.trainable import read_trainable
+from jaxspeed.user_models.trainable import NamedLeaves, train_rule
 from jaxspeed.zero3 import BY_CONSTRAINT, Exchange
 
 
@@ -73,23 +74,35 @@ def build_program(
     refuse_known_bugs(platform, installed(platform), _offload_keys(config))
     batch = config.batch_on(mesh.shape)
     _check_parts(config.parallel.batch_parts, batch, mesh)
+    trained = train_rule(config, trainable)
     adapted = adapt_model(
         model,
         loss_fn,
         example_batch=example_batch,
-        trainable=trainable,
-        frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
+        trained=trained,
         full_precision=config.parallel.full_precision,
+        keep_in_fp32=_kept_in_fp32(config),
         state_collections=config.parallel.state_collections,
         init_with=init_with,
     )
-    read_trainable(trainable).check([path for leaf in adapted.leaves for path in leaf.paths])
-    _check_patterns(config, adapted)
     leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
     example = functools.partial(traced_example, adapted, loss_fn, example_batch, mesh)
+    if example_batch is not None and trained.names_layers(leaves):
+        leaves = with_scanned_layers(leaves, example())
+    leaves = trained.over(leaves)
+    trained.check(leaves)
+    _check_patterns(config, leaves, adapted.variables)
     stack = _stack_of(config, mesh, leaves, None if example_batch is None else example)
+    named = NamedLeaves(leaves)
+    leaves = trained.by_layers(named)
+    stack = divided_like(stack, leaves) if stack else None
     leaves = with_stages(leaves, stack) if stack else leaves
-    chosen = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
+    by_path = {leaf.path: leaf for leaf in leaves}
+
+    def covers(pattern: str, path: str) -> bool:
+        return named.covers_row(pattern, by_path[path])
+
+    chosen = optimizer_of(config, optimizer, by_path, covers)
     table = _table_of(config, mesh, leaves, stack, codecs)
     layout = _layout_of(table, adapted, chosen.transform)
     rings = rings_of(config, mesh)
@@ -165,18 +178,28 @@ def _offload_keys(config: Config) -> list[str]:
     return [key for key, on in asked.items() if on]
 
 
-def _check_patterns(config: Config, model: Model) -> None:
+def _check_patterns(config: Config, leaves: Sequence[Leaf], variables: Iterable[str]) -> None:
     """Raise where a pattern of the config matches no parameter, or none is trained."""
-    if not any(leaf.trainable for leaf in model.leaves):
+    if not any(leaf.trainable for leaf in leaves):
         raise ModelError(
-            f"the model has no trained parameters ({len(model.leaves)} floating ones, all frozen)"
-            if model.leaves
+            f"the model has no trained parameters ({len(leaves)} floating ones, all frozen)"
+            if leaves
             else "the model has no floating parameters"
         )
-    paths = [path for leaf in model.leaves for path in leaf.paths]
+    paths = [path for leaf in leaves for path in leaf.paths]
     check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
-    groups = config.optimizer.groups if config.optimizer else []
-    check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
+    for name in _kept_in_fp32(config):
+        if not any(keeps_fp32(name, path) for path in (*paths, *variables)):
+            raise ConfigError(
+                f"data_types.keep_in_fp32_modules: {name!r} is in no path of this model; it has, "
+                f"for example: {examples(nearest(name, paths))}"
+            )
+
+
+def _kept_in_fp32(config: Config) -> Sequence[str]:
+    """Names of parameters in fp32; "auto" leaves it to the model."""
+    names = config.data_types.keep_in_fp32_modules
+    return () if names == "auto" else names
 
 
 def _stack_of(

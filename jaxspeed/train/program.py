@@ -280,6 +280,15 @@ class Program:
         made: ResidualReport | None = self.in_mesh(self.objective.kept)(variables, one)
         return made
 
+    def recomputes(self, batch: Any) -> bool:
+        """Whether a unit has a backward pass, in which the config's remat has an effect."""
+        if self.pipeline:
+            return True
+        variables, batch = with_extra(self.model.variables, batch)
+        one = micro_batch_shapes(batch, self.batch.accumulation)
+        found: bool = self.in_mesh(self.objective.recomputes)(variables, one)
+        return found
+
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Trace the function with this mesh as the context mesh, which kernels read."""
         return in_mesh(self.mesh, function)

@@ -1,10 +1,12 @@
 """The optimizer of a run: the user's Optax transformation, or the one that the config names."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxspeed.config import Config, match
@@ -34,11 +36,15 @@ class RunOptimizer:
 
 
 def optimizer_of(
-    config: Config, own: optax.GradientTransformation | None, leaves: Mapping[str, Leaf]
+    config: Config,
+    own: optax.GradientTransformation | None,
+    leaves: Mapping[str, Leaf],
+    covers: Callable[[str, str], bool] = match,
 ) -> RunOptimizer:
     """The optimizer of a config, or a user's; then clipping applies only if the config sets it.
 
     `leaves` are the parameters by path; the weight-decay and Muon rules see one layer of a stack.
+    `covers(pattern, path)` says whether a pattern of a group covers a parameter.
     """
     section = config.optimizer
     if own is not None:
@@ -60,15 +66,12 @@ def optimizer_of(
             )
         is_set = "gradient_clipping" in config.model_fields_set
         clipping = config.gradient_clipping if is_set else 0.0
-        return RunOptimizer(_with_context(own), clipping, _rule(config), lambda step: {}, None)
+        return RunOptimizer(_with_context(own), clipping, _rule(config), _rates_of(own), None)
     if section is None:
         raise ConfigError(
             'optimizer: missing; name one, as {"type": "AdamW", "params": {"lr": 1e-3}}, or pass '
             "initialize(optimizer=<an Optax transformation>)"
         )
-
-    def covers(pattern: str, path: str) -> bool:
-        return any(match(pattern, p) for p in (leaves[path].paths if path in leaves else (path,)))
 
     scheduler = config.scheduler
     schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
@@ -91,6 +94,48 @@ def optimizer_of(
     return RunOptimizer(
         transform, config.gradient_clipping, _rule(config), learning_rates, section.ema_decay
     )
+
+
+def _rates_of(own: optax.GradientTransformation) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    """The learning rate of a user's optimizer by completed updates, if it has one schedule."""
+    schedules = _schedules_in(own)
+    if len(schedules) != 1:
+        return lambda step: {}
+
+    def rates(step: jax.Array) -> dict[str, jax.Array]:
+        with foreign("the schedule of the optimizer's learning rate"):
+            return {"lr": jnp.asarray(schedules[0](step), jnp.float32)}
+
+    return rates
+
+
+def _schedules_in(own: optax.GradientTransformation) -> list[Callable[[jax.Array], Any]]:
+    """The schedules that Optax's optimizers were given as `learning_rate`.
+
+    Their closures alone hold them (0.2.8): that of `scale_by_learning_rate`, and that of
+    `inject_hyperparams`. No other functions than Optax's are looked into.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    todo: list[Any] = [own.update]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, tuple | list):
+            todo += each
+        elif isinstance(each, dict):
+            todo += each.values()
+        elif inspect.isfunction(each) and each.__module__.startswith("optax"):
+            inner = inspect.getclosurevars(each).nonlocals
+            if each.__qualname__ == "scale_by_learning_rate.<locals>.<lambda>":
+                found.append(inner["learning_rate"])
+            elif injected := inner.get("sched_hps", {}).get("learning_rate"):
+                found.append(getattr(injected, "schedule_fn", None))
+            else:
+                todo += inner.values()
+    return [schedule for schedule in dict.fromkeys(found) if schedule is not None]
 
 
 def _with_context(own: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -10,7 +10,7 @@ import optax
 
 from jaxspeed.optim import LossScale
 from jaxspeed.placement.codec import Stored
-from jaxspeed.placement.rows import Row
+from jaxspeed.placement.rows import IS_RANGE, Row
 from jaxspeed.placement.table import PlacementTable
 
 Arrays = dict[str, Any]
@@ -54,5 +54,15 @@ def wide_dtype(row: Row) -> Any:
 
 
 def native_tree(model: Any, flat: Mapping[str, Any]) -> Any:
-    """Unflatten trained parameters to the model's tree for optimizers; frozen ones are masked."""
-    return model.native(flat, optax.MaskedNode())
+    """Unflatten trained parameters to the model's tree for optimizers; frozen ones are masked.
+
+    In place of a parameter of which ranges of layers are leaves stands `{"[start:stop]": array}`.
+    """
+    found: dict[str, Any] = {}
+    for path, value in flat.items():
+        parameter, _, layers = path.rpartition("/")
+        if IS_RANGE.fullmatch(layers):
+            found.setdefault(parameter, {})[layers] = value
+        else:
+            found[path] = value
+    return model.native(found, optax.MaskedNode())

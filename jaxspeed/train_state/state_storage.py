@@ -53,7 +53,10 @@ class StateStorage:
     @functools.cached_property
     def shapes(self) -> TrainState:
         """The shapes, dtypes and shardings of the state, without arrays."""
-        values = {r.path: jax.ShapeDtypeStruct(r.leaf.shape, r.leaf.dtype) for r in self.table}
+        values = {
+            path: jax.ShapeDtypeStruct(self.table.shape_of(path), rows[0].leaf.dtype)
+            for path, rows in self.table.parameters.items()
+        }
         shapes = jax.eval_shape(self._state_of, values, dict(self.model.variables))
         return jax.tree.map(
             lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
@@ -144,17 +147,19 @@ class StateStorage:
         """(params, masters) of these values by path, sharded as stored, one parameter at a time."""
         params: Arrays = {}
         master: Arrays = {}
+        table = self.table
         for path, value in values.items():
-            if path not in self.table.rows:
+            if path not in table.parameters:
                 raise ModelError(
                     f"the model has no parameter {path!r}; it has, for example: "
-                    + examples(nearest(path, list(self.table.rows)))
+                    + examples(nearest(path, list(table.parameters)))
                 )
-            row = self.table[path]
-            if tuple(np.shape(value)) != row.leaf.shape:
-                raise ModelError(
-                    f"the parameter {path} has shape {row.leaf.shape}; found {np.shape(value)}"
-                )
+            if tuple(np.shape(value)) != (shape := table.shape_of(path)):
+                raise ModelError(f"the parameter {path} has shape {shape}; found {np.shape(value)}")
+        for path, value in (
+            (p, x) for each in values.items() for p, x in table.in_rows(dict([each])).items()
+        ):
+            row = table[path]
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is not None:
                     form = self.table.stored(row, placement)
@@ -165,6 +170,7 @@ class StateStorage:
     def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         params: Arrays = {}
         master: Arrays = {}
+        values = self.table.in_rows(values)
         for row in self.table:
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is not None:
@@ -193,7 +199,7 @@ class StateStorage:
 
     def _read(self, weights: Weights) -> tuple[Arrays, Arrays]:
         """(params, masters), each shard read by itself, once for the devices that have it."""
-        weights.check({row.path: row.leaf.shape for row in self.table})
+        weights.check({path: self.table.shape_of(path) for path in self.table.parameters})
         params: Arrays = {}
         master: Arrays = {}
         for row in self.table:
@@ -209,8 +215,14 @@ class StateStorage:
                 shards = {}
                 for spans, where in devices.items():
                     inside = [(min(a, n), min(b, n)) for (a, b), n in zip(spans, row.leaf.shape)]
+                    if row.leaf.range:
+                        (a, b), *others = inside
+                        first = row.leaf.range.start
+                        inside = [(a + first, b + first), *others]
                     block = weights.read(
-                        row.path, tuple(slice(a, b) for a, b in inside), placement.dtype
+                        row.leaf.parameter,
+                        tuple(slice(a, b) for a, b in inside),
+                        placement.dtype,
                     )
                     pads = [(0, b - a - n) for (a, b), n in zip(spans, block.shape)]
                     block = np.pad(block, pads) if any(map(any, pads)) else block

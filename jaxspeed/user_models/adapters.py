@@ -1,7 +1,6 @@
 """Adapt a user's model (nnx factory, Linen module or a pair of functions) to the Model protocol."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -9,13 +8,14 @@ from flax import nnx
 
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError
+from jaxspeed.placement.precision import keeps_fp32
 from jaxspeed.user_models.batches import takes_rng
 from jaxspeed.user_models.linen_model import LinenModel
 from jaxspeed.user_models.nnx_model import NnxModel
 from jaxspeed.user_models.pair_model import PairModel
 from jaxspeed.user_models.pretrained_model import Pretrained
 from jaxspeed.user_models.protocol import Model
-from jaxspeed.user_models.trainable import read_trainable
+from jaxspeed.user_models.trainable import ALL_TRAINED, TrainRule
 
 
 def adapt_model(
@@ -23,20 +23,18 @@ def adapt_model(
     loss_fn: Callable[[Any, Any], Any],
     *,
     example_batch: Any = None,
-    trainable: Any = None,
-    frozen: Sequence[str] = (),
+    trained: TrainRule = ALL_TRAINED,
     full_precision: Sequence[str] = (),
+    keep_in_fp32: Sequence[str] = (),
     state_collections: Sequence[str] | None = None,
     init_with: Callable[[Any, Any], Any] | None = None,
 ) -> Model:
     """Adapt an nnx factory, a Linen module or a pair (init, apply), or one that is pretrained.
 
     Args:
-      trainable: which parameters are trained: None for all, path patterns, a function of the path
-        (one of a shared Variable's paths is enough), a Variable type (`nnx.LoRAParam`), which need
-        not be a Param, or another filter of nnx.
-      frozen: path patterns of parameters that are not trained, even if `trainable` covers them.
+      trained: which parameters are trained.
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
+      keep_in_fp32: the same as names of `data_types.keep_in_fp32_modules`.
       state_collections: state carried from step to step besides parameters: names of Linen
         collections or of nnx Variable types; None for all but sown and intermediate values.
       init_with: the calls that create a Linen module's parameters, as init_with(model, batch);
@@ -47,26 +45,18 @@ def adapt_model(
             model.model,
             loss_fn,
             example_batch=example_batch,
-            trainable=trainable,
-            frozen=frozen,
+            trained=trained,
             full_precision=full_precision,
+            keep_in_fp32=keep_in_fp32,
             state_collections=state_collections,
             init_with=init_with,
         )
         adapted.weights = model.weights
         return adapted
-    wanted = read_trainable(trainable)
-
-    def covered(patterns: Sequence[str], paths: Sequence[str]) -> bool:
-        return any(match(pattern, path) for pattern in patterns for path in paths)
-
-    def chosen(paths: Sequence[str], leaf: Any) -> bool:
-        return wanted.chosen(paths, leaf) and not covered(frozen, paths)
-
-    is_trained = replace(wanted, chosen=chosen)
 
     def is_full(paths: Sequence[str]) -> bool:
-        return covered(full_precision, paths)
+        named = any(keeps_fp32(name, path) for name in keep_in_fp32 for path in paths)
+        return named or any(match(pattern, path) for pattern in full_precision for path in paths)
 
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ModelError(
@@ -79,12 +69,12 @@ def adapt_model(
                 "initialize(..., example_batch=...)"
             )
         return LinenModel(
-            model, loss_fn, example_batch, is_trained, is_full, state_collections, init_with
+            model, loss_fn, example_batch, trained, is_full, state_collections, init_with
         )
     if init_with is not None:
         raise ModelError("init_with is for Linen modules, which create parameters when called")
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
-        return PairModel(model[0], model[1], example_batch, is_trained, is_full)
+        return PairModel(model[0], model[1], example_batch, trained, is_full)
     if isinstance(model, nnx.Module):
         raise ModelError(
             f"model is a built {type(model).__name__}; pass its factory, so that it can be "
@@ -95,4 +85,4 @@ def adapt_model(
             f"model is a {type(model).__name__}; it may be a factory of an nnx.Module "
             "(lambda rngs: ...), a Linen module, or a pair (init, apply)"
         )
-    return NnxModel(model, is_trained, is_full, state_collections, seeded=takes_rng(loss_fn))
+    return NnxModel(model, trained, is_full, state_collections, seeded=takes_rng(loss_fn))

@@ -44,7 +44,7 @@ from jaxspeed.user_models.protocol import (
     nested,
 )
 from jaxspeed.user_models.rng import FALLBACK, LINEN_STREAMS, linen_rngs, micro_batch_key
-from jaxspeed.user_models.trainable import Selection
+from jaxspeed.user_models.trainable import TrainRule
 from jaxspeed.user_models.user_code import foreign
 
 
@@ -60,7 +60,7 @@ class LinenModel:
         module: nn.Module,
         loss_fn: Callable[[Any, Any], Any],
         example_batch: Any,
-        trainable: Selection,
+        trainable: TrainRule,
         full_precision: Callable[[Sequence[str]], bool],
         state_collections: Sequence[str] | None = None,
         init_with: Callable[[Any, Any], Any] | None = None,
@@ -78,7 +78,7 @@ class LinenModel:
         self._tree, found = jax.tree.structure(tree), _flat(tree)
         self._paths = list(found)
         params = _flat({"params": tree.get("params", {})})
-        self.leaves = tuple(
+        self.leaves = trainable.over(
             Leaf(
                 path,
                 tuple(leaf.shape),

@@ -36,7 +36,7 @@ from jaxspeed.user_models.protocol import (
     nested,
 )
 from jaxspeed.user_models.rng import micro_batch_key
-from jaxspeed.user_models.trainable import Selection
+from jaxspeed.user_models.trainable import TrainRule
 from jaxspeed.user_models.user_code import foreign
 
 # Where Flax versions and models keep the logical names of a parameter's dims.
@@ -55,7 +55,7 @@ class NnxModel:
     def __init__(
         self,
         factory: Callable[[nnx.Rngs], nnx.Module],
-        trainable: Selection,
+        trainable: TrainRule,
         full_precision: Callable[[Sequence[str]], bool],
         state_collections: Sequence[str] | None = None,
         seeded: bool = False,
@@ -72,7 +72,7 @@ class NnxModel:
         flat = list(nnx.to_flat_state(state))
         self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
         paths = _all_paths(module, [keys for keys, _ in flat])
-        self.leaves = tuple(
+        self.leaves = trainable.over(
             Leaf(
                 path,
                 tuple(value_of(v).shape),  # v.shape and v.dtype may be metadata of the model's own

@@ -29,7 +29,7 @@ from jaxspeed.user_models.protocol import (
     mode_arguments,
 )
 from jaxspeed.user_models.rng import micro_batch_key
-from jaxspeed.user_models.trainable import Selection
+from jaxspeed.user_models.trainable import TrainRule
 from jaxspeed.user_models.user_code import foreign
 
 
@@ -43,7 +43,7 @@ class PairModel:
         init: Callable[..., Any],
         apply: Callable[..., Any],
         example_batch: Any,
-        trainable: Selection,
+        trainable: TrainRule,
         full_precision: Callable[[Sequence[str]], bool],
     ) -> None:
         self._init, self._apply = init, apply
@@ -63,7 +63,7 @@ class PairModel:
         self._paths = list(flat)
         if len(flat) != len(jax.tree.leaves(abstract)):
             raise ModelError('init returned two leaves with one path; a name may not contain "/"')
-        self.leaves = tuple(
+        self.leaves = trainable.over(
             Leaf(path, tuple(x.shape), x.dtype, (), trainable((path,), x), full_precision((path,)))
             for path, x in flat.items()
             if is_inexact(x)

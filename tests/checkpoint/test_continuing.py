@@ -77,6 +77,7 @@ def test_client_state_and_files_come_back_as_they_were(tmp_path):
     restored = saver.restore(engine.program)
     saver.close()
     assert (restored.client_state, restored.files, restored.tag) == (client, files, tag)
+    assert saver.files(tag) == files
     assert (restored.step, restored.notes) == (0, [])
 
 

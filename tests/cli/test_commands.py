@@ -3,13 +3,19 @@
 import contextlib
 import io
 import json
+import shlex
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from jaxspeed.cli.main import COMMANDS, main, parser
+from jaxspeed.config import explain_config
+from jaxspeed.engine.check_report import CheckReport
+from jaxspeed.errors import PlacementError
+from jaxspeed.placement.mesh import resolve_sizes
 from tests.run import small
 
 
@@ -47,6 +53,57 @@ def test_every_help_has_an_example(words, capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert f"example: jaxspeed {' '.join(words)}" in shown
+
+
+@pytest.mark.parametrize("words", [(), ("checkpoint",), ("data",), *HELPS], ids=" ".join)
+def test_every_help_fits_80_columns(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parser().parse_args([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    example = shown.partition("example: jaxspeed ")[2].replace("\\\n", "")
+    assert parser().parse_args(shlex.split(example)).command in COMMANDS
+
+
+def test_a_width_that_the_environment_gives_is_followed_in_a_pipe(tmp_path, monkeypatch):
+    config = small.write(tmp_path)
+    widths = []
+    for columns in ("60", "100"):
+        monkeypatch.setenv("COLUMNS", columns)
+        widths.append(max(map(len, jaxspeed("config", config).stdout.splitlines())))
+    monkeypatch.delenv("COLUMNS")
+    widths.append(max(map(len, jaxspeed("config", config).stdout.splitlines())))
+    assert widths == [60, 100, 120]
+
+
+def test_a_missing_file_is_not_explained_as_an_empty_config(tmp_path):
+    fixed = tmp_path / "fixed.json"
+    for words in ((), ("--json",), ("--fix", fixed)):
+        done = jaxspeed("config", tmp_path / "no.json", *words)
+        assert done.returncode == 2 and not done.stdout
+        assert "no such file" in " ".join(done.stderr.split())
+    assert not fixed.exists()
+    (row,) = explain_config(str(tmp_path / "no.json"))
+    assert row.verdict == "refused" and "no such file" in row.sentence
+
+
+def test_one_device_is_no_devices():
+    assert "on 1 device agrees with" in str(CheckReport(0.0, (), 1e-4, 1))
+    assert "on 8 devices agrees with" in str(CheckReport(0.0, (), 1e-4, 8))
+    with pytest.raises(PlacementError, match="is for exactly 1 device, but there are 8"):
+        resolve_sizes({"data": 1}, 8)
+
+
+def test_a_cpu_run_with_the_tpu_extra_shows_nothing_of_libtpu():
+    pytest.importorskip("libtpu")
+    # One process at a time loads libtpu, and others are silent.
+    env = small.environment() | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    words = (small.command("report"), [sys.executable, "-c", "import jax; jax.devices()"])
+    ours, plain = (subprocess.run(w, capture_output=True, text=True, env=env) for w in words)
+    assert "TPU" in plain.stderr  # JAX alone starts libtpu
+    assert ours.returncode == 0 and not ours.stderr
+    assert "backend            cpu" in ours.stdout
 
 
 def test_what_train_names_is_there(trained):
@@ -109,7 +166,7 @@ def test_check_agrees_and_says_so(trained):
 
 def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
     from jaxspeed import run
-    from jaxspeed.engine.check_report import CheckReport, LeafDifference
+    from jaxspeed.engine.check_report import LeafDifference
 
     bad = CheckReport(0.5, (LeafDifference("w", 0.5, 0.5),), 1e-4, 8)
     monkeypatch.setattr(run, "check_run", lambda *_, **__: bad)

@@ -186,7 +186,8 @@ def test_initialize_and_config_load_the_schema_alone():
     schema = ("parallelism", "remat", "run_sections", "schema", "tensor_section", "zero_section")
     inside = sorted({*schema, "config", "patterns", "types", "verdicts"})
     above = [f"config.{name}" for name in inside]
-    expected = ["axes", "config", *above, "initialization", "lazy_names"]
+    expected = ["axes", "config", *above, "deepspeed_habits", "errors"]
+    expected += ["initialization", "lazy_names"]
     assert child.stdout.split() == expected
 
 

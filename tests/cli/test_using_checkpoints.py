@@ -299,6 +299,26 @@ def test_every_command_that_reads_a_config_takes_the_folder_of_the_run(here, tmp
         assert overrides_of(given) == ['run.output="x"']
 
 
+def test_a_pretrained_folder_is_evaluated_and_sampled_without_a_run(here, tmp_path):
+    out = tmp_path / "exported"
+    succeeded("checkpoint", "export", "runs/config", out, "--format", "hf", "--ema")
+    given = yaml.safe_load(Path("config.yaml").read_text())
+    given |= {"model": {"pretrained": str(out)}, "run": {"output": str(tmp_path / "none")}}
+    config = tmp_path / "other.yaml"
+    config.write_text(yaml.safe_dump(given))
+    done = command("eval", config, "--data", "notes.txt", "--json")
+    assert "holds no checkpoint: the weights are those of" in " ".join(done.err.split())
+    ours = json.loads(succeeded("eval", "config.yaml", "--data", "notes.txt", "--json", "--ema"))
+    theirs = json.loads(done.out)
+    assert theirs["eval_loss"] == pytest.approx(ours["eval_loss"], rel=1e-6)
+    assert (theirs["step"], theirs["checkpoint"]) == (0, None)
+    words = ("--prompt", "a cab", "--tokens", "4", "--temperature", "0")
+    assert succeeded("sample", config, *words) == succeeded(
+        "sample", "config.yaml", *words, "--ema"
+    )
+    assert "no checkpoint best" in refused("sample", config, *words, "--tag", "best")
+
+
 # -- the tokenizer ---------------------------------------------------------------------------------
 
 

@@ -34,7 +34,11 @@ BAD = {
         'Did you mean "train_batch_size"?',
     ),
     "misspelt nested key": (zero(stge=2), "zero_optimization.stge", 'Did you mean "stage"?'),
-    "key of another section": ({"stage": 2}, "stage", 'Did you mean "zero_optimization.stage"?'),
+    "key of another section": (
+        {"stage": 2, "strict": True},
+        "stage",
+        'Did you mean "zero_optimization.stage"?',
+    ),
     "unheard-of key": ({"frobnicate": 1, "strict": True}, "frobnicate", 'name with "_"'),
     "unknown optimizer parameter": (
         adam(beta=[0.9, 0.99]),
@@ -231,7 +235,12 @@ BAD = {
     "1-bit optimizer": (
         {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}},
         "optimizer.type",
-        'not built. Write "AdamW".',
+        'Removed in DeepSpeed 0.19.8, and not built here: write "Adam".',
+    ),
+    "mu-parametrized optimizer": (
+        {"optimizer": {"type": "MuAdam", "params": {"lr": 1e-3}}},
+        "optimizer.type",
+        'not built. Write "Adam".',
     ),
     "misspelt schedule": (schedule("WarmupRL"), "scheduler.type", 'Did you mean "WarmupLR"?'),
     "unknown warm-up": (
@@ -245,8 +254,13 @@ BAD = {
         "fp16.enabled",
         "bf16.enabled is true",
     ),
-    "bf16 and autocast": (
-        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "fp16 and autocast": (
+        {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+        "torch_autocast.enabled",
+        "disable one of the two",
+    ),
+    "bf16 and autocast to another dtype": (
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
         "torch_autocast.enabled",
         "disable one of the two",
     ),
@@ -568,9 +582,10 @@ BAD = {
         "make them equal",
     ),
     "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", '"bf16": {"enabled": true}'),
-    "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning", "Not built"),
+    "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning",
+                   "Removed in DeepSpeed 0.19.8, and not built here"),
     "sparse attention by presence": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention",
-                                     "Not built"),
+                                     "A model calls its attention itself"),
     "sparse gradients": ({"sparse_gradients": True}, "sparse_gradients", "dense arrays"),
     "AMSGrad": (adam(amsgrad=True), "optimizer.params.amsgrad", "Refused"),
     "clipping in the optimizer": (

@@ -3,8 +3,8 @@ or are errors with the key that is meant."""
 
 import pytest
 
-from jaxspeed.config import Config, examine, explain_config
-from jaxspeed.config.suggestions import suggest
+from jaxspeed.config import Config, examine, explain_config, fix_config
+from jaxspeed.config.suggestions import closest, suggest
 from jaxspeed.config.tree import VOCABULARY, read
 from jaxspeed.errors import ConfigError
 
@@ -210,11 +210,6 @@ MEANT = {
     "train_batch_sise": (8, 'Did you mean "train_batch_size"?'),
     "trian_batch_size": (8, 'Did you mean "train_batch_size"?'),
     "train_micro_batch_size": (8, 'Did you mean "train_micro_batch_size_per_gpu"?'),
-    "offload_optimizer": ({"device": "cpu"}, '"zero_optimization.offload_optimizer"'),
-    "stage3_max_live_parameters": (1, '"zero_optimization.stage3_max_live_parameters"'),
-    "optimizer.weight_decay": (0.1, '"optimizer.params.weight_decay"'),
-    "optimizer.lr": (0.1, '"optimizer.params.lr"'),
-    "lr": (0.1, '"optimizer.params.lr"'),
     "max_grad_norm": (1.0, '"gradient_clipping"'),
     "zero_optimization.gradient_clipping": (1.0, '"gradient_clipping"'),
     "gradient_accumulation_dtype": ("fp32", '"data_types.grad_accum_dtype"'),
@@ -226,24 +221,73 @@ MEANT = {
 }
 
 
-@pytest.mark.parametrize("path", MEANT)
-def test_a_key_that_resembles_another_is_an_error_that_names_it(path):
-    value, hint = MEANT[path]
+def with_key(path, value):
     tree = {"optimizer": {"type": "AdamW", "params": {}}}
     *parents, last = path.split(".")
     node = tree
     for part in parents:
         node = node.setdefault(part, {})
     node[last] = value
+    return tree
+
+
+@pytest.mark.parametrize("path", MEANT)
+def test_a_key_that_resembles_another_is_an_error_that_names_it(path):
+    value, hint = MEANT[path]
+    tree = with_key(path, value)
     found = [problem for problem in examine(tree).problems if problem.path == path]
     assert len(found) == 1
     assert hint in found[0].works
+
+
+MISPLACED = {
+    "offload_optimizer": ({"device": "cpu"}, "zero_optimization.offload_optimizer"),
+    "stage3_max_live_parameters": (1, "zero_optimization.stage3_max_live_parameters"),
+    "optimizer.weight_decay": (0.1, "optimizer.params.weight_decay"),
+    "optimizer.lr": (0.1, "optimizer.params.lr"),
+    "lr": (0.1, "optimizer.params.lr"),
+    "stage": (2, "zero_optimization.stage"),
+}
+
+
+@pytest.mark.parametrize("path", MISPLACED)
+def test_a_misplaced_key_is_ignored_as_by_deepspeed_with_its_place(path):
+    value, place = MISPLACED[path]
+    tree = with_key(path, value)
+    config = Config.load(tree)
+    note = f"{path}: Ignored, as by DeepSpeed. It has an effect only as {place}."
+    assert note in config.notes
+    assert read(config, place) != value
+    (row, *_) = [row for row in explain_config(tree) if row.key.startswith(path)]
+    assert row.verdict == "ignored" and f"only as {place}" in row.sentence
+    with pytest.raises(ConfigError, match=f'{path}: found an unknown key.*"{place}"'):
+        Config.load(tree, strict=True)
+    fixed, _ = fix_config(tree)
+    assert Config.load(fixed, strict=True)
+    assert read(fixed, place) == value and read(fixed, path) is None
 
 
 # Names that resemble a known one by their letters, and mean something else.
 @pytest.mark.parametrize("name", ["warmup", "comment", "checkpointing", "msamp", "split", "name"])
 def test_names_of_something_else_resemble_nothing(name):
     assert suggest(name, {"enabled": True}) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "choices", "near"),
+    [
+        ("bfp16", ["fp32", "fp16", "bf16"], "bf16"),  # one letter from both, and begins as one
+        ("fp61", ["fp32", "fp16", "bf16"], "fp16"),
+        ("interleave", ["1f1b", "interleaved"], "interleaved"),
+        ("WarmupRL", ["WarmupLR", "WarmupDecayLR"], "WarmupLR"),
+        ("config.json", ["ds_config.json"], None),
+        ("cosine", ["OneCycle"], None),
+        ("train_steps", ["train_batch_size"], None),
+        ("column", ["row", "columns_of"], None),
+    ],
+)
+def test_a_suggestion_is_one_of_which_the_word_is_a_typo(word, choices, near):
+    assert closest(word, choices) == near
 
 
 def test_nothing_is_suggested_that_would_be_refused():
@@ -267,18 +311,43 @@ def test_each_letter_left_out_of_a_long_key_is_noticed():
 # -- comments and commas ---------------------------------------------------------------------------
 
 
-def test_json_may_have_comments_and_last_commas(tmp_path):
+def test_json_may_have_comments(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(
         '{  // a comment\n "train_batch_size": 8, # another, with a "quote\n'
-        ' /* over\n lines, */ "zero_optimization": {"stage": 2,},\n'
-        ' "tensorboard": {"output_path": "a//b#c,]/*d*/", "job_name": "x,}",},\n}\n'
+        ' /* over\n lines, */ "zero_optimization": {"stage": 2},\n'
+        ' "tensorboard": {"output_path": "a//b#c,]/*d*/", "job_name": "x,}"}\n}\n'
     )
     config = Config.load(path)
     assert config.train_batch_size == 8
     assert config.zero_optimization.stage == 2
     assert config.tensorboard.output_path == "a//b#c,]/*d*/"
     assert config.tensorboard.job_name == "x,}"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"train_batch_size": 8,\n,}', "line 2, column 1: a comma without an item before it"),
+        ("{,}", "line 1, column 2"),
+        ('{"zero_optimization": {"stage": 1,\n /* b */ ,}}', "line 2, column 10"),
+        ('{"strict": false},', "Extra data"),
+    ],
+)
+def test_a_comma_that_hjson_refuses_is_an_error(text, place, tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=place):
+        Config.load(path)
+
+
+def test_a_last_comma_is_an_error_beside_all_others(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_batch_sise": 8,\n "tensorboard": {"job_name": "x,}"},\n}')
+    with pytest.raises(ConfigError) as caught:
+        Config.load(path)
+    assert "line 2, column 36: found a comma after the last item. Remove it" in str(caught.value)
+    assert 'Did you mean "train_batch_size"?' in str(caught.value)
 
 
 def test_an_error_keeps_its_place_behind_comments(tmp_path):
@@ -291,7 +360,7 @@ def test_an_error_keeps_its_place_behind_comments(tmp_path):
 def test_json_may_lack_quotes(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(
-        '{\n train_batch_size: 8,\n "tensorboard": {"output_path": /home/me/a-1e-5 }, # here\n}'
+        '{\n train_batch_size: 8,\n "tensorboard": {"output_path": /home/me/a-1e-5 } # here\n}'
     )
     config = Config.load(path)
     assert (config.train_batch_size, config.tensorboard.output_path) == (8, "/home/me/a-1e-5")

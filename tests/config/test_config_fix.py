@@ -57,11 +57,28 @@ def test_what_has_one_answer_is_fixed(name):
     assert json.dumps(tree) == before
 
 
-def test_what_has_no_answer_or_would_overwrite_a_key_stays():
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"sparse_gradients": True}, {}),
+        ({"train_batch_sise": 8, "train_batch_size": 4}, {"train_batch_size": 4}),
+        ({"max_grad_norm": 0.5, "gradient_clipping": 1.0}, {"gradient_clipping": 1.0}),
+        ({"fp16": {"frobnicate": 1}}, {"fp16": {}}),
+    ],
+)
+def test_what_is_refused_and_what_would_overwrite_a_key_is_removed(tree, expected):
+    fixed, problems = fix_config(tree)
+    assert fixed == expected and len(problems) == 1
+    assert not examine(fixed).problems
+
+
+def test_what_has_no_answer_stays():
     for tree in (
-        {"sparse_gradients": True},
-        {"train_batch_sise": 8, "train_batch_size": 4},
-        {"max_grad_norm": 0.5, "gradient_clipping": 1.0},
+        {"gradient_accumulation_steps": 4},
+        {"train_batch_size": "many"},
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"mesh": {"frobnicate": 1}},
+        {"mine": {"enabled": True}},  # ignored, also by DeepSpeed
     ):
         assert fix_config(tree) == (tree, [])
 
@@ -76,10 +93,21 @@ def test_the_command_writes_a_fixed_config(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 ignored" in printed
     assert "gradient_clipping: 1.0, from Hugging Face's default" in printed
-    assert 'Did you mean "train_batch_size"?' in printed
+    assert 'Did you mean "train_batch_size"? -> train_batch_size: 8' in printed
+    assert "line 1, column 63: found a comma after the last item." in " ".join(printed.split())
+    assert "left" not in printed
     assert json.loads(good.read_text())["train_batch_size"] == 8
     assert main(["config", str(good), "--auto", "hf"]) == 0
     assert main(["config", str(good), "--auto", "hf", "--strict"]) == 2
+    bad.write_text('{"fp16": {"opt_level": "O2"}, "gradient_accumulation_steps": 4}')
+    assert main(["config", str(bad), "--fix", str(good)]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "remove the key. -> removed" in shown
+    assert "left, since no single answer fixes it: gradient_accumulation_steps: found" in shown
+    assert main(["config", str(bad), "--fix", str(good), "--json"]) == 2
+    as_json = capsys.readouterr()
+    assert {row["key"] for row in json.loads(as_json.out)} >= {"gradient_accumulation_steps"}
+    assert as_json.err.startswith("fixed: fp16.opt_level: ")
     verdicts = [line.split() for line in printed.splitlines()]
     order = [v for line in verdicts for v in line[2:3] if v in ("ignored", "honoured", "harmless")]
     assert order == sorted(order, key=["ignored", "honoured", "harmless"].index)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspeed.config import match
+from jaxspeed.config.patterns import lengths_of
 
 pytestmark = pytest.mark.fast
 
@@ -58,3 +59,28 @@ GLOB = st.sampled_from(["a", "b", "ab", "*", "a*", "*b", "?", "?b", "**"])
 def test_match_is_the_definition(pattern, path):
     parts = pattern if len(pattern) > 1 else ["**", *pattern]
     assert match("/".join(pattern), "/".join(path)) is covers(parts, path)
+
+
+ENDS = st.none() | st.integers(-8, 8)
+
+
+@given(ENDS, ENDS, st.integers(1, 7), st.sampled_from(["blocks/{}", "blocks_{}"]))
+def test_a_range_of_layers_is_a_slice_of_the_list(start, stop, length, member):
+    ends = ":".join("" if end is None else str(end) for end in (start, stop))
+    paths = [f"net/{member.format(i)}/up/kernel" for i in range(length)]
+    lengths = lengths_of(paths)
+    for pattern in (f"net/blocks[{ends}]/**", f"blocks[{ends}]", f"**/blo*[{ends}]/*/kernel"):
+        covered = [path for path in paths if match(pattern, path, lengths)]
+        assert covered == paths[start:stop]
+
+
+@pytest.mark.parametrize("number", [0, 3, -1, -4, 4, -5])
+def test_one_layer_may_be_named(number):
+    paths = [f"blocks/{i}/up" for i in range(4)]
+    covered = [p for p in paths if match(f"blocks[{number}]/up", p, lengths_of(paths))]
+    assert covered == (paths[number : number + 1 or None] if -4 <= number < 4 else [])
+
+
+def test_a_range_that_counts_from_the_end_needs_the_length():
+    assert match("blocks[2:]", "blocks/3") and not match("blocks[-2:]", "blocks/3")
+    assert match("[1:2]/w", "1/w") and not match("[1:2]/w", "2/w")  # a tree that is a list

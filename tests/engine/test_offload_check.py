@@ -352,3 +352,10 @@ def test_a_slow_link_is_warned_of_before_the_first_step(monkeypatch, caplog):
     (record,) = [r for r in caplog.records if "offload" in r.message]
     assert "100% of the bytes are optimizer" in record.message
     assert "the link and peak of TPU v5p" in record.message
+
+
+@pytest.mark.parametrize("remat", covering(["full", {"budget": "1kB"}, "names"], ["full"]))
+def test_where_only_what_follows_the_units_is_trained_there_is_nothing_to_recompute(remat):
+    remat = {"save": ["attention"]} if remat == "names" else remat
+    program, _ = moved({"parallel": {"remat": remat}, "trainable": ["norm/**"]})
+    assert [row.path for row in program.table if row.leaf.trainable]

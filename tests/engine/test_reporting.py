@@ -6,8 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxspeed.config import explain_config
 from jaxspeed.engine import oom_help
 from tests.engine import tiny
 from tests.engine.tiny import PAIR
@@ -39,6 +41,40 @@ def test_every_nth_step_is_logged_with_its_own_numbers(caplog):
         assert "lr 0.05" in line
 
 
+def injected(schedule):
+    return optax.inject_hyperparams(optax.sgd)(schedule)
+
+
+def in_a_chain(schedule):
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.lion(schedule))
+
+
+@pytest.mark.parametrize("made", [optax.adamw, in_a_chain, injected])
+def test_a_schedule_of_optax_is_the_metric_lr(made, caplog):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 5)
+    engine = tiny.engine(PAIR, optimizer=None, optimizer_=made(schedule), steps_per_print=4)
+    metrics = [engine.train_batch(tiny.batch()) for _ in range(4)]
+    engine.wait()
+    expected = [float(schedule(step)) for step in range(4)]
+    np.testing.assert_allclose([float(m["lr"]) for m in metrics], expected, rtol=1e-6)
+    assert f"lr {expected[3]:.6g}" in steps_said(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda schedule: optax.sgd(0.1),
+        lambda schedule: optax.partition(
+            {"a": optax.sgd(schedule), "b": optax.adam(lambda step: 0.1)}, lambda params: "a"
+        ),
+    ],
+    ids=["a constant", "two schedules"],
+)
+def test_without_one_schedule_there_is_no_lr(made):
+    engine = tiny.engine(PAIR, optimizer=None, optimizer_=made(optax.linear_schedule(0, 1, 9)))
+    assert "lr" not in engine.train_batch(tiny.batch())
+
+
 def test_nothing_is_said_of_steps_without_steps_per_print(caplog):
     trained(3)
     assert steps_said(caplog) == []
@@ -56,6 +92,12 @@ def test_wall_clock_breakdown_waits_for_each_step_and_logs_its_median_time(caplo
     metrics = trained(3, steps_per_print=3)
     assert not any(m in waited for m in metrics)
     assert " ms" not in steps_said(caplog)[0]
+
+
+def test_the_verdict_on_wall_clock_breakdown_says_what_it_gives():
+    (row,) = [r for r in explain_config({"wall_clock_breakdown": True}) if "wall" in r.key]
+    assert row.verdict == "approximated"
+    assert "the median time of a step" in row.sentence and "one program" in row.sentence
 
 
 def test_memory_breakdown_adds_the_bytes_of_a_device(caplog):

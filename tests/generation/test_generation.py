@@ -37,6 +37,18 @@ FAMILIES = {
     "gemma3": ("gemma", {"preset": "tiny3", "sliding_window": 8, "tie_word_embeddings": False}),
     "one key head": ("llama", {"num_key_value_heads": 1}),
 }
+COMPOSED = {  # of the parts in models/blocks.py
+    "phi3": ("phi3", {"sliding_window": 8}),
+    "granite": ("granite", {"logits_scaling": 1.0}),
+    "smollm3": ("smollm3", {"unrotated_layers": (1,), "tie_word_embeddings": False}),
+    "ministral": ("ministral", {"sliding_window": 8}),
+    "olmo2": ("olmo2", {}),
+    "glm": ("glm4", {"output_norms": False}),
+    "glm4": ("glm4", {}),
+    "gemma1": ("gemma1", {"tie_word_embeddings": False}),
+    "gpt_neox": ("gpt_neox", {}),
+}
+FAMILIES |= COMPOSED
 ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 PLACEMENTS = {
     "one device": {},
@@ -92,9 +104,11 @@ DEFAULT = [
     ("mistral", "ZeRO 3, tensor 2"),
     ("qwen3", "ZeRO 3, bf16"),
     ("gemma2", "one device"),
+    ("glm4", "ZeRO 3, tensor 2"),
 ]
 SHORT = ["ZeRO 3, tensor 2"]  # 500 tokens are drawn on one device, below
-EVERY = [(f, p) for f in FAMILIES for p in PLACEMENTS]
+SOME = ("one device", *SHORT)
+EVERY = [(f, p) for f in FAMILIES for p in (SOME if f in COMPOSED else PLACEMENTS)]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,13 @@ LONGROPE = {
 GEMMA = {
     "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 100, "pad_token_id": None,
 }  # fmt: skip
+PHI3 = {"pad_token_id": None}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.15, "residual_multiplier": 0.7,
+    "logits_scaling": 1.6,
+}  # fmt: skip
+SMOLLM3 = {"num_hidden_layers": 4, "pad_token_id": None, "tie_word_embeddings": False}
+GLM = {"head_dim": 16, "pad_token_id": None}
 # name: (configuration class, model class, fields)
 CASES = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", {
@@ -93,13 +100,51 @@ CASES = {
     "gemma3, tied": ("Gemma3Text", "Gemma3ForCausalLM", SIZES | GEMMA | {
         "num_hidden_layers": 6, "tie_word_embeddings": True,
     }),
+    "gemma": ("Gemma", "GemmaForCausalLM", SIZES | {"head_dim": 24, "pad_token_id": None}),
+    "phi3": ("Phi3", "Phi3ForCausalLM", SIZES | PHI3 | {"sliding_window": 100}),
+    "phi3, rotated in part": ("Phi3", "Phi3ForCausalLM", SIZES | PHI3 | {
+        "tie_word_embeddings": True, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 256, "rope_parameters": LONGROPE | {
+            "partial_rotary_factor": 0.75, "short_factor": [1.0 + i / 8 for i in range(6)],
+            "long_factor": [1.0 + i for i in range(6)],
+        },
+    }),
+    "granite": ("Granite", "GraniteForCausalLM", SIZES | MULTIPLIERS),
+    "granite, tied, with biases": ("Granite", "GraniteForCausalLM", SIZES | MULTIPLIERS | {
+        "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+    }),
+    "smollm3": ("SmolLM3", "SmolLM3ForCausalLM", SIZES | SMOLLM3),
+    "smollm3, windowed": ("SmolLM3", "SmolLM3ForCausalLM", SIZES | SMOLLM3 | {
+        "use_sliding_window": True, "sliding_window": 77, "no_rope_layers": [0, 1, 1, 0],
+        "attention_bias": True,
+    }),
+    "ministral": ("Ministral", "MinistralForCausalLM", SIZES | {
+        "sliding_window": 100, "head_dim": 16,
+    }),
+    "ministral, interleaved": ("Ministral", "MinistralForCausalLM", SIZES | {
+        "sliding_window": 100, "head_dim": 24,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
+    "ministral3": ("Ministral3", "Ministral3ForCausalLM", SIZES | {
+        "head_dim": 16, "initializer_range": 0.1, "pad_token_id": None,
+        "rope_parameters": YARN | {
+            "original_max_position_embeddings": 100, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    }),
+    "olmo2": ("Olmo2", "Olmo2ForCausalLM", SIZES | {"pad_token_id": None}),
+    "glm": ("Glm", "GlmForCausalLM", SIZES | GLM),
+    "glm4": ("Glm4", "Glm4ForCausalLM", SIZES | GLM | {"attention_bias": False}),
+    "gpt_neox": ("GPTNeoX", "GPTNeoXForCausalLM", {
+        name: SIZES[name] for name in SIZES if name != "num_key_value_heads"
+    } | {"rotary_pct": 0.5}),
     "vit": ("ViT", "ViTForImageClassification", {
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_labels": 7,
         "initializer_range": 0.15,
     }),
 }  # fmt: skip
-BY_DEFAULT = ("gpt2", "qwen3")
+BY_DEFAULT = ("gpt2", "qwen3", "olmo2", "glm4")
 cases = pytest.mark.parametrize(
     "case",
     [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in CASES],
@@ -199,8 +244,9 @@ def test_greedy_tokens_are_theirs(references, folder_of, case):
     engine = jaxspeed.initialize(config=config | {"model": {"pretrained": str(folder)}})
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (90, 7)]
-    # With random weights and a tied head, Gemma repeats one token.
-    rules = {"repetition_penalty": 1e3} if "gemma" in case else {}
+    # With random weights and a tied head, some repeat one token.
+    repeats = "gemma" in case or case.startswith("granite, tied")
+    rules = {"repetition_penalty": 1e3} if repeats else {}
     found = engine.generate(prompts, 40, temperature=0, **rules)
     theirs = references.call(
         "families.greedy_tokens", case=CASES[case], prompts=prompts, count=40, rules=rules
@@ -340,11 +386,12 @@ def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(references, fo
     expected = references.call("families.logits", case=CASES[case], arguments=arguments)
     logits = jax.jit(lambda params: bound_model(model, params)(jnp.asarray(x)))
     np.testing.assert_allclose(logits(params), expected, atol=1e-4, rtol=0)
-    key_bias = "blocks/attn/k_proj/bias"
-    if case == "vit":  # without a rotation it changes no softmax: its values are compared
-        biases = references.call("families.key_biases", case=CASES[case])
-        stacked = np.stack([bias.reshape(4, -1) for bias in biases])
-        np.testing.assert_array_equal(params[key_bias], stacked)
+    # What logits do not show is compared by value: without a rotation, a key's bias changes no
+    # softmax, and the sum of parallel branches does not show which of them has a bias.
+    unseen = {"vit": "blocks/attn/k_proj/bias", "gpt_neox": "blocks/attn/o_proj/bias"}.get(case)
+    if unseen:
+        biases = np.stack(references.call("families.unseen_biases", case=CASES[case]))
+        np.testing.assert_array_equal(params[unseen].reshape(biases.shape), biases)
     caught = 0
     one_key_head = getattr(pretrained.config, "num_key_value_heads", None) == 1
     for what, table in mutations(pretrained.weights.table):
@@ -357,7 +404,7 @@ def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(references, fo
             caught += 1
             continue
         found = np.abs(logits(changed) - expected).max()
-        if case == "vit" and (changed[key_bias] != params[key_bias]).any():
+        if unseen and (changed[unseen] != params[unseen]).any():
             found = 1.0
         inactive = not any(what.split(":")[0].replace("{layer}", "0") == name for name in used)
         assert found > 1e-3 or inactive, what

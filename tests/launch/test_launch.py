@@ -90,6 +90,17 @@ def test_each_process_has_its_rank_and_its_share_of_the_cores(tmp_path):
     assert sorted(map(int, cores)) == sorted(os.sched_getaffinity(0))  # each core of one process
 
 
+def test_each_start_has_a_token_and_a_socket_that_jaxs_own_initialize_takes():
+    names = ("JAXSPEED_TOKEN", "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS")
+    code = f"print(*(os.environ[name] for name in {names}))"
+    both = [launch(code, "--all-output", processes=2).stdout for _ in range(2)]
+    starts = [{tuple(line.split()[1:]) for line in out.splitlines()} for out in both]
+    ((token, address, bind),), ((other_token, *_),) = starts  # the same in both processes
+    assert len(token) == 64 and token != other_token
+    assert address == bind and address.startswith("unix:/")
+    assert not os.path.exists(os.path.dirname(address.removeprefix("unix:")))
+
+
 def test_more_processes_than_cores_have_one_each():
     count = len(os.sched_getaffinity(0)) + 1
     done = launch("print(*os.sched_getaffinity(0))", "--all-output", processes=count)

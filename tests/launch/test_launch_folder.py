@@ -2,9 +2,13 @@
 
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +21,12 @@ HOLD += "folder = LaunchFolder(); print(folder.name, flush=True); time.sleep(60)
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    return tmp_path
+def temporary(monkeypatch):
+    """A folder with a short path, as those of pytest may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield Path(folder)
 
 
 def launched(*words, **options):
@@ -69,3 +75,13 @@ def test_a_folder_in_use_another_users_and_a_new_one_are_not(temporary, monkeypa
     held.wait()
     LaunchFolder().cleanup()
     assert not os.path.exists(name)
+
+
+def test_a_socket_fits_into_it_and_no_other_user_enters_it(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with LaunchFolder() as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/coordinator")
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    assert not os.path.exists(folder)

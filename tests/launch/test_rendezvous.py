@@ -15,7 +15,8 @@ import jax
 import pytest
 
 from jaxspeed.errors import RunError
-from jaxspeed.launch import rendezvous
+from jaxspeed.launch import admission, rendezvous
+from jaxspeed.launch.admission import answer, encoded, parsed
 from jaxspeed.launch.rendezvous import meet
 from jaxspeed.run import same_run
 from tests.support.processes import free_port
@@ -23,7 +24,7 @@ from tests.support.processes import free_port
 pytestmark = pytest.mark.fast
 
 
-def met(port, count, ranks, seconds=1.0, delay=0.0, host="127.0.0.1"):
+def met(port, count, ranks, seconds=1.0, delay=0.0, host="127.0.0.1", token=""):
     """What each rank raises, by rank; process 0 comes later."""
     found = {}
 
@@ -31,7 +32,7 @@ def met(port, count, ranks, seconds=1.0, delay=0.0, host="127.0.0.1"):
         if rank == 0:
             time.sleep(delay)
         try:
-            meet(f"{host}:{port}", count, rank, seconds)
+            meet(f"{host}:{port}", count, rank, seconds, token)
             found[rank] = None
         except RunError as error:
             found[rank] = str(error)
@@ -75,6 +76,7 @@ def test_processes_that_never_start_are_named_on_all_that_did():
     for text in found.values():
         assert "of 5 processes, 2 did not start within 1 s: 1, 3." in text
         assert f"The others are on {socket.gethostname()}" in text
+        assert text.endswith("; process 0 listens at 127.0.0.1 alone")
 
 
 def test_a_closed_port_and_a_loopback_address_are_named(monkeypatch):
@@ -124,7 +126,7 @@ def test_a_wait_is_explained_before_its_end(monkeypatch, capsys):
     assert len(said) <= 6  # less and less often
 
 
-@pytest.mark.parametrize("sent", [b"", b"{}\n"], ids=["never", "after a sign of life"])
+@pytest.mark.parametrize("sent", [b"", b'{"number": "7"}\n'], ids=["never", "after its number"])
 def test_a_process_0_that_accepts_and_does_not_answer_is_named_within_the_limit(
     monkeypatch, capsys, sent
 ):
@@ -158,7 +160,7 @@ def test_a_process_0_that_lives_is_awaited_beyond_the_limit_of_one_that_started_
 
 
 def test_a_process_that_connects_and_says_nothing_does_not_extend_the_limit(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_HELLO", 0.5)
+    monkeypatch.setattr(admission, "_HELLO", 0.5)
     port, done = free_port(), threading.Event()
 
     def slow():
@@ -182,6 +184,7 @@ def test_more_processes_than_open_files_are_allowed():
     """A limit is for a process: this test's body is one."""
     code = """
 import resource, socket, threading
+from jaxspeed.launch.admission import encoded, hello, parsed
 from tests.launch.test_rendezvous import meet, free_port
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
@@ -192,9 +195,11 @@ while not peers:
     try: peers.append(socket.create_connection(("127.0.0.1", port)))
     except ConnectionRefusedError: pass
 peers += [socket.create_connection(("127.0.0.1", port)) for _ in range(99)]
+lines = [peer.makefile("rb") for peer in peers]
 for rank, peer in enumerate(peers, 1):
-    peer.sendall(b'{"rank": %d, "count": 101, "host": "h"}\\n' % rank)
-assert all(peer.makefile("rb").readlines()[-1] == b'{"error": ""}\\n' for peer in peers)
+    number = parsed(lines[rank - 1].readline())["number"]
+    peer.sendall(encoded(hello("", number, rank, 101, "h")))
+assert all(parsed(each.readlines()[-1])["problem"] == "" for each in lines)
 server.join()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -248,7 +253,9 @@ def test_a_process_0_that_is_stuck_before_it_serves_jax_is_named_within_the_limi
             server.settimeout(60)
             with server.accept()[0] as peer:
                 began = time.monotonic()
-                peer.sendall(b'{"error": ""}\n')
+                peer.sendall(encoded({"number": "7"}))
+                said = parsed(peer.makefile("rb").readline())
+                peer.sendall(encoded(answer("", said["number"], 0, "")))
             said = child.communicate(timeout=30)[1].splitlines()
         finally:
             child.kill()

@@ -114,7 +114,7 @@ def test_an_mpi_script_names_the_coordinator_of_a_hostfile(printed, tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     script = printed("mpi", "--nodes", "2", "--hostfile", "hosts")
     assert "-n 4 --map-by ppr:2:node" in script and "--hostfile hosts" in script
-    assert "-x JAX_COORDINATOR_ADDRESS=a:2" in script
+    assert "-x JAX_COORDINATOR_ADDRESS=a:2" in script and "-x JAXSPEED_TOKEN " in script
     assert "JAX_COORDINATOR_ADDRESS" not in printed("mpi")
 
 
@@ -141,6 +141,32 @@ def test_an_mpi_script_passes_a_signal_on_and_waits(printed, tmp_path):
     assert child.wait(30) == ExitCode.PREEMPTED
 
 
+# -- the token of a run ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("on", "starter"), [("slurm", "srun"), ("mpi", "mpirun")])
+def test_a_script_makes_a_token_that_no_command_line_has(printed, tmp_path, on, starter):
+    script = printed(on)
+    stub(tmp_path, "squeue", "echo RUNNING")
+    stub(tmp_path, starter, 'echo "$@" > words; echo "$JAXSPEED_TOKEN" >> tokens')
+    for _ in range(2):
+        environment = with_stubs(tmp_path, SLURM_JOB_ID="7")
+        subprocess.run(["bash"], input=script, text=True, check=True, env=environment, cwd=tmp_path)
+    first, second = (tmp_path / "tokens").read_text().split()
+    assert len(first) == len(second) == 64 and first != second
+    words = (tmp_path / "words").read_text()
+    assert not any(token in text for token in (first, second) for text in (script, words))
+
+
+def test_a_manifest_has_a_token_that_another_one_has_not(printed):
+    tokens = set()
+    for on in ("kubernetes", "jobset", "kubernetes"):
+        first, *_ = yaml.safe_load_all(printed(on, *IMAGE))
+        tokens.add((first["metadata"]["name"], first["stringData"]["token"]))
+    assert len({name for name, _ in tokens}) == len({token for _, token in tokens}) == 3
+    assert all(len(token) == 64 for _, token in tokens)
+
+
 # -- Kubernetes --------------------------------------------------------------------------------
 
 
@@ -158,8 +184,8 @@ def environment_of(spec):
 
 def test_an_indexed_job_is_valid_and_its_pods_find_each_other(printed):
     options = ("--devices-per-process", "2", "--volume", "runs:/runs", *IMAGE)
-    service, job = yaml.safe_load_all(printed("kubernetes", *options, "--max-restarts", "3"))
-    validated(service), validated(job)
+    manifests = yaml.safe_load_all(printed("kubernetes", *options, "--max-restarts", "3"))
+    token, service, job = map(validated, manifests)
     spec = job["spec"]
     assert (spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (4, 4, 3)
     found = environment_of(spec)
@@ -167,6 +193,8 @@ def test_an_indexed_job_is_valid_and_its_pods_find_each_other(printed):
     assert found["JAX_NUM_PROCESSES"] == "4"
     assert "job-completion-index" in found["JAX_PROCESS_ID"]["fieldRef"]["fieldPath"]
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/runs/cache"
+    key = {"name": token["metadata"]["name"], "key": "token"}
+    assert found["JAXSPEED_TOKEN"] == {"secretKeyRef": key}
     pod = spec["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 2}}
@@ -175,7 +203,7 @@ def test_an_indexed_job_is_valid_and_its_pods_find_each_other(printed):
 
 
 def test_failed_pods_are_judged_by_their_exit_codes(printed):
-    _, job = yaml.safe_load_all(printed("kubernetes", *IMAGE))
+    *_, job = yaml.safe_load_all(printed("kubernetes", *IMAGE))
     by_code = {
         code: rule["action"]
         for rule in job["spec"]["podFailurePolicy"]["rules"]
@@ -190,7 +218,8 @@ def test_failed_pods_are_judged_by_their_exit_codes(printed):
 
 
 def test_a_jobset_has_documented_fields_alone_and_a_valid_job(printed):
-    jobset = yaml.safe_load(printed("jobset", *IMAGE, "--max-restarts", "3"))
+    token, jobset = yaml.safe_load_all(printed("jobset", *IMAGE, "--max-restarts", "3"))
+    assert validated(token)["kind"] == "Secret"
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec = jobset["spec"]
     assert set(spec) <= JOBSET["spec"]
@@ -220,6 +249,7 @@ def test_an_unknown_field_is_found():
 
 @pytest.mark.parametrize("on", ["kubernetes", "jobset"])
 def test_a_manifest_is_created_by_kubectl(tmp_path, monkeypatch, on, printed):
+    monkeypatch.setattr("secrets.token_hex", lambda count: "5" * 2 * count)
     stub(tmp_path, "kubectl", f"echo $@ > {tmp_path}/words; cat > {tmp_path}/given")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     words = ["launch", "--on", on, "--processes", "4", *IMAGE, "--option=--namespace=ml", *TRAIN]

@@ -14,6 +14,8 @@ BATCHES = {
     "gpt2": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 17))},
     "llama": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 17))},
     "gemma": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 33))},
+    "smollm3": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 17))},
+    "ministral": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 33))},
     "vit": {"images": np.ones((2, 32, 32, 3), np.float32), "labels": np.array([1, 2])},
     "mlp": {"x": np.ones((2, 16), np.float32), "y": np.array([1, 2])},
 }

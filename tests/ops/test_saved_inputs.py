@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxspeed.models import gemma, gpt2, llama, vit
+from jaxspeed.models import blocks
 
 from jaxspeed.ops import layer_norm, rms_norm, saves_inputs
 
@@ -28,10 +28,10 @@ def layer(x, scale, bias):
 FUNCTIONS = {
     "rms_norm": (rms_norm, rms, 1, 1),
     "layer_norm": (layer_norm, layer, 1, 2),
-    "llama": (llama.swiglu, lambda gate, up: jax.nn.silu(gate) * up, 2, 0),
-    "gemma": (gemma.geglu, lambda g, up: jax.nn.gelu(g, approximate=True) * up, 2, 0),
-    "gpt2": (gpt2.gelu, lambda x: jax.nn.gelu(x, approximate=True), 1, 0),
-    "vit": (vit.gelu, lambda x: jax.nn.gelu(x, approximate=False), 1, 0),
+    "llama": (blocks.swiglu, lambda gate, up: jax.nn.silu(gate) * up, 2, 0),
+    "gemma": (blocks.geglu, lambda g, up: jax.nn.gelu(g, approximate=True) * up, 2, 0),
+    "gpt2": (blocks.gelu, lambda x: jax.nn.gelu(x, approximate=True), 1, 0),
+    "vit": (blocks.exact_gelu, lambda x: jax.nn.gelu(x, approximate=False), 1, 0),
 }
 
 

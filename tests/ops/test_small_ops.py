@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.ops import RopeScaling, embed, frequencies, layer_norm, rms_norm, rotate, rotation
+from jaxspeed.ops import (
+    RopeScaling,
+    embed,
+    frequencies,
+    layer_norm,
+    rms_norm,
+    rotate,
+    rotate_neighbours,
+    rotation,
+)
 
 
 def normal(*shape, seed=0):
@@ -69,6 +78,31 @@ def test_rotated_products_depend_on_the_distance_alone():
     assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
     assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
     assert product(5, 5) == pytest.approx(float(jnp.vdot(q, k)), abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [8, 6])
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_pairs_of_the_first_dims_are_rotated_and_the_others_stay(count, neighbours):
+    x = normal(2, 5, 3, 8).astype(np.float32)
+    by = rotation(np.arange(5), frequencies(count, 100.0))
+    found = (rotate_neighbours if neighbours else rotate)(jnp.asarray(x), by)
+    half = count // 2
+    first = slice(0, count, 2) if neighbours else slice(0, half)
+    second = slice(1, count, 2) if neighbours else slice(half, count)
+    angles = np.outer(np.arange(5), 100.0 ** (-np.arange(half) / half))[None, :, None]
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles)
+    wanted = x.copy()
+    wanted[..., first], wanted[..., second] = turned.real, turned.imag
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    np.testing.assert_array_equal(found[..., count:], x[..., count:])
+
+
+def test_rms_norm_over_all_heads_has_one_mean():
+    x, scale = normal(2, 5, 3, 8), normal(3, 8, seed=1)
+    flat = x.reshape(2, 5, 24)
+    wanted = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + 1e-5) * scale.reshape(24)
+    found = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32))
+    np.testing.assert_allclose(found, wanted.reshape(x.shape), rtol=1e-5)
 
 
 def test_each_row_of_a_batch_may_have_positions_of_its_own():

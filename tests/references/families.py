@@ -70,9 +70,12 @@ def greedy_tokens(
     ]  # fmt: skip
 
 
-def key_biases(case: Case) -> list[torch.Tensor]:
-    """Of each layer of a ViT."""
-    return [layer.attention.k_proj.bias for layer in _model(case).vit.layers]
+def unseen_biases(case: Case) -> list[torch.Tensor]:
+    """Of each layer: a ViT's key bias, the bias of GPT-NeoX's output projection."""
+    model = _model(case)
+    if case[0] == "ViT":
+        return [layer.attention.k_proj.bias for layer in model.vit.layers]
+    return [layer.attention.dense.bias for layer in model.gpt_neox.layers]
 
 
 @torch.no_grad()

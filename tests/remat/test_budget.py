@@ -30,11 +30,11 @@ FAMILIES = ("gpt2", "llama", "vit")
 def block_of(family):
     rngs = nnx.Rngs(0)
     if family == "gpt2":
-        return gpt2.GPT2Block(gpt2.Config(**SIZES), rngs=rngs)
+        return gpt2.block(gpt2.Config(**SIZES), rngs)
     if family == "vit":
-        return vit.ViTBlock(vit.Config(**SIZES), rngs=rngs)
+        return vit.block(vit.Config(**SIZES), rngs)
     sizes = {"num_key_value_heads": 2, "intermediate_size": 640}
-    return llama.LlamaBlock(llama.Config(**SIZES, **sizes), rngs=rngs)
+    return llama.block(llama.Config(**SIZES, **sizes), rngs)
 
 
 @functools.cache
@@ -45,9 +45,7 @@ def case(family):
     more = ()
     if family == "llama":
         freqs = ops.frequencies(EMBED // 4, 1e4, None)
-        more = (ops.rotation(jnp.arange(SEQ), freqs),)
-    if family == "gpt2":
-        more = (None,)
+        more = ([ops.rotation(jnp.arange(SEQ), freqs)],)
 
     def block(params, x):
         return nnx.merge(graphdef, params)(x, *more)

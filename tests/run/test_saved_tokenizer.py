@@ -104,7 +104,11 @@ def test_a_run_its_checkpoint_and_its_export_have_the_files(pretrained, tmp_path
     (tmp_path / "corpus.txt").unlink()
     for name in expected:
         (pretrained / name).unlink()
-    assert files_of(source_of(given).tokenizer(checkpoints.files("step-00000001"))) == expected
+    saved = checkpoints.files("step-00000001")
+    elsewhere = given | {"run": {"output": str(tmp_path / "elsewhere")}}
+    assert files_of(source_of(elsewhere).tokenizer(saved)) == expected  # the checkpoint's
+    assert files_of(source_of(given).tokenizer({})) == expected  # that of the run's folder
+    assert isinstance(source_of(elsewhere).tokenizer({}), ByteTokenizer)  # the config's default
     shutil.move(tmp_path / "run" / "checkpoints", tmp_path / "alone")
     for source in (tmp_path / "alone", tmp_path / "mine"):
         out = tmp_path / f"of-{source.name}"
@@ -113,3 +117,22 @@ def test_a_run_its_checkpoint_and_its_export_have_the_files(pretrained, tmp_path
         words = ["checkpoint", "export", source, out, "--format", "hf", "--config", config]
         assert main([*map(str, words)]) == 0
         assert contents(out) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ({"family": "gpt2", "preset": "tiny"}, {"source": "tokens", "path": "/nowhere/ids.npy"}),
+        ({"family": "mlp", "preset": "tiny"}, {"source": "no_such_module:samples"}),
+        ({"family": "vit", "preset": "tiny"}, {"source": "images", "path": "/nowhere"}),
+    ],
+)
+def test_where_no_tokenizer_was_saved_and_none_is_needed_the_data_need_not_exist(
+    model, data, tmp_path
+):
+    given = {"model": model, "data": data, "run": {"output": str(tmp_path)}}
+    given |= {"train_batch_size": 8}
+    assert source_of(given).tokenizer({}) is None
+    if model["family"] == "gpt2":  # but the config may name one
+        given["data"] = data | {"tokenizer": "bytes"}
+        assert isinstance(source_of(given).tokenizer({}), ByteTokenizer)

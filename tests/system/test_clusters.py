@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from jaxspeed.errors import ExitCode
 from jaxspeed.launch.agent import encoded_job
 from jaxspeed.launch.local_group import HostJob
+from tests.launch.hostile_user import tree
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -188,13 +190,39 @@ def test_ray_runs_the_tiny_config(tmp_path):
 @pytest.mark.full
 def test_on_ray_a_killed_process_is_named_and_the_others_end(tmp_path):
     pytest.importorskip("ray")
-    code = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os.kill(os.getpid(), 9)\n"
+    code = "import os, time\n"
+    code += "assert os.environ['JAX_COORDINATOR_ADDRESS'].startswith('unix:/')\n"
+    code += "assert len(os.environ['JAXSPEED_TOKEN']) == 64\n"
+    code += "os.environ['JAX_PROCESS_ID'] == '1' and os.kill(os.getpid(), 9)\n"
     command = (sys.executable, "-c", code + "time.sleep(60)")
     job = {"job": encoded_job(HostJob(command, 1, 2, "", bind=False)), "restarts": {}, "logs": None}
     driver = [sys.executable, "-m", "jaxspeed.launch.ray.driver", json.dumps(job)]
     done = subprocess.run(driver, capture_output=True, text=True, env=environment(), timeout=200)
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 of 2 on" in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.ray
+@pytest.mark.full
+def test_on_ray_nothing_outlives_a_driver_that_is_killed(tmp_path):
+    pytest.importorskip("ray")
+    command = (sys.executable, "-S", "-c", f"{saves('TERM')}; time.sleep(600)")
+    job = encoded_job(HostJob(command, 1, 2, "", bind=False, folder=str(tmp_path)))
+    given = json.dumps({"job": job, "restarts": {}, "logs": None})
+    driver = [sys.executable, "-m", "jaxspeed.launch.ray.driver", quote(given)]
+    child = subprocess.Popen(driver, env=environment())
+    try:
+        wait_for_files(tmp_path, "ready-*", 2, seconds=120)
+        pids = [*tree(child.pid)]
+        ranks = {int(file.name.removeprefix("ready-")) for file in tmp_path.glob("ready-*")}
+        assert ranks < set(pids)
+    finally:
+        child.kill()
+        child.wait()
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
 
 
 @pytest.mark.full
@@ -259,11 +287,48 @@ def saves(name):
     )
 
 
-def wait_for_files(folder, pattern, count):
-    deadline = time.monotonic() + 60
+def wait_for_files(folder, pattern, count, seconds=60):
+    deadline = time.monotonic() + seconds
     while len(list(folder.glob(pattern))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+# -- the token of a run ------------------------------------------------------------------------
+
+# Keeps a hash of its token, and the processes whose command line has the token.
+TOKEN = """
+import glob, hashlib, os, pathlib, sys, time
+token = os.environ["JAXSPEED_TOKEN"].encode()
+shown = []
+for file in glob.glob("/proc/[0-9]*/cmdline"):
+    try: text = pathlib.Path(file).read_bytes()
+    except OSError: continue
+    if token in text: shown.append(text)
+said = [len(token), hashlib.sha256(token).hexdigest(), *shown]
+part = pathlib.Path(sys.argv[1], f"part-{os.getpid()}")
+part.write_text(repr(said))
+part.rename(part.with_name(f"token-{os.getpid()}"))
+"""
+
+
+@pytest.mark.parametrize("way", ["slurm", "mpi", "hostfile"])
+def test_both_processes_have_a_token_that_no_command_line_shows(way, request, tmp_path):
+    words = [sys.executable, "-S", "-c", TOKEN, tmp_path]
+    launch = [sys.executable, "-m", "jaxspeed", "launch"]
+    if way == "hostfile":
+        command, given = launched(request.getfixturevalue("sshd"), tmp_path, *words), environment()
+    elif way == "slurm":
+        given = request.getfixturevalue("slurm")
+        command = [*launch, "--on", "slurm", "--processes", 2, "--", *words]
+    else:
+        require("mpirun")
+        options = ["--option=--allow-run-as-root", "--option=--oversubscribe"]
+        command, given = [*launch, "--on", "mpi", "--processes", 2, *options, "--", *words], None
+    run(*command, env=given or environment(), cwd=tmp_path)
+    wait_for_files(tmp_path, "token-*", 2)
+    first, second = (file.read_text() for file in tmp_path.glob("token-*"))
+    assert first == second and first.startswith("[64, ") and first.count(",") == 1
 
 
 # -- the hostfile's way ------------------------------------------------------------------------

@@ -28,6 +28,7 @@ start() {
   printf 'host-a slots=1\nhost-b slots=1\n' > "$dir/hosts"
   cat > "$dir/ssh" <<RUN
 #!/bin/sh
+[ "\$1" = -- ] && shift
 name=jx-\${1#host-}-$id
 exec ip netns exec "\$name" unshare --uts sh -c 'hostname "\$0"; exec sh -c "\$1"' "\$1" "\$2"
 RUN

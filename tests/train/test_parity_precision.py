@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.engine import tiny
 from tests.support.covering import covering
 from tests.support.reference import DynamicScale, NnxReference, train
 from tests.train.cases import CASES, RANKS, Case
@@ -180,3 +181,42 @@ def test_16_bits_are_not_fp32(precision):
     wide = plain_of("gpt2", 4, "sgd")
     assert whole_difference(CASES["gpt2"], narrow, wide) > u / 4
     assert max(leaf_differences(CASES["gpt2"], narrow, wide).values()) > 1e-5
+
+
+# -- parameters that are kept in fp32 --------------------------------------------------------------
+
+
+def test_bf16_with_parameters_in_fp32_is_plain_flax_with_them(steps=3, rate=0.05):
+    """A step's products of the head in fp32 differ from those in bf16 by more than they agree."""
+    batch = tiny.batch()
+
+    def plain(is_kept):
+        graph, masters = nnx.split(tiny.Listed(nnx.Rngs(0)))
+        losses = []
+
+        def loss(masters):
+            low = jax.tree.map_with_path(
+                lambda path, x: x if is_kept(path) else x.astype(jnp.bfloat16), masters
+            )
+            low_batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), batch)
+            total, weight = tiny.squared_error(nnx.merge(graph, low), low_batch)
+            return total.astype(jnp.float32) / weight.astype(jnp.float32)
+
+        step = jax.jit(jax.value_and_grad(loss))
+        for _ in range(steps):
+            value, grads = step(masters)
+            masters = jax.tree.map(lambda p, g: p - rate * g, masters, grads)
+            losses.append(float(value))
+        return np.array(losses)
+
+    def ours(names):
+        one = jax.devices()[:1]
+        sections = {"data_types": {"keep_in_fp32_modules": names}, "bf16": {"enabled": True}}
+        engine = tiny.engine(devices=one, train_micro_batch_size_per_gpu=8, **sections)
+        return np.array([float(engine.train_batch(batch)["loss"]) for _ in range(steps)])
+
+    kept, low = plain(lambda path: "head" in str(path)), plain(lambda path: False)
+    found = ours(["head"])
+    np.testing.assert_allclose(found, kept, rtol=1e-6)
+    np.testing.assert_allclose(ours([]), low, rtol=1e-6)
+    assert np.abs(kept - low).max() > 100 * np.abs(found - kept).max()

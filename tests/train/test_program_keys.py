@@ -17,6 +17,7 @@ from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.primitives import CHECKPOINTS
 from jaxspeed.train import build_program
 from jaxspeed.user_models.config_model import resolve_model
@@ -172,6 +173,46 @@ def test_parameters_in_full_precision_are_not_cast():
     made = program(bf16={"enabled": True}, parallel={"full_precision": ["head/**"]})
     kept = {path for path, x in made.state.params.items() if x.dtype == FP32}
     assert kept == {HEAD}
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["head"], {HEAD}),
+        (["head.weight"], {HEAD}),
+        (["0.*kernel"], {UP, DOWN}),
+        (["layers.0.up", HEAD], {UP, HEAD}),
+        ([], set()),
+        ("auto", set()),
+    ],
+)
+def test_names_keep_parameters_in_fp32(names, kept):
+    made = program(bf16={"enabled": True}, data_types={"keep_in_fp32_modules": names})
+    assert {path for path, x in made.state.params.items() if x.dtype == FP32} == kept
+
+
+def test_products_of_parameters_that_are_kept_in_fp32_are_in_fp32():
+    def products(**sections):
+        """Dtypes of the products with the head and with the layers' weights, forward and back.
+
+        Activations in bf16 are operands as they are, which is exact.
+        """
+        found = {"head": set(), "layers": set()}
+        for eqn in traced(program(bf16={"enabled": True}, **sections)):
+            if eqn.primitive.name == "dot_general":
+                shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+                at = "head" if any(sorted(shape) == [8, WIDTH] for shape in shapes) else "layers"
+                found[at] |= {v.aval.dtype for v in eqn.outvars}
+        return found
+
+    assert products() == {"head": {BF16}, "layers": {BF16}}
+    kept = products(data_types={"keep_in_fp32_modules": ["head"]})
+    assert kept == {"head": {FP32}, "layers": {BF16}}
+
+
+def test_a_name_that_is_in_no_path_is_an_error():
+    with pytest.raises(ConfigError, match=r"keep_in_fp32_modules: 'router' is in no path"):
+        program(data_types={"keep_in_fp32_modules": ["router"]})
 
 
 def test_an_average_of_the_weights_is_state():

@@ -8,6 +8,7 @@ any more, that counts as its end, and the others are ended.
 
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -37,9 +38,12 @@ class ActorGroup:
         self._actors = [cluster.start(HostActor, rank) for rank in range(job.count)]
         asked = [actor.place.remote() for actor in self._actors]
         places = self._ray.get(asked, timeout=_SECONDS_TO_START)
-        self.hosts = [host for host, _ in places]
+        self.hosts = [place.host for place in places]
+        is_one = len({place.node for place in places}) == 1
+        coordinator = places[0].socket if is_one else places[0].address
+        job = replace(job, coordinator=coordinator, token=secrets.token_hex(32))
         for rank, actor in enumerate(self._actors):
-            mine = replace(job, first=rank, coordinator=places[0][1])
+            mine = replace(job, first=rank)
             actor.start.remote(encoded_job(mine))
             threading.Thread(target=self._poll, args=(rank, actor), daemon=True).start()
 

@@ -8,12 +8,17 @@ import contextlib
 import importlib
 import logging
 import os
+import secrets
 import socket
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxspeed.errors import ConfigError, RunError
+from jaxspeed.launch.launch_folder import short_temporary_folder
+from jaxspeed.parameter_server.ray.reaper import descendants, ended_with_this_process
 
 log = logging.getLogger("jaxspeed")
 
@@ -67,20 +72,71 @@ def connected(address: str | None = None) -> Iterator[None]:
         return
     if address and address != "auto":
         _check_address(address)
+    with contextlib.ExitStack() as opened:
+        if address is None:
+            opened.enter_context(_closed_to_others())
+        before = set(descendants(os.getpid()))
+        _init(ray, address)
+        if address is None:
+            started = set(descendants(os.getpid())) - before
+            opened.enter_context(ended_with_this_process(started))
+        opened.callback(ray.shutdown)
+        yield
+
+
+def _init(ray: Any, address: str | None) -> None:
     try:
         ray.init(
             address or "local",
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **({} if address else {"include_dashboard": False}),
+            **({} if address else {"include_dashboard": False, "_temp_dir": _own_folder()}),
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = f"--ray-address {address}" if address else "Ray on this machine"
         raise RunError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _closed_to_others() -> Iterator[None]:
+    """A Ray that is started within listens on loopback, and takes a token that others do not have.
+
+    Without Ray's clusters for macOS it does what Ray does there: its own address is loopback.
+    """
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    raylet: Any = importlib.import_module("ray._raylet")
+    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in given}, constants.ENABLE_RAY_CLUSTER
+
+    def use(variables: Mapping[str, str | None], clusters: bool) -> None:
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        constants.ENABLE_RAY_CLUSTER = clusters
+        raylet.Config.initialize("")  # Ray read them when it was imported
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    use(given, False)
     try:
         yield
     finally:
-        ray.shutdown()
+        use(*before)
+
+
+def _own_folder() -> str:
+    """Where a local Ray has its sockets and logs: Ray lets everyone write into its folders.
+
+    Raises:
+      RunError: another user has made it.
+    """
+    parent = Path(short_temporary_folder(), f"jaxspeed-ray-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        parent.mkdir(mode=0o700)
+    found = parent.lstat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        raise RunError(f"{parent}: not a folder of this user alone (mode 700)")
+    return str(parent / "ray")
 
 
 def _check_address(address: str) -> None:

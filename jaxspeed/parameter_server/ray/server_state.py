@@ -28,7 +28,7 @@ from jaxspeed.parameter_server.param_split import (
 )
 from jaxspeed.placement.precision import precision_of
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.table import build_table, device_memory_kind
+from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
 from jaxspeed.train.program import Program
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout, owner_of
@@ -148,15 +148,18 @@ class ServerModel:
     """The model of a server: the pieces that it owns. It is never called."""
 
     model: Model
+    table: PlacementTable  # of the parameters that are divided among servers
     splits: Splits
     owned: Mapping[str, Piece]
     weights: Weights | None = None  # `ray_resources` refuses them
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        found = {leaf.path: leaf for leaf in self.model.leaves}
+        found = {row.path: row.leaf for row in self.table}
         shapes = {path: self.splits[path].shape_of(piece) for path, piece in self.owned.items()}
-        return tuple(replace(found[path], shape=shape) for path, shape in shapes.items())
+        return tuple(
+            replace(found[path], shape=shape, range=None) for path, shape in shapes.items()
+        )
 
     @property
     def needs_values(self) -> str | None:
@@ -168,7 +171,7 @@ class ServerModel:
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         """The pieces of the same fresh model on every server."""
-        values, _ = self.model.init(seed)
+        values = self.table.in_rows(self.model.init(seed)[0])
         return {path: self.splits[path].take(values[path], p) for path, p in self.owned.items()}, {}
 
     def notes(self, compute_dtype: Any) -> Sequence[str]:
@@ -203,7 +206,7 @@ def program_of_server(
     undivided = {path: replace(s, dim=None) for path, s in layout.splits.items()}
     every = {path: Piece(server, 0, 0) for path in layout.splits}
     splits, owned = (undivided, every) if layout.mixed else (layout.splits, layout.owned(server))
-    model: Model = ServerModel(program.model, splits, owned)
+    model: Model = ServerModel(program.model, program.table, splits, owned)
     table = build_table(model.leaves, program.mesh, precision=precision_of(program.config))
     transform = program.optimizer.transform
     trained = {

@@ -1,0 +1,85 @@
+"""GPT-NeoX and Pythia in Hugging Face's format: a head's query, key and value follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspeed.interop.config_fields import Field, Fixed, Read
+from jaxspeed.interop.mapping import MappingTable, TensorRule
+
+from .decoder_hf import QKV, read_sizes, size_fields, write_sizes
+from .gpt_neox import Config
+
+MODEL_TYPES = {"gpt_neox": "GPTNeoXForCausalLM"}
+FIELDS = (
+    *size_fields(num_key_value_heads=None, rms_norm_eps=1e-5, tie_word_embeddings=False),
+    Field("layer_norm_eps", "rms_norm_eps", float, 1e-5),
+    Field("attention_bias", "attention_bias", bool, True),
+    Read("rotary_emb_base"),
+    Read("rotary_pct"),
+    Fixed("hidden_act", ("gelu",)),
+    Fixed("use_parallel_residual", (True,)),
+)
+
+
+def read_config(values: Mapping[str, Any]) -> Config:
+    base, part = values.get("rotary_emb_base", 10000.0), values.get("rotary_pct", 0.25)
+    return Config(**read_sizes(values, FIELDS, base, partial=part))
+
+
+def write_config(config: Config) -> dict[str, Any]:
+    if config.num_key_value_heads != config.num_attention_heads or (
+        config.size_of_head * config.num_attention_heads != config.hidden_size
+    ):
+        raise ValueError(
+            "Hugging Face's gpt_neox has hidden_size / num_attention_heads dims a head"
+        )
+    older = {"rotary_emb_base": config.rope_theta, "rotary_pct": config.partial_rotary_factor}
+    return write_sizes("gpt_neox", config, FIELDS) | older
+
+
+def table(config: Config) -> MappingTable:
+    block, ours = "gpt_neox.layers.{layer}", "blocks"
+    names = {
+        f"{block}.input_layernorm": (f"{ours}/attn_norm/scale", ""),
+        f"{block}.post_attention_layernorm": (f"{ours}/mlp_norm/scale", ""),
+        f"{block}.attention.dense": (
+            f"{ours}/attn/o_proj/kernel",
+            "embed (heads dim) -> layer heads dim embed",
+        ),
+        f"{block}.mlp.dense_h_to_4h": (f"{ours}/mlp/up/kernel", "out in -> layer in out"),
+        f"{block}.mlp.dense_4h_to_h": (f"{ours}/mlp/down/kernel", "out in -> layer in out"),
+        "gpt_neox.final_layer_norm": ("norm/scale", ""),
+    }
+    fused = f"{block}.attention.query_key_value"
+    rules = [
+        TensorRule("gpt_neox.embed_in.weight", "embed/table"),
+        TensorRule("embed_out.weight", "head/table"),
+        TensorRule(
+            f"{fused}.weight",
+            tuple(f"{ours}/attn/{name}/kernel" for name in QKV),
+            "(heads part dim) embed -> layer embed heads dim",
+        ),
+        TensorRule(
+            f"{fused}.bias",
+            tuple(f"{ours}/attn/{name}/bias" for name in QKV),
+            "(heads part dim) -> layer heads dim",
+        ),
+    ]
+    for theirs, (path, layout) in names.items():
+        bias = f"{path.rpartition('/')[0]}/bias"
+        rules += [
+            TensorRule(f"{theirs}.weight", path, layout),
+            TensorRule(f"{theirs}.bias", bias),
+        ]
+    # The causal mask and rotary buffers, which old versions stored; a tied head stored twice.
+    buffers = ("bias", "masked_bias", "rotary_emb.inv_freq")
+    return MappingTable(
+        rules,
+        ignored=[
+            *(f"{block}.attention.{name}" for name in buffers),
+            *(["embed_out.weight"] if config.tie_word_embeddings else []),
+        ],
+        prefix="gpt_neox.",
+    )

@@ -1,0 +1,78 @@
+"""OLMo 2 (arXiv:2501.00656): norms after the branches, and over all queries and all keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flax import nnx
+
+from . import language
+from .blocks import Attention, GatedFeedForward, NormAfter, swiglu
+from .decoder import DecoderSizes, RotaryDecoder, rms_norm
+from .layers import RMSNorm, dropout
+
+
+@dataclass(frozen=True)
+class Config(DecoderSizes):
+    """OLMo 2's sizes; the defaults are those of OLMo 2 7B."""
+
+    num_key_value_heads: int = 32
+    intermediate_size: int = 11008
+    vocab_size: int = 100352
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+
+
+_7B = Config()
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        vocab_size=256,
+        max_position_embeddings=128,
+    ),
+    "olmo2-1b": replace(
+        _7B,
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        intermediate_size=8192,
+    ),
+    "olmo2-7b": _7B,
+    "olmo2-13b": replace(
+        _7B,
+        hidden_size=5120,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+        intermediate_size=13824,
+    ),
+}
+
+
+def block(config: Config, rngs: nnx.Rngs) -> NormAfter:
+    c = config
+    return NormAfter(
+        Attention(
+            c.projections(bias=c.attention_bias, out_bias=c.attention_bias),
+            qk_norm=lambda dims: RMSNorm(dims, eps=c.rms_norm_eps, rngs=rngs),
+            rngs=rngs,
+        ),
+        rms_norm(c, rngs),
+        GatedFeedForward(c.hidden_size, c.intermediate_size, swiglu, init=c.init, rngs=rngs),
+        rms_norm(c, rngs),
+        dropout(c.dropout, rngs),
+    )
+
+
+def build(config: Config, rngs: nnx.Rngs) -> RotaryDecoder:
+    return RotaryDecoder(config, block, rms_norm, rotaries=(config.rotary,), rngs=rngs)
+
+
+loss = language.next_token_loss
