@@ -23,16 +23,19 @@ _FILE = b"ARROW1"  # begins a file, not a stream
 STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
-def is_saved(path: Path) -> bool:
-    """Whether a folder is one that `save_to_disk` wrote."""
-    return any((path / name).is_file() for name in (STATE, SPLITS))
+def is_saved(name: str) -> bool:
+    """Whether a path is that of a folder that `save_to_disk` wrote."""
+    try:
+        return any((Path(name).expanduser() / file).is_file() for file in (STATE, SPLITS))
+    except (OSError, RuntimeError):  # a name that is too long, a user that is unknown
+        return False
 
 
 def column_files(name: str, kind: str, split: str) -> list[Path]:
     """The files of a path: those that a folder of `datasets` lists, or all of its kind."""
-    path = Path(name).expanduser()
-    if kind != "arrow" or not is_saved(path):
+    if kind != "arrow" or not is_saved(name):
         return files.find_files([name], SUFFIXES[kind])
+    path = Path(name).expanduser()
     if (path / SPLITS).is_file():
         splits = _json_of(path / SPLITS, "splits")
         if split not in splits:

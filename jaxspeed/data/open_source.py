@@ -1,7 +1,9 @@
 """Open one source of a corpus and split it into training and held-out samples."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from jaxspeed.errors import DataError
 
 TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "parquet", "huggingface")
 SYNTHETIC_SAMPLES = 1 << 16
+log = logging.getLogger("jaxspeed")
+_LONG_READ = 30.0  # seconds after which it is reported that an iterable is still read
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     """Open a source; DataError if it cannot be read."""
     kind = source.source
     given = files.given_paths(source.path, source.paths)
-    if kind == "huggingface" and all(columns.is_saved(Path(name).expanduser()) for name in given):
+    if kind == "huggingface" and given and all(map(columns.is_saved, given)):
         kind = "arrow"
     if kind in ("arrow", "parquet"):
         return columns.open_columns(source, kind)
@@ -84,7 +88,7 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
     found: dict[str, str] = {}  # the kind of each
     for name in given:
         path = Path(name).expanduser()
-        if kind in ("arrow", "huggingface", None) and columns.is_saved(path):
+        if kind in ("arrow", "huggingface", None) and columns.is_saved(name):
             each = columns.column_files(name, "arrow", source.split)
             found |= {str(file): "arrow" for file in each}
         elif kind == "huggingface":
@@ -148,7 +152,7 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
             path,
             lambda: (files.text_of(r, field, f"{path}, item {i}") for i, r in enumerate(begin())),
         )
-    items = list(begin())
+    items = _all_of(begin(), path)
     if isinstance(first, Mapping):
         return _records(items, path, limits, getattr(found, "batch_size", None) is not None)
     documents = [token_records.numpy_of(item, f"{path}, item {i}") for i, item in enumerate(items)]
@@ -159,6 +163,22 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
                 "mappings from names to arrays, or lists of token ids"
             )
     return [token_store.in_memory(path, documents, None)]
+
+
+def _all_of(items: Iterable[Any], path: str) -> list[Any]:
+    """The items; a warning names an iterable that may have no end."""
+    found, begun, warned = [], time.monotonic(), False
+    for item in items:
+        found.append(item)
+        if not warned and time.monotonic() - begun > _LONG_READ:
+            warned = True
+            log.warning(
+                "data.source: %s: %s items so far, all of which are read into memory; an iterable "
+                "without an end needs data.samples",
+                path,
+                f"{len(found):,}",
+            )
+    return found
 
 
 def _records(
@@ -178,8 +198,7 @@ def _records(
         {key: token_records.numpy_of(x, f"{name}, {key!r}") for key, x in item.items()}
         for item, name in zip(items, names)
     ]
-    if limits.sample == "images" and (images := records[0].get("images")) is not None:
-        batched |= images.ndim == 4
+    batched |= limits.sample == "images" and np.ndim(records[0].get("images", 0)) == 4
     return array_sources.joined(records, path) if batched else array_sources.stack(records, path)
 
 

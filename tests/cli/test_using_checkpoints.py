@@ -224,11 +224,13 @@ def test_token_files_are_evaluated_by_the_files_of_their_folder(here, tmp_path):
     succeeded("data", "tokenize", "config.yaml", tmp_path / "tokens", *tokenize)
     text = np.frombuffer(TEXTS["texts/a.txt"][0].encode() + b"\0", np.uint8)
     np.save(tmp_path / "ids.npy", text)
-    paths = ["texts/a.txt", tmp_path / "tokens", tmp_path / "ids.npy"]
+    text.astype(np.uint16).tofile(tmp_path / "ids.bin")
+    paths = ["texts/a.txt", *(tmp_path / name for name in ("tokens", "ids.npy", "ids.bin"))]
     words = [word for path in paths for word in ("--data", path)]
+    words += ["--set", "data.source=tokens", "--set", "data.dtype=uint16"]
     files = json.loads(succeeded("eval", "config.yaml", "--json", *words))["files"]
     assert [each["file"] for each in files] == [*map(str, paths)]
-    assert files[0]["eval_loss"] == files[1]["eval_loss"] == files[2]["eval_loss"]
+    assert len({each["eval_loss"] for each in files}) == 1
 
 
 MISTAKES = {

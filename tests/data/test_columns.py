@@ -176,3 +176,19 @@ def test_damaged_files_are_named(tmp_path):
             except DataError as error:
                 refused += str(folder) in str(error)
         assert refused >= 4, kind
+
+
+def test_what_the_library_datasets_saves_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    from datasets.table import InMemoryTable
+
+    def made(**columns):  # with fingerprints, which the library else makes by pickling
+        return datasets.Dataset(InMemoryTable(pyarrow.table(columns)), fingerprint="a" * 16)
+
+    chosen = made(text=TEXTS).select([*range(30, 0, -1)], new_fingerprint="b" * 16)
+    datasets.DatasetDict({"train": chosen}).save_to_disk(tmp_path / "a", num_shards={"train": 3})
+    expected = "".join(json.dumps({"text": TEXTS[i]}) + "\n" for i in range(30, 0, -1))
+    (tmp_path / "a.jsonl").write_text(expected)
+    same(start("arrow", tmp_path / "a"), start("jsonl", tmp_path / "a.jsonl"))
+    made(input_ids=IDS).save_to_disk(tmp_path / "b")
+    same(start("huggingface", tmp_path / "b"), documents(tmp_path, IDS))

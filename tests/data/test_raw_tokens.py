@@ -8,7 +8,9 @@ import types
 import numpy as np
 import pytest
 
+from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import token_store
+from jaxspeed.data.open_source import by_file
 from jaxspeed.errors import DataError
 from tests.data.corpora import opened
 
@@ -158,3 +160,13 @@ def test_an_array_that_a_module_holds_is_not_copied(tmp_path, monkeypatch, shape
         assert np.shares_memory(stream.tokens, mapped if name == "mapped" else IDS)
         for key, x in expected.train.batch(2, 8).items():
             assert (c.train.batch(2, 8)[key] == x).all()
+
+
+def test_files_to_evaluate_on_are_of_the_kind_that_their_names_show(tmp_path):
+    val = str(raw(tmp_path / "val.bin"))
+    (tmp_path / "a.jsonl.zst").touch()
+    (tmp_path / "a.arrow").touch()
+    found = by_file(SourceSection(paths=[val, *map(str, tmp_path.glob("a.*"))], dtype="uint16"))
+    kinds = {name.rpartition("/")[2]: section.source for name, section in found.items()}
+    assert kinds == {"val.bin": "tokens", "a.jsonl.zst": "jsonl", "a.arrow": "arrow"}
+    assert found[val].dtype == "uint16"

@@ -7,6 +7,7 @@ import grain
 import numpy as np
 import pytest
 
+from jaxspeed.data import open_source
 from jaxspeed.errors import DataError
 from tests.data.corpora import opened
 from tests.support.tensors import DlpackTensor, Loader, Tensor, torch_tensor
@@ -148,3 +149,12 @@ def test_a_tensor_that_cannot_be_read_is_named(source):
 
     with pytest.raises(DataError, match=r"item 0, 'tokens' is a .*Elsewhere.*it requires grad"):
         source([{"tokens": Elsewhere(ROWS[0])}])
+
+
+def test_an_iterable_that_may_have_no_end_is_reported(source, monkeypatch, caplog):
+    source([{"tokens": row} for row in ROWS])
+    assert not caplog.records
+    monkeypatch.setattr(open_source, "_LONG_READ", -1)
+    source([{"tokens": row} for row in ROWS])
+    (record,) = caplog.records
+    assert "users_data:data: 1 items so far" in record.message and "data.samples" in record.message
