@@ -157,7 +157,7 @@ class _Rewriter(Rewriter[_Value]):
             | dict.fromkeys(CASTS, self._cast)
             | dict.fromkeys(LOWER, self._product)
         )
-        self.casts: dict[Any, Atom] = {}  # those made so far, by atom and scope
+        self.casts: dict[Any, Atom] = {}  # those made so far, by program, atom and scope
         self.wide: set[str] = set()  # the parameters that are read in fp32, or by unsafe modules
 
     def constant(self, atom: Atom) -> _Value:
@@ -261,7 +261,7 @@ class _Rewriter(Rewriter[_Value]):
         if not is_var(x):
             return jex.Literal(np.asarray(x.val).astype(dtype)[()], x.aval.update(dtype=dtype))
         scopes = [call.serial for call in calls_in(str(eqn.source_info.name_stack))]
-        key = (x, dtype, *(scopes[:-1] or scopes))
+        key = (program, x, dtype, *(scopes[:-1] or scopes))
         if key not in self.casts:
             (self.casts[key],) = program.splice(lambda x: x.astype(dtype), [x], eqn)
         return self.casts[key]

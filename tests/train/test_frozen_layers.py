@@ -128,6 +128,14 @@ def test_groups_of_layers_have_their_own_rates():
         np.testing.assert_allclose(moved[3:], plainly[3:], atol=1e-6)
 
 
+def test_automatic_mixed_precision_rewrites_each_part_of_the_scan():
+    """Both scans have one body, which is rewritten for the parameters of each."""
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    _, losses, _ = trained(start(**autocast), 3)
+    _, wanted, _ = trained(start(), 3)
+    np.testing.assert_allclose(losses, wanted, rtol=3e-2)
+
+
 def test_an_optax_transformation_sees_the_trained_layers():
     engine = start(transform=optax.adamw(RATE, weight_decay=0.1))
     shapes = {x.shape[:1] for x in jax.tree.leaves(engine.state.opt) if x.ndim > 1}
