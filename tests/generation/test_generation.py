@@ -39,7 +39,7 @@ FAMILIES = {
 }
 COMPOSED = {  # of the parts in models/blocks.py
     "phi3": ("phi3", {"sliding_window": 8}),
-    "granite": ("granite", {"logits_scaling": 1.0}),
+    "granite": ("granite", {"embedding_multiplier": 1.0, "tie_word_embeddings": False}),
     "smollm3": ("smollm3", {"unrotated_layers": (1,), "tie_word_embeddings": False}),
     "ministral": ("ministral", {"sliding_window": 8}),
     "olmo2": ("olmo2", {}),
