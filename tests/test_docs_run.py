@@ -88,6 +88,21 @@ NOT_RUN = {
         ),
         "tests/cli/test_using_checkpoints.py runs it, where there is a run",
     ),
+    **dict.fromkeys(
+        (
+            "jaxspeed checkpoint export runs/mine tuned/ --format hf",
+            "jaxspeed train config.yaml --devices cpu:8 --set run.steps=10",
+            "jaxspeed train config.yaml --devices cpu:2",
+            "WANDB_MODE=offline jaxspeed train config.yaml",
+            "jaxspeed eval config.yaml --data notes.txt",
+            "jaxspeed checkpoint export runs/mine averaged/ --format hf --ema",
+            "jaxspeed launch --processes 2 -- train config.yaml",
+            "jaxspeed checkpoint list runs/mine",
+            "cp -r runs/mine elsewhere",
+            "jaxspeed sample config.yaml --output elsewhere --prompt 'def ' --tokens 20",
+        ),
+        "tests/test_docs_everyday.py runs it",
+    ),
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",
     "jaxspeed train config.yaml --set run.executable=step.exe": "a TPU v5e",
 }

@@ -33,7 +33,7 @@ from tests.support.documents import ROOT, Block, prose
 
 CHIPS = "<!-- a file of chips -->"
 # Programs of shell blocks that only prepare a checkout.
-PREPARING = {"git", "cd", "python3", "."}
+PREPARING = {"git", "cd", "cp", "python3", "."}
 # Configs that a reader has, as if they said this.
 READERS_CONFIGS = {"config.yaml", "config.json", "ds_config.json"}
 READERS_CONFIG = {"train_batch_size": 64}
@@ -48,6 +48,8 @@ OF_A_RUN = {"runs/", "checkpoints/", "profile/"}
 def command_problems(command: str) -> Iterator[str]:
     """What is wrong with a complete command."""
     words = shlex.split(command)
+    while re.match(r"[A-Z_]+=", words[0]):
+        del words[0]
     if words[0] == "jaxspeed":
         yield from _jaxspeed_problems(words[1:])
     elif words[0] == "make":
