@@ -130,8 +130,8 @@ class Stage:
         no backward pass.
         """
         split, layout = self.split, self._layout
-        chunks = range(layout.rows, layout.layers, layout.rows)
-        below = range(max(chunks, default=0))
+        last = (layout.stages * layout.chunks - 1) * layout.rows  # of padding, if it is past all
+        below = range(min(last, layout.layers))
         return bool(
             self.shared
             or split.trained_inputs(split.parts.before)

@@ -35,7 +35,11 @@ LAYOUTS = {  # sections of the config, and the layers of each stage
         [(0, 1, 2), (3, 4, 5)],
     ),
     "padded": (
-        {"mesh": {"pipe": 4, "data": 2}, "zero_optimization": {"stage": 2}},
+        {
+            "mesh": {"pipe": 4, "data": 2},
+            "zero_optimization": {"stage": 2},
+            "gradient_accumulation_steps": 4,
+        },
         [(0, 1), (2, 3), (4, 5), ()],
     ),
     "offload": (
@@ -57,6 +61,7 @@ DEFAULT = [
     ("stage 3", "blocks[2:4]/**", Stacked),
     ("chunks", "blocks[-2:]/**", Listed),
     ("saved", "blocks[9:]/**", Stacked),
+    ("padded", "blocks[-2:]/**", Listed),
 ]
 
 
