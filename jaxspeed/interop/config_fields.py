@@ -90,18 +90,20 @@ def write_fields(config: Any, fields: Fields) -> dict[str, Any]:
 
 
 # Fields that change no function of the parameters: of tokens, files, outputs and dropout.
-NEUTRAL = frozenset(
-    """_name_or_path _attn_implementation add_cross_attention architectures attention_dropout
-    attention_probs_dropout_prob attn_pdrop auto_map begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward classifier_dropout decoder_start_token_id dtype embd_pdrop eos_token_id
-    finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout hidden_dropout_prob
-    id2label is_decoder is_encoder_decoder label2id max_length model_type num_labels
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads quantization_config resid_pdrop return_dict sep_token_id
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    suppress_tokens task_specific_params tokenizer_class torch_dtype torchscript
-    transformers_version unk_token_id use_bfloat16 use_cache""".split()  # noqa: SIM905
-)
+NEUTRAL = frozenset({
+    "_name_or_path", "_attn_implementation", "architectures",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "auto_map",
+    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout",
+    "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "hidden_dropout_prob",
+    "id2label", "is_decoder", "label2id", "max_length", "model_type",
+    "num_labels", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
+    "prefix", "pretraining_tp", "problem_type", "pruned_heads", "quantization_config",
+    "resid_pdrop", "return_dict", "sep_token_id", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version",
+    "unk_token_id", "use_bfloat16", "use_cache",
+})  # fmt: skip
 
 
 def unsupported(values: Mapping[str, Any], fields: Fields) -> list[str]:

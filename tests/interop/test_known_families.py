@@ -76,6 +76,8 @@ UNKNOWN = {
     "num_local_experts": 16,
     "interleave_moe_layer_step": 1,
     "router_jitter_noise": None,
+    "is_encoder_decoder": False,
+    "add_cross_attention": True,
     "use_qk_norm": True,
     "output_router_logits": False,
     "rope_scaling": None,
@@ -95,6 +97,7 @@ def test_an_unknown_type_lists_what_no_family_supports(tmp_path):
     assert [line.strip() for line in listed.splitlines()] == [
         "num_local_experts = 16",
         "interleave_moe_layer_step = 1",
+        "add_cross_attention = True",
         "use_qk_norm = True",
         "attn_temperature_tuning = True",
         "hidden_activation = 'relu2'",
