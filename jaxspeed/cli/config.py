@@ -122,7 +122,11 @@ def _changes(fixed: list[Any]) -> list[str]:
 
     lines = []
     for problem in fixed:
-        written = [f"{key}: {shown(new)}" for key, new in problem.fix.items() if new is not REMOVE]
+        written = [
+            f"{key}: {'removed' if new is REMOVE else shown(new)}"
+            for key, new in problem.fix.items()
+            if new is not REMOVE or key != problem.path  # that one is moved
+        ]
         lines.append(f"{problem} -> {', '.join(written) or 'removed'}")
     return lines
 

@@ -135,8 +135,8 @@ class Zero(Coercing):
         None, f"{REMOVED}, and quantised reductions are not built here; remove it.", {}
     )
     zenflow: Opaque | None = refused_section(
-        "ZenFlow is not built; remove it. offload_optimizer.device cpu with where host updates on "
-        "the host's cores.",
+        "ZenFlow is not built; remove it. offload_optimizer: {device: cpu, where: host} updates "
+        "on the host's cores.",
         is_off=is_absent,
     )
     offload_param: OffloadParam = section()

@@ -108,6 +108,10 @@ def test_the_command_writes_a_fixed_config(tmp_path, capsys):
     as_json = capsys.readouterr()
     assert {row["key"] for row in json.loads(as_json.out)} >= {"gradient_accumulation_steps"}
     assert as_json.err.startswith("fixed: fp16.opt_level: ")
+    bad.write_text(json.dumps({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}}))
+    assert main(["config", str(bad), "--fix", str(good)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert '-> optimizer.type: "Adam", optimizer.params.freeze_step: removed' in shown
     verdicts = [line.split() for line in printed.splitlines()]
     order = [v for line in verdicts for v in line[2:3] if v in ("ignored", "honoured", "harmless")]
     assert order == sorted(order, key=["ignored", "honoured", "harmless"].index)
