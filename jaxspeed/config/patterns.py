@@ -18,6 +18,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 _RANGE = re.compile(r"(.*)\[(?:(-?\d+)|(-?\d+)?:(-?\d+)?)\]")
+_SLICE = re.compile(r".*\[[^\]]*:[^\]]*\]")  # a range, well formed or not
 _MEMBER = re.compile(r"(.*)_(\d+)")
 NO_LENGTHS: Mapping[str, int] = MappingProxyType({})
 
@@ -69,6 +70,10 @@ def pattern_problem(pattern: str) -> str | None:
         return f"a pattern without empty segments: {re.sub('/+', '/', pattern)!r}"
     if any("**" in part and part != "**" for part in pattern.split("/")):
         return '"**" standing alone between slashes; within a segment write "*"'
+    if wrong := next((s for s in pattern.split("/") if _SLICE.fullmatch(s)), None):
+        if not _RANGE.fullmatch(wrong):
+            name = wrong.partition("[")[0]
+            return f"a range of layers such as {name}[20:32], {name}[-4:] or {name}[3]"
     if "/" not in pattern and "." in pattern.strip("."):
         return f'segments joined by "/": {pattern.replace(".", "/")!r}'
     return None

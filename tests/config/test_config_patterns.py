@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspeed.config import match
-from jaxspeed.config.patterns import lengths_of
+from jaxspeed.config.patterns import lengths_of, pattern_problem
 
 pytestmark = pytest.mark.fast
 
@@ -40,6 +40,24 @@ pytestmark = pytest.mark.fast
 )
 def test_what_a_pattern_covers(pattern, path, covered):
     assert match(pattern, path) is covered
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_range"),
+    [
+        ("blocks[2:4]/**", True),
+        ("blocks[:]/**", True),
+        ("*/blocks[-1:]", True),
+        ("blocks[3]/**", True),
+        ("[a]/b", True),
+        ("blocks[::2]/**", False),
+        ("blocks[a:b]/**", False),
+        ("blocks[2:-]", False),
+    ],
+)
+def test_a_malformed_range_is_refused(pattern, is_range):
+    needs = pattern_problem(pattern)
+    assert needs is None if is_range else "a range of layers such as blocks[20:32]" in needs
 
 
 def covers(pattern, path):
