@@ -120,11 +120,12 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     if kind not in MODEL_TYPES:
         fields = [field for name in HF_FAMILIES for field in hf_form(name).FIELDS]
         unread = unsupported(opened.config, fields)
+        types = MODEL_TYPES | WITH_IMAGES  # a type with fields of its own is no typo
+        meant = _listed(types) if unread else _suggest(kind, types)
         raise PretrainedError(
-            f"{opened.path}: model_type {kind!r} is of no known family: "
-            f"{_suggest(kind, MODEL_TYPES | WITH_IMAGES)}. A model of your own reads it with a "
-            "mapping table: jaxspeed.interop.pretrained. Fields of its config that no family "
-            "supports:"
+            f"{opened.path}: model_type {kind!r} is of no known family: {meant}. A model "
+            "of your own reads it with a mapping table: jaxspeed.interop.pretrained. Fields of its "
+            "config that no family supports:"
             f"{lines(unread) or ' none'}"
         )
     name = MODEL_TYPES[kind]
@@ -197,4 +198,8 @@ def _lookup(what: str, name: str, table: Mapping[str, Any]) -> Any:
 def _suggest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
-    return f"{meant}known are {', '.join(known)}"
+    return meant + _listed(known)
+
+
+def _listed(known: Iterable[str]) -> str:
+    return f"known are {', '.join(known)}"
