@@ -70,10 +70,10 @@ def pattern_problem(pattern: str) -> str | None:
         return f"a pattern without empty segments: {re.sub('/+', '/', pattern)!r}"
     if any("**" in part and part != "**" for part in pattern.split("/")):
         return '"**" standing alone between slashes; within a segment write "*"'
-    if wrong := next((s for s in pattern.split("/") if _SLICE.fullmatch(s)), None):
-        if not _RANGE.fullmatch(wrong):
-            name = wrong.partition("[")[0]
-            return f"a range of layers such as {name}[20:32], {name}[-4:] or {name}[3]"
+    slices = [part for part in pattern.split("/") if _SLICE.fullmatch(part)]
+    for wrong in (part for part in slices if not _RANGE.fullmatch(part)):
+        name = wrong.partition("[")[0]
+        return f"a range of layers such as {name}[20:32], {name}[-4:] or {name}[3]"
     if "/" not in pattern and "." in pattern.strip("."):
         return f'segments joined by "/": {pattern.replace(".", "/")!r}'
     return None
