@@ -203,7 +203,7 @@ def _check(
     of_optimizer = {name for name in problems if name.startswith(("opt/", "ema/"))}
     if of_optimizer == set(problems):
         what = "optimizer"
-        hint = "weights_only=True restores only the weights"
+        hint = "weights_only=True, or another output with run.init_from, restores only the weights"
     else:
         what = "model"
         hint = "weights_only=True restores what matches, with renames={old: new}"
