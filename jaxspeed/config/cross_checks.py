@@ -264,7 +264,11 @@ def _data(settings: Settings) -> Iterator[Problem]:
             yield Problem(f"{where}.path", "nothing", f'Source "{corpus.source}" needs a path.')
         if corpus.dtype and corpus.source not in ("tokens", None):
             found = f'"{corpus.dtype}", while the source is "{corpus.source}"'
-            yield Problem(f"{where}.dtype", found, "Only raw files of the source tokens need it.")
+            works = (
+                "Only raw files of the source tokens need it. `eval --data` reads it from "
+                '{"dtype": ...} in a file meta.json beside a raw file.'
+            )
+            yield Problem(f"{where}.dtype", found, works)
         if corpus.source in (None, "stdlib", "synthetic") and given:
             found = f"{corpus.source or 'stdlib'}, which reads no path"
             works = f"Needs one of {', '.join(FILES)}, to read the path."

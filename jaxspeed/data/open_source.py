@@ -99,7 +99,12 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
             found[name] = "images"
         else:
             each = files.find_files([name], SUFFIXES.get(kind or "", ()))
-            found |= {str(file): kind or _kind_of(file) for file in each}
+            raw = {file.parent for file in each if file.suffix == ".bin"}
+            found |= {
+                str(file): kind or _kind_of(file)
+                for file in each
+                if kind or file.name != token_store.RAW_META or file.parent not in raw
+            }
     return {
         name: source.model_copy(update={"source": kind, "path": name, "paths": None})
         for name, kind in found.items()

@@ -289,7 +289,7 @@ def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
 
 # -- arrays of ids without a folder -------------------------------------------------------------
 
-_META = "meta.json"
+RAW_META = "meta.json"
 
 
 def _read_file(file: Path, dtype: str | None) -> Documents:
@@ -325,18 +325,18 @@ def _map_raw(file: Path, dtype: str | None) -> np.ndarray:
 
 def _dtype_beside(file: Path) -> str:
     """The dtype in the meta.json beside a raw file."""
-    meta = file.with_name(_META)
+    meta = file.with_name(RAW_META)
     try:
         known = json.loads(meta.read_text())
         if known["dtype"] in typing.get_args(IdDtype):
             return str(known["dtype"])
-        problem = f'; the "dtype" in {_META} beside it is none of these'
+        problem = f'; the "dtype" in {RAW_META} beside it is none of these'
     except FileNotFoundError:
-        problem = f', or {{"dtype": ...}} in a file {_META} beside it'
+        problem = f', or {{"dtype": ...}} in a file {RAW_META} beside it'
         if file.with_name("meta.pkl").exists():
             problem += " (meta.pkl is not read: a pickle can run any code)"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        problem = f'; {_META} beside it is no object with a "dtype"'
+        problem = f'; {RAW_META} beside it is no object with a "dtype"'
     raise DataError(
         f"data.dtype: {str(file)!r} is a raw file of ids, which needs "
         f"{', '.join(typing.get_args(IdDtype))} here (nanoGPT writes uint16){problem}"

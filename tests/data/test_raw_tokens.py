@@ -170,3 +170,10 @@ def test_files_to_evaluate_on_are_of_the_kind_that_their_names_show(tmp_path):
     kinds = {name.rpartition("/")[2]: section.source for name, section in found.items()}
     assert kinds == {"val.bin": "tokens", "a.jsonl.zst": "jsonl", "a.arrow": "arrow"}
     assert found[val].dtype == "uint16"
+
+
+def test_what_describes_raw_files_of_a_folder_is_not_evaluated(tmp_path):
+    file, meta = raw(tmp_path / "val.bin"), tmp_path / "meta.json"
+    meta.write_text('{"dtype": "uint16"}')
+    assert [*by_file(SourceSection(path=str(tmp_path)))] == [str(file)]
+    assert [*by_file(SourceSection(path=str(meta)))] == [str(meta)]
