@@ -59,6 +59,8 @@ def evaluate_run(
     """
     checkpoint, section = ChosenCheckpoint(source, tag), data_section(source.config)
     apart = section.eval
+    if not all(path and "\0" not in path for path in data):
+        raise DataError("data: an empty path, or one with a NUL character; each needs a name")
     if data:
         apart = SourceSection(paths=[*data], text_field=section.text_field, dtype=section.dtype)
     parts: dict[str, Split | None] = {}

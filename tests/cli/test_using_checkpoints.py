@@ -235,6 +235,7 @@ def test_token_files_are_evaluated_by_the_files_of_their_folder(here, tmp_path):
 
 MISTAKES = {
     "no such file": (["--data", "nowhere.txt"], "'nowhere.txt' does not exist"),
+    "an empty path": (["--data", ""], "data: an empty path"),
     "an empty file": (["--data", "texts/empty.txt"], "texts/empty.txt: nothing to predict"),
     "a binary file": (["--data", "runs/config/checkpoints"], "is not text"),
     "two sets": (
