@@ -17,6 +17,8 @@ DEVICES = "--xla_force_host_platform_device_count"
 # where the environment asks for none.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# The terminal's width, which readline puts there: what children print would be wrapped at it.
+os.environ.pop("COLUMNS", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
