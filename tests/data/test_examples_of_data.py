@@ -128,11 +128,7 @@ def test_a_loop_over_torchs_data_loader():
         return Loader({"tokens": np.stack([row["tokens"] for row in rows])}, batch_size, np.asarray)
 
     made = engine()
-    try:
-        from torch.utils.data import DataLoader as loader
-    except ImportError:
-        loader = stand_in
-    names = {"engine": made, "itertools": itertools, "rows": rows, "DataLoader": loader}
+    names = {"engine": made, "itertools": itertools, "rows": rows, "DataLoader": stand_in}
     for _ in range(2):  # the second time there is nothing left
         exec(block("torch's DataLoader"), names)
         assert int(made.state.step) == 5

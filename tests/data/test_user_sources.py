@@ -10,7 +10,7 @@ import pytest
 from jaxspeed.data import open_source
 from jaxspeed.errors import DataError
 from tests.data.corpora import opened
-from tests.support.tensors import DlpackTensor, Loader, Tensor, torch_tensor
+from tests.support.tensors import DlpackTensor, Loader, Tensor
 
 pytestmark = pytest.mark.fast
 
@@ -83,7 +83,6 @@ LOADERS = {
     ),
     "tensors with __array__": lambda: Loader({"input_ids": ROWS}, 8, Tensor),
     "tensors with DLPack": lambda: Loader({"input_ids": ROWS}, 8, DlpackTensor),
-    "torch": lambda: Loader({"input_ids": ROWS}, 8, torch_tensor()),
 }
 
 

@@ -1,12 +1,17 @@
 """Batches of tensors of other libraries, from loaders like torch's, and of Grain."""
 
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspeed import BatchError
 from tests.engine import tiny
-from tests.support.tensors import DlpackTensor, Loader, Tensor, torch_tensor
+from tests.support.documents import ROOT
+from tests.support.tensors import DlpackTensor, Loader, Tensor
 
 BATCH = tiny.batch(24)
 
@@ -19,7 +24,6 @@ def engine():
 KINDS = {
     "tensors with __array__": lambda: Tensor,
     "tensors with DLPack": lambda: DlpackTensor,
-    "torch": torch_tensor,
 }
 
 
@@ -29,6 +33,29 @@ def test_the_batches_of_a_loader_are_those_of_the_arrays(engine, name):
     batches = zip(Loader(BATCH, 8, tensor), Loader(BATCH, 8, np.asarray), strict=True)
     for batch, arrays in batches:
         assert float(engine.eval_batch(batch)["loss"]) == float(engine.eval_batch(arrays)["loss"])
+
+
+# In a process of its own: none of the suite's imports torch.
+WITH_TORCH = """
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from tests.engine import tiny
+
+engine, arrays = tiny.engine(), tiny.batch(24)
+rows = [{name: x[i] for name, x in arrays.items()} for i in range(24)]
+starts = range(0, 24, 8)
+for start, batch in zip(starts, DataLoader(rows, batch_size=8), strict=True):
+    assert all(isinstance(x, torch.Tensor) for x in batch.values())
+    same = {name: x[start : start + 8] for name, x in arrays.items()}
+    found, wanted = engine.eval_batch(batch), engine.eval_batch(same)
+    assert float(found["loss"]) == float(wanted["loss"])
+"""
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_the_batches_of_torchs_loader_are_those_of_the_arrays():
+    subprocess.run([sys.executable, "-c", WITH_TORCH], check=True, cwd=ROOT)
 
 
 def test_a_step_and_its_check_take_tensors(engine):

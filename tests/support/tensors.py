@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import pytest
 
 
 class Tensor:
@@ -28,10 +27,6 @@ class DlpackTensor:
 
     def __dlpack_device__(self) -> Any:
         return self.value.__dlpack_device__()
-
-
-def torch_tensor() -> Callable[[np.ndarray], Any]:
-    return pytest.importorskip("torch").from_numpy
 
 
 class Loader:
