@@ -26,6 +26,7 @@ from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.stacks import stacked_modules
 
 log = logging.getLogger("jaxspeed")
+MOST_LAYERS = 10_000  # of a stack whose layers patterns may name: each is matched
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ class NamedLeaves:
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = leaves
         self.by_path = {leaf.path: leaf for leaf in leaves}
-        self.stacks = stacked_modules(leaves)
+        stacks = stacked_modules(leaves).items()
+        self.stacks = {p: stack for p, stack in stacks if stack[0].shape[0] <= MOST_LAYERS}
         self.prefixes = {
             leaf.path: prefix for prefix, stack in self.stacks.items() for leaf in stack
         }
