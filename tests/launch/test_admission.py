@@ -165,7 +165,7 @@ def test_what_others_say_is_shown_without_control_characters():
 
 
 class Other(threading.Thread):
-    """What is not process 0: it sends a number, and then these lines; it keeps what it is told."""
+    """What is not process 0: it sends a number, and then these lines; it keeps the answers."""
 
     def __init__(self, *lines):
         super().__init__(daemon=True)
