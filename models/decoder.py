@@ -17,6 +17,17 @@ from . import language
 from .blocks import Projections
 from .layers import Embedding, RMSNorm, check_heads, normal, scan_blocks, stacked
 
+# Sizes of the presets `tiny`.
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+
 
 class Rotary(NamedTuple):
     """Rotary positions of the first `dims` dims of a head."""

@@ -16,7 +16,7 @@ from jaxspeed import ops
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBoth, geglu, of_kinds
-from .decoder import DecoderSizes, Rotary, RotaryDecoder
+from .decoder import TINY, DecoderSizes, Rotary, RotaryDecoder
 from .layers import RMSNorm, dropout
 
 
@@ -57,16 +57,7 @@ class Config(DecoderSizes):
 
 
 _SMALL = Config(
-    hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=128,
-    vocab_size=256,
-    max_position_embeddings=128,
-    query_pre_attn_scalar=16.0,
-    sliding_window=16,
+    **{**TINY, "num_hidden_layers": 3}, head_dim=16, query_pre_attn_scalar=16.0, sliding_window=16
 )
 
 PRESETS: dict[str, Config] = {

@@ -11,7 +11,7 @@ from flax import nnx
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, geglu
-from .decoder import DecoderSizes, RotaryDecoder
+from .decoder import TINY, DecoderSizes, RotaryDecoder
 from .layers import RMSNorm, dropout
 
 
@@ -33,16 +33,7 @@ class Config(DecoderSizes):
 
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        vocab_size=256,
-        max_position_embeddings=128,
-    ),
+    "tiny": Config(**TINY, head_dim=16),
     "gemma-2b": Config(),
     "gemma-7b": replace(
         Config(),

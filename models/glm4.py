@@ -13,7 +13,7 @@ from jaxspeed import ops
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, NormBoth, swiglu
-from .decoder import DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
 from .layers import dropout
 
 
@@ -34,16 +34,7 @@ class Config(DecoderSizes):
 
 
 _9B = Config()
-_TINY = Config(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    intermediate_size=128,
-    vocab_size=256,
-    max_position_embeddings=128,
-)
+_TINY = Config(**TINY, head_dim=16)
 
 PRESETS: dict[str, Config] = {
     "tiny": _TINY,

@@ -8,7 +8,7 @@ from flax import nnx
 
 from . import language
 from .blocks import Attention, FeedForward, ParallelBranches, exact_gelu
-from .decoder import DecoderSizes, RotaryDecoder
+from .decoder import TINY, DecoderSizes, RotaryDecoder
 from .layers import LayerNorm, dropout
 
 
@@ -30,15 +30,7 @@ class Config(DecoderSizes):
 
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=256,
-        vocab_size=256,
-        max_position_embeddings=128,
-    ),
+    "tiny": Config(**{**TINY, "num_key_value_heads": 4, "intermediate_size": 256}),
     "pythia-1.4b": Config(),
     "pythia-6.9b": replace(
         Config(),

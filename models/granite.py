@@ -11,7 +11,7 @@ from flax import nnx
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, Scaled, swiglu
-from .decoder import DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
 from .layers import dropout
 
 
@@ -42,16 +42,7 @@ class Config(DecoderSizes):
 _2B = Config()
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=256,
-        max_position_embeddings=128,
-        attention_multiplier=0.0625,
-    ),
+    "tiny": Config(**TINY, attention_multiplier=0.0625),
     "granite3.3-2b": _2B,
     "granite3.3-8b": replace(
         _2B,

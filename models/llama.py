@@ -14,7 +14,7 @@ from jaxspeed import ops
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, swiglu
-from .decoder import DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
 from .layers import RMSNorm, dropout, normal
 
 
@@ -40,15 +40,7 @@ _70B = Config(
 )
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=256,
-        max_position_embeddings=128,
-    ),
+    "tiny": Config(**TINY),
     "llama-100m": Config(
         hidden_size=768,
         num_hidden_layers=12,

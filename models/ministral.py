@@ -15,7 +15,7 @@ from jaxspeed import ops
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, of_kinds, swiglu
-from .decoder import DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
 from .layers import dropout
 
 
@@ -61,17 +61,7 @@ class GrowingQueries:
 
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=256,
-        max_position_embeddings=128,
-        sliding_window=16,
-        global_layers=(0,),
-    ),
+    "tiny": Config(**{**TINY, "num_hidden_layers": 4}, sliding_window=16, global_layers=(0,)),
     "ministral-8b": Config(),
     "ministral3-8b": replace(
         Config(),

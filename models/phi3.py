@@ -11,7 +11,7 @@ from flax import nnx
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, swiglu
-from .decoder import DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
 from .layers import dropout
 
 
@@ -32,16 +32,7 @@ class Config(DecoderSizes):
 _MINI = Config()
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=256,
-        max_position_embeddings=128,
-        partial_rotary_factor=0.75,
-    ),
+    "tiny": Config(**TINY, partial_rotary_factor=0.75),
     "phi3-mini-4k": replace(_MINI, sliding_window=2047),
     "phi4": replace(
         _MINI,

@@ -8,7 +8,7 @@ from flax import nnx
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, of_kinds, swiglu
-from .decoder import DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
 from .layers import dropout
 
 
@@ -44,15 +44,7 @@ class Config(DecoderSizes):
 
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=256,
-        max_position_embeddings=128,
-    ),
+    "tiny": Config(**{**TINY, "num_hidden_layers": 4}),
     "smollm3-3b": Config(),
 }
 
