@@ -143,13 +143,13 @@ class TrainRule:
                 raise ConfigError(
                     f"optimizer.groups: {group.pattern!r} covers no parameter of this model; it "
                     f"has, for example: {examples(named.nearest(group.pattern))}"
-                    + _hint(group.pattern)
+                    + named.hint(group.pattern)
                 )
         idle = [p for p in selection.patterns if not named.covers(p)]
         notes = [
             f"trainable: {pattern!r} covers no parameter of this model; nearest: "
             + listed(named.nearest(pattern))
-            + _hint(pattern)
+            + named.hint(pattern)
             for pattern in idle
         ]
         if notes and len(idle) == len(selection.patterns) and not selection.by_leaf:
@@ -194,15 +194,6 @@ def train_rule(config: Config, trainable: Any) -> TrainRule:
     return TrainRule(read_trainable(wanted), config.optimizer.groups if config.optimizer else ())
 
 
-def _hint(pattern: str) -> str:
-    if not has_range(pattern):
-        return ""
-    return (
-        '. A stack of layers is known by the name "layers" of its first dim (parallel.logical_axes '
-        "gives names), or by the scan over it, with initialize(..., example_batch=...)"
-    )
-
-
 class NamedLeaves:
     """A model's leaves by the paths that patterns match: those of the layers of stacks too."""
 
@@ -239,6 +230,19 @@ class NamedLeaves:
 
     def covers(self, pattern: str) -> bool:
         return any(self.is_of(pattern, leaf, i) for leaf in self.leaves for i in self.layers(leaf))
+
+    def hint(self, pattern: str) -> str:
+        """Why a range of layers may cover nothing."""
+        if not has_range(pattern):
+            return ""
+        for path, length in self.lengths.items():
+            if pattern.startswith(f"{path}["):
+                return f". {path} has {length} layers"
+        return (
+            '. A stack of layers is known by the name "layers" of its first dim '
+            "(parallel.logical_axes gives names), or by the scan over it, with "
+            "initialize(..., example_batch=...)"
+        )
 
     def nearest(self, pattern: str) -> list[str]:
         paths = [path for leaf in self.leaves for path in leaf.paths]

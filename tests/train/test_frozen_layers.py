@@ -165,8 +165,8 @@ def test_trainable_in_two_places_is_an_error_unless_it_is_the_same():
 @pytest.mark.parametrize(
     ("pattern", "near"),
     [
-        ("blocks[9:]/**", r"blocks\[0:6\]/"),
-        ("block[2:4]/up", r"blocks\[0:6\]/up"),
+        ("blocks[9:]/**", r"blocks\[0:6\]/.*\. blocks has 6 layers$"),
+        ("block[2:4]/up", r"blocks\[0:6\]/up.*\. A stack of layers is known by the name"),
         ("haed", "head"),
     ],
 )
