@@ -14,7 +14,7 @@ from jaxspeed.config.equivalent_keys import mesh_from_keys, with_one_offload, wi
 from jaxspeed.config.layer_specs import layer_specs_from_keys
 from jaxspeed.config.optimizer_defaults import complete
 from jaxspeed.config.parse import apply_override, read_source
-from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
+from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.suggestions import REMOVE
 from jaxspeed.config.tree import PARAMS, declared, given_leaves, read, without
@@ -129,19 +129,21 @@ def _validated(tree: dict[str, Any]) -> tuple[Settings, list[Problem]]:
             for item in error.errors():
                 problems.append(from_pydantic(item, tree=tree))
                 where = item["loc"][:-1] if item["type"] == "missing" else item["loc"]
-                removed.add(_up_to_list(where))
+                removed.add(_in_mappings(where, tree))
             for where in sorted(removed, key=len, reverse=True):
                 without(tree, where)
 
 
-def _up_to_list(where: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Truncate the path at the first list, which is removed entirely: its items have no names.
+def _in_mappings(where: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
+    """The part of a path that leads through mappings of the tree.
 
-    Also where Pydantic rejects the key of a mapping itself.
+    A list is removed entirely, as its items have no names. Beyond that, Pydantic names the key of a
+    mapping itself, and which of several types a value failed to be.
     """
     for depth, part in enumerate(where):
-        if isinstance(part, int) or part == KEY_ITSELF:
+        if not isinstance(tree, dict) or part not in tree:
             return where[:depth]
+        tree = tree[part]
     return where
 
 

@@ -110,15 +110,16 @@ _BOUNDS = {
 }
 
 
-# End of a location in Pydantic's errors about a mapping's key, not its value.
-KEY_ITSELF = "[key]"
+# Parts of locations in Pydantic's errors that are no key: it is about a mapping's key, not its
+# value, or about one of two types (`types.AutoOrTexts`).
+_NO_KEYS = ("[key]", "[list]", "[auto]")
 
 
 def from_pydantic(
     error: Any, prefix: str = "", siblings: Sequence[str] | None = None, tree: Any = None
 ) -> Problem:
     """Translate one of Pydantic's error records about a config, `tree`."""
-    path = prefix + ".".join(str(part) for part in error["loc"] if part != KEY_ITSELF)
+    path = prefix + ".".join(str(part) for part in error["loc"] if part not in _NO_KEYS)
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(path, value, siblings, tree)

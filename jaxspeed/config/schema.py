@@ -3,7 +3,7 @@
 The parameters that an optimizer or a schedule has are in `optimizers` and `lr_schedules`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from jaxspeed.config.run_sections import (
 )
 from jaxspeed.config.tensor_section import TensorParallel
 from jaxspeed.config.types import (
+    AutoOrTexts,
     Beta,
     Coercing,
     Count,
@@ -129,7 +130,7 @@ class DataTypes(Lenient):
     grad_accum_dtype: Dtype | None = honoured(None, "The dtype in which gradients accumulate.")
     param_dtype: Dtype | None = refused(None, _STORED_DTYPES)
     buffer_dtype: Dtype | None = refused(None, _STORED_DTYPES)
-    keep_in_fp32_modules: Literal["auto"] | list[Text] = honoured(
+    keep_in_fp32_modules: AutoOrTexts = honoured(
         "auto",
         "Names of parameters that layers read in fp32, beside parallel.full_precision: a name may "
         'stand anywhere in a dotted path (blocks.0.router.weight), and * is any text. "auto" and '

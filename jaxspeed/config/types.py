@@ -6,7 +6,16 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Strict,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.patterns import pattern_problem
@@ -81,9 +90,22 @@ def _without_nul(value: str) -> str:
     return value
 
 
+def _auto_or_list(value: Any) -> str | None:
+    return "[list]" if isinstance(value, list | tuple) else "[auto]" if value == "auto" else None
+
+
 Flag = Annotated[bool, Strict()]
 # No path, and no name, has a NUL.
 Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]
+AutoOrTexts = Annotated[
+    Annotated[Literal["auto"], Tag("[auto]")] | Annotated[list[Text], Tag("[list]")],
+    Discriminator(
+        _auto_or_list,
+        custom_error_type="text",
+        custom_error_message="{needs}",
+        custom_error_context={"needs": '"auto" or a list of texts'},
+    ),
+]
 LARGEST = 2**63 - 1
 Int = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), BeforeValidator(integral)]
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST), BeforeValidator(integral)]

@@ -8,10 +8,10 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import secrets
 import socket
 import stat
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,18 @@ def ray_module() -> Any:
     Raises:
       ConfigError: it is not installed.
     """
-    if "ray" not in sys.modules:  # Ray reads them when it is imported
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("ray")
+        ray = importlib.import_module("ray")
+        logs: Any = importlib.import_module("ray._private.ray_logging")
     except ImportError:
         raise ConfigError(
             "--engine ray needs Ray, which is not installed: pip install 'jaxspeed[ray]'"
         ) from None
+    # Ray read the pattern when it was imported, which may have been before.
+    logs.stdout_deduplicator.skip_re = re.compile(os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"])
+    return ray
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from tests.parameter_server.ray import ray_parts
 from tests.parameter_server.ray.ray_parts import LLAMA, batches
 from tests.support.covering import covering
 
+pytest.importorskip("ray")  # as a script that imports Ray before jaxspeed does
 pytestmark = pytest.mark.ray
 
 STORE = 200 * 2**20  # bytes
