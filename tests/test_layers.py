@@ -27,6 +27,7 @@ LAYERS = (
     "hardware",
     "jaxpr",
     "placement",
+    "quantization",
     "ops",
     "optim",
     "zero3",
