@@ -31,7 +31,7 @@ NF4 = np.array(
     np.float32,
 )
 _MAGNITUDES = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
-FP4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+FP4 = np.concatenate([_MAGNITUDES, 0 - _MAGNITUDES])  # without a negative zero
 
 
 @functools.cache
