@@ -64,3 +64,10 @@ def _linspace(start: np.float32, stop: np.float32, number: int) -> np.ndarray:
     i = np.arange(number)
     near, far = float(start) + step * i, float(stop) - step * (number - 1 - i)
     return np.where(i < number // 2, near, far).astype(np.float32)
+
+
+def borders(table: np.ndarray) -> np.ndarray:
+    """The largest fp32 number that is nearest to each value of an ascending table but the last."""
+    middle = (table[:-1].astype(np.float64) + table[1:]) / 2
+    rounded = middle.astype(np.float32)
+    return np.where(rounded > middle, np.nextafter(rounded, np.float32(-np.inf)), rounded)

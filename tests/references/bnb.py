@@ -12,3 +12,23 @@ def tables() -> dict[str, torch.Tensor]:
         "unsigned": functional.create_dynamic_map(signed=False),
         "six exponents": functional.create_dynamic_map(signed=True, max_exponent_bits=6),
     }
+
+
+def quantized(weight: torch.Tensor, values: str, double: bool = False) -> dict[str, torch.Tensor]:
+    """A weight [out, in] in 4 bits, and what `Params4bit` would save of it."""
+    packed, state = functional.quantize_4bit(
+        weight, blocksize=64, quant_type=values, compress_statistics=double
+    )
+    found = {"packed": packed, "value": functional.dequantize_4bit(packed, state)}
+    if not double:
+        return found | {"absmax": state.absmax}
+    absmax = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    groups = state.state2.absmax
+    return found | {"offset": state.offset, "groups": groups, "absmax": absmax}
+
+
+def in_rows(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight [out, in] in 8 bits."""
+    codes, stats, _ = functional.int8_vectorwise_quant(weight)
+    value = functional.int8_vectorwise_dequant(codes, stats)
+    return {"codes": codes, "stats": stats, "value": value}

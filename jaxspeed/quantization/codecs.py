@@ -1,0 +1,307 @@
+"""Codecs of a frozen base: NF4 and FP4 in blocks, int8 in rows; the codes are bitsandbytes'.
+
+A weight is [*stack, *inputs, *outputs], as Flax has it: stacked layers and experts, the dims that
+its product contracts, its output features. Hugging Face's tensor is one matrix [out, in] of it, in
+which dims are flattened in this order. Blocks are runs of 64 values of a row of that matrix, the
+last one of a row may be shorter; so codes depend on neither the mesh nor the stack.
+
+    codes    of NF4 and FP4: two neighbours along the inputs in a byte, the first in its upper half
+    scales   the largest magnitude of each block (of each row for int8), as fp32 or as 8-bit codes
+    groups   the largest magnitude of 256 scales, in the order of [out, in / 64], less the offset
+    offset   the mean of a matrix's scales
+
+The second level's groups and offset are those of one leaf. Where a Hugging Face tensor is several
+leaves (GPT-2's c_attn, Phi-3's qkv_proj), their codes and scales are the tensor's, and the second
+level is each leaf's own.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspeed.placement.codec import Codec, EncodedArray, Stored
+from jaxspeed.quantization.maps import FP4, NF4, borders, dynamic_map
+
+GROUP = 256  # scales of the second level that share one
+_FP32, _UINT8 = jnp.dtype("float32"), jnp.dtype("uint8")
+_PER_LAYER = ("slice", "dynamic_slice", "squeeze")
+
+
+@dataclass(frozen=True)
+class MatrixCodec(Codec):
+    """A codec of weights [*stack, *inputs, *outputs], by the numbers of their last dims."""
+
+    inputs: int = 1
+    outputs: int = 1
+
+    @property
+    def views(self) -> Collection[str]:
+        return _PER_LAYER
+
+    @property
+    def _dims(self) -> str:
+        return (
+            "" if self.inputs == self.outputs == 1 else f" of {self.inputs} x {self.outputs} dims"
+        )
+
+    def stack(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape[: len(shape) - self.inputs - self.outputs])
+
+    def ins(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape[len(shape) - self.inputs - self.outputs : len(shape) - self.outputs])
+
+    def outs(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape[len(shape) - self.outputs :])
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """A weight as [*stack, in, *outputs]."""
+        return x.reshape(*self.stack(x.shape), math.prod(self.ins(x.shape)), *self.outs(x.shape))
+
+
+@dataclass(frozen=True)
+class FourBit(MatrixCodec):
+    """NF4 or FP4 in blocks, whose scales are quantized again if `double`."""
+
+    values: Literal["nf4", "fp4"] = "nf4"
+    block: int = 64
+    double: bool = True
+
+    @property
+    def name(self) -> str:
+        twice = " double" if self.double else ""
+        return f"{self.values} blocks of {self.block}{twice}{self._dims}"
+
+    def multiples(self, shape: Sequence[int]) -> Sequence[int]:
+        inner = self.ins(shape)[1:]
+        heads = self._group(shape)[0]
+        # Inner dims of several, such as the size of heads, are not sharded.
+        return [
+            *[1] * len(self.stack(shape)),
+            *([heads, *[math.prod(shape)] * len(inner)] if inner else [self.block]),
+            *[1] * self.outputs,
+        ]
+
+    def _group(self, shape: Sequence[int]) -> tuple[int, int]:
+        """(elements of the first input dim that have a number of blocks, that number)."""
+        size = math.prod(self.ins(shape)[1:])
+        together = math.lcm(size, self.block)
+        return together // size, together // self.block
+
+    def arrays(
+        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+    ) -> Mapping[str, EncodedArray]:
+        stack, (first, *inner), outs = self.stack(shape), self.ins(shape), self.outs(shape)
+        ones = (1,) * len(stack)
+        *outer, last = (first, *inner)
+        codes = (*stack, *outer, -(-last // 2), *outs)
+        of_codes = (*ones, *[1] * len(outer), 2, *[1] * len(outs))
+        share, blocks = self._group(shape)
+        along = [-(-first // share), *([blocks] if inner else [])]
+        along += [1] * (self.inputs - len(along))
+        of_scales = (*ones, share, *[0] * len(inner), *[1] * len(outs))
+        scales = (*stack, *along, *outs)
+        found = {
+            "codes": EncodedArray(codes, _UINT8, of_codes),
+            "scales": EncodedArray(scales, _UINT8 if self.double else _FP32, of_scales),
+        }
+        if self.double:
+            number = -(-math.prod(along) * math.prod(outs) // GROUP)
+            found["groups"] = EncodedArray((*stack, number), _FP32, (*ones, 0))
+            found["offset"] = EncodedArray(stack, _FP32, ones)
+        return found
+
+    def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
+        axis = len(self.stack(shape))
+        rows = self.rows(value.astype(_FP32))  # [*stack, in, *outputs]
+        blocks = _split(rows, axis, -(-rows.shape[axis] // self.block), self.block)
+        scales = jnp.abs(blocks).max(axis + 1)
+        codes = _nearest4(self.values, blocks * jnp.expand_dims(_inverse(scales), axis + 1))
+        codes = _merged(codes, axis, rows.shape[axis]).reshape(value.shape)
+        pair = axis + self.inputs - 1
+        if codes.shape[pair] % 2:
+            zero = jnp.full((*codes.shape[:pair], 1, *codes.shape[pair + 1 :]), self._zero)
+            codes = jnp.concatenate([codes, zero], pair)
+        pairs = _split(codes, pair, codes.shape[pair] // 2, 2)
+        upper, lower = (jax.lax.index_in_dim(pairs, i, pair + 1, False) for i in (0, 1))
+        stored = {"codes": (upper << 4) | lower}
+        if self.double:
+            scales, stored["groups"], stored["offset"] = self._second_level(scales, shape, like)
+        target = like["scales"].shape
+        scales = _padded(scales, axis, math.prod(self.ins(target)))
+        return {**stored, "scales": scales.reshape(target)}
+
+    def _second_level(
+        self, scales: jax.Array, shape: Sequence[int], like: Stored
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(codes, groups, offset) of scales [*stack, blocks, *outputs]."""
+        own, outs, front = self._blocks_in(shape), self.outs(shape), len(self.stack(shape))
+        flat = scales[(..., slice(own), *map(slice, outs))]
+        stack = flat.shape[:front]
+        flat = jnp.swapaxes(flat.reshape(*stack, own, -1), -1, -2).reshape(*stack, -1)
+        offset = _mean(flat)
+        number = flat.shape[-1]
+        groups = _split(flat - offset[..., None], front, -(-number // GROUP), GROUP)
+        largest = jnp.abs(groups).max(-1)
+        codes = nearest8(groups * _inverse(largest)[..., None])
+        codes = _merged(codes, front, number).reshape(*stack, -1, own)
+        codes = jnp.swapaxes(codes, -1, -2).reshape(*stack, own, *outs)
+        largest = _padded(largest, front, like["groups"].shape[-1])
+        return _padded_to(codes, scales.shape), largest, offset
+
+    @property
+    def _zero(self) -> np.uint8:
+        return np.uint8(list(_TABLES[self.values]).index(0))
+
+    def _blocks_in(self, shape: Sequence[int]) -> int:
+        """Blocks of a row of the matrix, without padding."""
+        return -(-math.prod(self.ins(shape)) // self.block)
+
+    def decode(self, stored: Stored, shape: Sequence[int], dtype: Any) -> jax.Array:
+        codes, axis = stored["codes"], len(self.stack(shape))
+        pair = axis + self.inputs - 1
+        values = _value4(self.values, jnp.stack([codes >> 4, codes & 15], pair + 1))
+        # The last byte of an odd number has one value. Only the first input dim has padding.
+        size = 2 * codes.shape[pair] if self.inputs == 1 else shape[pair]
+        values = _merged(values, pair, size)
+        rows = self.rows(values)
+        scales = self._scales(stored, shape)
+        blocks = _split(rows, axis, scales.shape[axis], self.block)
+        decoded = (blocks * jnp.expand_dims(scales, axis + 1)).astype(dtype)
+        return _merged(decoded, axis, rows.shape[axis]).reshape(values.shape)
+
+    def _scales(self, stored: Stored, shape: Sequence[int]) -> jax.Array:
+        """The scales [*stack, blocks, *outputs] of a padded weight."""
+        scales = self.rows(stored["scales"])
+        if not self.double:
+            return scales
+        own, outs, groups = self._blocks_in(shape), self.outs(shape), stored["groups"]
+        stack = groups.shape[:-1]
+        # For each scale its group's, from groups that every shard has: nothing is communicated.
+        spread = jnp.broadcast_to(groups[..., None], (*groups.shape, GROUP)).reshape(*stack, -1)
+        spread = spread[..., : own * math.prod(outs)].reshape(*stack, -1, own)
+        spread = jnp.swapaxes(spread, -1, -2).reshape(*stack, own, *outs)
+        offset = stored["offset"].reshape(*stack, *[1] * (1 + len(outs)))
+        return jnp.asarray(dynamic_map())[scales] * _padded_to(spread, scales.shape) + offset
+
+
+@dataclass(frozen=True)
+class RowInt8(MatrixCodec):
+    """8-bit integers, of which 127 is the largest magnitude of a row of [out, in]."""
+
+    @property
+    def name(self) -> str:
+        return f"int8 rows{self._dims}"
+
+    def arrays(
+        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+    ) -> Mapping[str, EncodedArray]:
+        ones = (1,) * len(shape)
+        stack, outs = self.stack(shape), self.outs(shape)
+        scales, front = (*stack, *[1] * self.inputs, *outs), (1,) * len(stack)
+        of_scales = (*front, *[0] * self.inputs, *[1] * len(outs))
+        return {
+            "codes": EncodedArray(tuple(shape), jnp.dtype("int8"), ones),
+            "scales": EncodedArray(scales, _FP32, of_scales),
+        }
+
+    def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
+        value, axis = value.astype(_FP32), len(self.stack(shape))
+        dims = tuple(range(axis, axis + self.inputs))
+        scales = jnp.abs(value).max(dims, keepdims=True)
+        codes = jnp.round(value * jnp.where(scales > 0, 127 / scales, 0))
+        return {"codes": codes.astype(jnp.int8), "scales": scales}
+
+    def decode(self, stored: Stored, shape: Sequence[int], dtype: Any) -> jax.Array:
+        value = stored["codes"].astype(_FP32) * stored["scales"]
+        return (value * np.float32(1 / 127)).astype(dtype)
+
+
+_NAME = re.compile(r"(?:(nf4|fp4) blocks of (\d+)( double)?|int8 rows)(?: of (\d+) x (\d+) dims)?")
+
+
+def codec_named(name: str) -> MatrixCodec | None:
+    """The codec of this name; None if it is not one of these."""
+    if (found := _NAME.fullmatch(name)) is None:
+        return None
+    values, block, double, *dims = found.groups()
+    inputs, outputs = (int(n or 1) for n in dims)
+    if values is None:
+        return RowInt8(inputs, outputs)
+    return FourBit(inputs, outputs, values, int(block), double is not None)
+
+
+# -- codes and their values ------------------------------------------------------------------------
+
+_TABLES = {"nf4": NF4, "fp4": FP4}
+
+
+def _nearest4(values: str, x: jax.Array) -> jax.Array:
+    """The codes of numbers from -1 to 1; of two as near the lower one, as in bitsandbytes."""
+    table = _TABLES[values]
+    order = np.argsort(table, kind="stable")
+    middle = (table[order[:-1]] + table[order[1:]]) / np.float32(2)
+    codes = jnp.full(x.shape, order[0], jnp.uint8)
+    for border, step in zip(middle, np.diff(order.astype(np.uint8)), strict=True):
+        codes = codes + jnp.where(x > border, step, np.uint8(0))
+    return codes
+
+
+def _value4(values: str, codes: jax.Array) -> jax.Array:
+    """The values of codes, by four levels of selections: cheaper than a lookup on a TPU."""
+    found: list[Any] = list(_TABLES[values])
+    for bit in range(4):
+        on = (codes >> bit) & 1 != 0
+        found = [jnp.where(on, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+    value: jax.Array = found[0]
+    return value
+
+
+def nearest8(x: jax.Array, signed: bool = True) -> jax.Array:
+    """The codes of the nearest values of a dynamic map; of two as near the lower one."""
+    return jnp.searchsorted(jnp.asarray(borders(dynamic_map(signed))), x).astype(jnp.uint8)
+
+
+def _inverse(scales: jax.Array) -> jax.Array:
+    return 1 / jnp.where(scales > 0, scales, 1)
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """The mean along the last dim, by sums of pairs: in an order that no sharding changes."""
+    number = x.shape[-1]
+    size = 1 << (number - 1).bit_length()
+    x = _padded(x, x.ndim - 1, size)
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x[..., 0] / number
+
+
+# -- dims ------------------------------------------------------------------------------------------
+
+
+def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
+    return _padded_to(x, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
+
+
+def _padded_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    if x.shape == tuple(shape):
+        return x
+    return jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, shape, strict=True)])
+
+
+def _split(x: jax.Array, axis: int, number: int, size: int) -> jax.Array:
+    """A dim as two, of so many parts of a size, the last one padded."""
+    x = _padded(x, axis, number * size)
+    return x.reshape(*x.shape[:axis], number, size, *x.shape[axis + 1 :])
+
+
+def _merged(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """The inverse of `_split`, without padding."""
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, size, axis=axis)
