@@ -17,6 +17,7 @@ from jaxspeed.checkpoint.leaves import saved_leaves
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.codec import CODECS, PLAIN, Codec
+from jaxspeed.quantization.codecs import QUANTIZED, codec_named
 from jaxspeed.train.program import Program
 
 NAME = "checkpoint.json"
@@ -129,12 +130,13 @@ def codec_of(name: str, record: LeafRecord) -> Codec:
     Raises:
       CheckpointError: this version does not have it.
     """
-    if record.codec not in CODECS:
-        known = ", ".join(CODECS)
+    codec = CODECS.get(record.codec) or codec_named(record.codec)
+    if codec is None:
+        known = ", ".join([*CODECS, *QUANTIZED])
         raise CheckpointError(
             f"{name} was stored by the codec {record.codec!r}; this version has {known}"
         )
-    return CODECS[record.codec]
+    return codec
 
 
 def check_client_state(value: Any, path: str = "client_state") -> None:

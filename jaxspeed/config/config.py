@@ -12,6 +12,7 @@ from pydantic import PrivateAttr
 
 from jaxspeed.axes import PIPE, data_ranks
 from jaxspeed.config.remat import Recompute, recompute_of
+from jaxspeed.config.run_sections import Quantize
 from jaxspeed.config.schema import Settings
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Config(Settings):
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _quantize: Quantize | None = PrivateAttr(default=None)
 
     def __init__(self, **keys: Any) -> None:
         checked = Config.load(keys)
@@ -83,7 +85,11 @@ class Config(Settings):
     def _of(cls, examined: "Examined", filled: bool) -> Self:
         settings = examined.settings
         values = {name: getattr(settings, name) for name in type(settings).model_fields}
+        section = settings.model
+        if section is not None and not section.named:  # of a model that is passed
+            values["model"] = None
         config = cls.model_construct(_fields_set=set(settings.model_fields_set), **values)
+        config._quantize = section.quantize if section else None
         config._given = examined.tree if filled else examined.given
         notes = {
             path: f"Ignored, as by DeepSpeed. {where}".rstrip()
@@ -149,6 +155,13 @@ class Config(Settings):
         steps = self.parallel.sequence_parallel_activations
         ring = overlap == "auto" and steps and self.tensor_parallel.tp_overlap_comm
         return "ring" if ring else overlap
+
+    @property
+    def quantize(self) -> Quantize | None:
+        """How frozen weights are stored, from all keys for it."""
+        if self._quantize is None and self.zero_optimization.zero_quantized_nontrainable_weights:
+            return Quantize(weights="int8")
+        return self._quantize
 
     @property
     def recompute(self) -> Recompute:

@@ -219,8 +219,14 @@ def _model(settings: Settings) -> Iterator[Problem]:
     model = settings.model
     if model is None:
         return
-    named = [n for n in ("family", "factory", "pretrained") if getattr(model, n) is not None]
-    if len(named) != 1:
+    named, alone = model.named, model.model_fields_set == {"quantize"}
+    if (quantize := model.quantize) is not None and quantize.weights == "int8":
+        works = 'Remove it, or set model.quantize.weights "nf4" or "fp4": int8 has a scale a row.'
+        for key in ("block", "double"):
+            if key in quantize.model_fields_set:
+                found = f"{shown(getattr(quantize, key))}, while model.quantize.weights is int8"
+                yield Problem(f"model.quantize.{key}", found, works)
+    if len(named) != 1 and not alone:
         found = " and ".join(named) or "neither family nor factory nor pretrained"
         yield Problem("model", found, "Needs exactly one of the three.")
     elif model.preset is not None and model.family is None:

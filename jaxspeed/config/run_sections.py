@@ -16,6 +16,7 @@ from jaxspeed.config.types import (
     NonNegative,
     Number,
     Opaque,
+    Pattern,
     Positive,
     Section,
     Seed,
@@ -105,6 +106,24 @@ def _import_path(value: str) -> str:
     return value
 
 
+class Quantize(Section):
+    """Frozen weights of linear layers, stored and gathered in 4 or 8 bits (QLoRA)."""
+
+    weights: Literal["nf4", "fp4", "int8"] = honoured(
+        "nf4", "Values as in bitsandbytes: of 4 bits in blocks, or of 8 bits in rows."
+    )
+    block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = honoured(
+        64, "Values of nf4 or fp4 that share a scale: neighbours along the input dim."
+    )
+    double: Flag = honoured(
+        True, "Whether the scales of nf4 or fp4 are quantized too, to 8 bits in groups of 256."
+    )
+    modules: Annotated[list[Pattern], Field(min_length=1)] | None = honoured(
+        None,
+        "The modules or weights, as path patterns; by default all linear layers but the head.",
+    )
+
+
 class ModelSection(Section):
     """Model to build: a family's name, or the import path of a factory."""
 
@@ -121,6 +140,13 @@ class ModelSection(Section):
     )
     preset: Text | None = honoured(None, "The family's sizes by name; model.config overrides them.")
     config: Opaque = honoured({}, "The family's or factory's own arguments.")
+    quantize: Quantize | None = None
+
+    @property
+    def named(self) -> list[str]:
+        """The keys that name a model, of which one is set; none for a model that is passed."""
+        keys = ("family", "factory", "pretrained")
+        return [key for key in keys if getattr(self, key) is not None]
 
 
 def _flag_or_folder(value: Any) -> Any:

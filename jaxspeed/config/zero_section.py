@@ -125,8 +125,10 @@ class Zero(Coercing):
         0,
     )
     zero_quantized_weights: Flag = refused(False, "Quantised gathers are not built; remove it.")
-    zero_quantized_nontrainable_weights: Flag = refused(
-        False, "Quantised weights are not built; remove it."
+    zero_quantized_nontrainable_weights: Flag = approximated(
+        False,
+        "Frozen weights of linear layers are stored and gathered as model.quantize says, by "
+        "default in rows of int8; DeepSpeed's blocks are others.",
     )
     zero_quantized_gradients: Flag = refused(
         False, "Quantised reductions are not built; remove it."

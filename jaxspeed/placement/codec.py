@@ -127,14 +127,14 @@ class CodecRule:
     pattern: str
     codec: Codec
 
+    def covers(self, path: str) -> bool:
+        """Whether the pattern matches, or is the path of a range of layers."""
+        return path == self.pattern or match(self.pattern, path)
+
 
 def codec_of(rules: Sequence[CodecRule], role: Literal["param", "opt"], *paths: str) -> Codec:
     """The codec that the rules assign."""
-    found = (
-        rule.codec
-        for rule in rules
-        if rule.role == role and any(match(rule.pattern, path) for path in paths)
-    )
+    found = (rule.codec for rule in rules if rule.role == role and any(map(rule.covers, paths)))
     return next(found, PLAIN)
 
 

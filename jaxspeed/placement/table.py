@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspeed.axes import PIPE, data_ranks
-from jaxspeed.config.patterns import match
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement import show
 from jaxspeed.placement.codec import PLAIN, Codec, CodecRule, StoredValue, codec_of
@@ -244,7 +243,7 @@ def build_table(
 def _refuse_codecs(codecs: Sequence[CodecRule], leaves: Sequence[Leaf], mesh: Mesh) -> None:
     """Raise PlacementError for a codec of nothing, of what is trained, or of stages."""
     for rule in codecs:
-        if rule.role == "param" and not any(match(rule.pattern, leaf.path) for leaf in leaves):
+        if rule.role == "param" and not any(rule.covers(leaf.path) for leaf in leaves):
             raise PlacementError(
                 f"the codec {rule.codec.name}: no parameter matches {rule.pattern!r}; nearest: "
                 + listed(nearest(rule.pattern, [leaf.path for leaf in leaves]))

@@ -222,6 +222,7 @@ class RowInt8(MatrixCodec):
         return (value * np.float32(1 / 127)).astype(dtype)
 
 
+QUANTIZED = ("nf4", "fp4", "int8 rows")  # how their names start
 _NAME = re.compile(r"(?:(nf4|fp4) blocks of (\d+)( double)?|int8 rows)(?: of (\d+) x (\d+) dims)?")
 
 

@@ -30,6 +30,7 @@ from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns, examples, nearest
 from jaxspeed.placement.stacks import Stack, divided_like, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
+from jaxspeed.quantization.rules import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
@@ -97,6 +98,7 @@ def build_program(
     leaves = trained.by_layers(named)
     stack = divided_like(stack, leaves) if stack else None
     leaves = with_stages(leaves, stack) if stack else leaves
+    codecs = (*codecs, *codec_rules(config.quantize, leaves))
     by_path = {leaf.path: leaf for leaf in leaves}
 
     def covers(pattern: str, path: str) -> bool:
