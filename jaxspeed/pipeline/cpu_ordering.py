@@ -42,8 +42,8 @@ def gathers_ordered_after(split: SplitStep, first: Any, micro: jax.Array) -> Arr
     """The parameters outside of the blocks, with their gathers ordered after `first`."""
     outer, table = split.outer, split.table
     paths = [path for path in outer if table[path].gathered]
-    ordered = all_ordered_after(split, [outer[path] for path in paths], first, micro)
-    return outer | dict(zip(paths, ordered, strict=True))
+    leaves, tree = jax.tree.flatten({path: outer[path] for path in paths})
+    return outer | jax.tree.unflatten(tree, all_ordered_after(split, leaves, first, micro))
 
 
 def entering(split: SplitStep, micro: jax.Array, ahead: Values) -> tuple[jax.Array, Arrays]:

@@ -13,7 +13,7 @@ parameter is an array of its own, a piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.axes import PIPE
+from jaxspeed.placement.codec import PLAIN, EncodedArray, Stored
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.rows import HOST, Placement, Row
@@ -213,17 +214,27 @@ class StageLayout:
 
     def weights(
         self, name: str, sources: Mapping[str, Any], exchanges: "OrderedExchanges"
-    ) -> jax.Array:
+    ) -> Stored:
         """A piece of a parameter, [stages, chunks, layers, ...], from its stored arrays.
 
-        Before an all-to-all it is cast to the dtype that layers read.
+        Before an all-to-all it is cast to the dtype that layers read. Of an encoded one it is each
+        of the codec's arrays.
         """
-        arrays = [sources[path] for path in self.stack.leaves[self.pieces[name].parameter]]
-        if self.stack.in_place:
-            lead = (self.stages, self.chunks, self.rows)
-            x = arrays[0].reshape(*lead, *arrays[0].shape[1:])
-        else:
-            x = self._to_stages(name, arrays, exchanges)
+        row = self.row(name)
+        values = [sources[path] for path in self.stack.leaves[self.pieces[name].parameter]]
+
+        def by_stage(spec: PartitionSpec, dtype: Any, *arrays: jax.Array) -> jax.Array:
+            if self.stack.in_place:
+                lead = (self.stages, self.chunks, self.rows)
+                return arrays[0].reshape(*lead, *arrays[0].shape[1:])
+            return self._to_stages(name, arrays, spec, dtype, exchanges)
+
+        if row.source.codec != PLAIN:
+            return {
+                part: by_stage(array.sharding.spec, array.dtype, *(x[part] for x in values))
+                for part, array in self.table.stored(row, row.source).arrays.items()
+            }
+        x = by_stage(row.source.spec, row.read.dtype, *values)
         shape = self.source_shape(name)
         return x if x.shape[3:] == shape else on_device(x)[(..., *map(slice, shape))]
 
@@ -239,18 +250,24 @@ class StageLayout:
         return self._from_stages(parameter, gradient, exchanges)
 
     def _to_stages(
-        self, name: str, arrays: Sequence[jax.Array], exchanges: "OrderedExchanges"
+        self,
+        name: str,
+        arrays: Sequence[jax.Array],
+        spec: PartitionSpec,
+        dtype: Any,
+        exchanges: "OrderedExchanges",
     ) -> jax.Array:
         """Stored arrays [layers, ...], or one per layer, as [stages, chunks, layers, ...].
 
         Offloaded arrays are fetched for that, a stage's share at once.
         """
         arrays = on_device(arrays)
-        row, piece = self.row(name), self.pieces[name]
-        dim, layers = self._pipe_dim(name, row.source), self._layers_dim(name)
+        piece, layers = self.pieces[name], self._layers_dim(name)
+        entries = self._of_layer(name, by_dim(spec, arrays[0].ndim))
+        dim = sharded_dim(entries, PIPE)
 
         def ordered(*arrays: jax.Array) -> jax.Array:
-            read = [x.astype(row.read.dtype) for x in arrays]
+            read = [x.astype(dtype) for x in arrays]
             if layers is None:
                 x = jnp.stack(read)
             else:
@@ -258,12 +275,12 @@ class StageLayout:
             return self._split_by_stage(x)[:, :, piece.start : piece.stop]
 
         def exchange(*arrays: jax.Array) -> list[jax.Array]:
-            return [lax.all_to_all(ordered(*arrays), PIPE, 0, dim, tiled=True)]
+            return [lax.all_to_all(ordered(*arrays), PIPE, 0, 3 + dim, tiled=True)]
 
         if dim is None:  # replicated over the stages
             return ordered(*arrays)
-        stage_spec = self._stage_spec(name, row.source)
-        return exchanges.per_device(exchange, row.source.spec, stage_spec, arrays)[0]
+        stage_spec = PartitionSpec(PIPE, None, None, *without_axes(entries, (PIPE,)))
+        return exchanges.per_device(exchange, spec, stage_spec, arrays)[0]
 
     def _from_stages(
         self, parameter: str, gradient: jax.Array, exchanges: "OrderedExchanges"
@@ -371,7 +388,30 @@ class StageLayout:
         memory_kind = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
         spec = PartitionSpec(None, *self.spec(name, row.source))
         shards = NamedSharding(mesh, spec, memory_kind=memory_kind)
-        return ShardedParam(shape, row.read.dtype, gathered, shards, wire, row.leaf.trainable)
+        found = ShardedParam(shape, row.read.dtype, gathered, shards, wire, row.leaf.trainable)
+        value, read = self.table.stored(row, row.source), self.table.sharding(row.read)
+
+        def of_stage(sharding: NamedSharding, array: EncodedArray) -> NamedSharding:
+            spec = array.spec(value.padded, sharding)
+            entries = self._of_layer(name, by_dim(spec, len(array.shape)))
+            of_layers = PartitionSpec(None, *without_axes(entries, (PIPE,)))
+            return NamedSharding(mesh, of_layers, memory_kind=memory_kind)
+
+        def part(array: EncodedArray) -> ShardedParam:
+            dims = (self.length(name), *self._of_layer(name, array.shape))
+            how = ShardedParam(
+                dims,
+                array.dtype,
+                of_stage(read, array).with_memory_kind(gathered.memory_kind),
+                of_stage(value.sharding, array),
+                trainable=False,
+            )
+            return replace(how, blocks=(1, *self._of_layer(name, array.blocks)))
+
+        if row.source.codec == PLAIN:
+            return found
+        parts = tuple((each, part(array)) for each, array in value.parts.items())
+        return replace(found, codec=row.source.codec, parts=parts)
 
 
 class OrderedExchanges:

@@ -18,6 +18,7 @@ from jaxspeed.pipeline.split_loss import LossParts
 from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.pipeline.step_values import SplitStep, Values, at, inexact
 from jaxspeed.pipeline.tick_loops import StageWork
+from jaxspeed.placement.codec import Stored
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, on_host
 from jaxspeed.placement.specs import without_axes
@@ -55,16 +56,22 @@ class Stage:
         """The weights during the ticks, [stages, chunks, layers, ...] each."""
         return [self._gathered_once(name) for name in self.names]
 
-    def _gathered_once(self, name: str) -> jax.Array:
+    def _gathered_once(self, name: str) -> Stored:
         split = self.split
         stored = self._layout.sharded_param(name, split.table.mesh, None)
         source = split.sources[name]
         if not self.gather_once or stored.gathered == stored.sharding:
             return source
-        spec = PartitionSpec(PIPE, None, *stored.gathered.spec)
-        source = on_device(source)
-        full = constrain(source.astype(stored.dtype), in_context(spec), "pipeline.gather")
-        return full[(..., *map(slice, stored.shape))]
+
+        def full(how: ShardedParam, source: jax.Array) -> jax.Array:
+            spec = PartitionSpec(PIPE, None, *how.gathered.spec)
+            source = on_device(source)
+            gathered = constrain(source.astype(how.dtype), in_context(spec), "pipeline.gather")
+            return gathered[(..., *map(slice, how.shape))]
+
+        if stored.parts:
+            return {part: full(how, source[part]) for part, how in stored.parts}
+        return full(stored, source)
 
     # -- inputs -----------------------------------------------------------------------------------
 
@@ -109,7 +116,9 @@ class Stage:
     def chunk(self, weights: Values, work: StageWork) -> Values:
         """A stage's weights of one chunk, [layers, ...] each."""
         # With one chunk nothing is indexed, so that offloaded weights stay in host memory.
-        return [lax.squeeze(w, (0,)) if self.chunks == 1 else at(w, work.chunk) for w in weights]
+        return jax.tree.map(
+            lambda w: lax.squeeze(w, (0,)) if self.chunks == 1 else at(w, work.chunk), weights
+        )
 
     def first_layer(self, number: Any, work: StageWork) -> Any:
         return (work.chunk * self.split.stages + number) * self.split.layout.rows
@@ -159,8 +168,13 @@ class Stage:
         return self._program(*args)
 
     def passes(self, active: list[bool], args: Values) -> Any:
-        """Forward and backward pass of a chunk."""
-        return Passes(lambda *args: self.run(list(args)), active, args, len(self.names))
+        """Forward and backward pass of a chunk, of the arrays of its arguments."""
+        leaves, tree = jax.tree.flatten(args)
+        count = len(jax.tree.leaves(args[: len(self.names)]))
+        active = [on for x, on in zip(args, active, strict=True) for _ in jax.tree.leaves(x)]
+        return Passes(
+            lambda *leaves: self.run(jax.tree.unflatten(tree, leaves)), active, leaves, count
+        )
 
     @cached_property
     def _program(self) -> Any:
@@ -197,16 +211,18 @@ class Stage:
         paths = {split.index[v]: path for path, v in split.outside.items()}
         shared = {paths[i]: v for i, v in of_context.items() if i in paths}
 
+        arrays = dict(zip(own, self.weights, strict=True))
         own = {
             name: stored
-            if on_host(array)
-            else replace(stored, sharding=_on_device_memory(stored.sharding))
-            for (name, stored), array in zip(own.items(), self.weights, strict=True)
+            if any(map(on_host, jax.tree.leaves(arrays[name])))
+            else _on_device_memory(stored.with_parts(_on_device_memory))
+            for name, stored in own.items()
         }
         storage = {
             v: own[name]
-            for (name, v), array in zip(of_weights.items(), self.weights, strict=True)
-            if array.dtype != own[name].dtype
+            for name, v in of_weights.items()
+            if own[name].parts
+            or arrays[name].dtype != own[name].dtype
             or (own[name].sharding != own[name].gathered and not self.gather_once)
         }
         for path, v in shared.items():
@@ -227,9 +243,10 @@ class Stage:
         return lambda *args: run_segmented(*evaluated, args, storage, way)
 
 
-def _on_device_memory(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding, in device memory."""
-    return NamedSharding(sharding.mesh, sharding.spec)
+def _on_device_memory(stored: ShardedParam) -> ShardedParam:
+    """The same storage, in device memory."""
+    at = stored.sharding
+    return replace(stored, sharding=NamedSharding(at.mesh, at.spec))
 
 
 def in_context(spec: PartitionSpec) -> NamedSharding:
@@ -239,6 +256,7 @@ def in_context(spec: PartitionSpec) -> NamedSharding:
 
 def _without_pipe_axis(stored: ShardedParam, mesh: Any) -> ShardedParam:
     """The stored form of a parameter that is replicated over the stages, inside a stage."""
+    stored = stored.with_parts(lambda part: _without_pipe_axis(part, mesh))
     specs = (without_axes(s.spec, (PIPE,)) for s in (stored.gathered, stored.sharding))
     gathered, sharding = (NamedSharding(mesh, spec) for spec in specs)
     return replace(stored, gathered=gathered, sharding=sharding)

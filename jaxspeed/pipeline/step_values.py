@@ -22,7 +22,6 @@ from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
 from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
-from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train_state.state import Arrays
@@ -121,7 +120,8 @@ class SplitStep:
     @cached_property
     def outer(self) -> Arrays:
         """The parameters outside of the blocks, unpadded as units read them."""
-        return {p: unpad(self.sources[p], self.table[p].source_shape) for p in self.outside}
+        rows = {path: self.table[path] for path in self.outside}
+        return {path: self.objective.given(row, self.sources[path]) for path, row in rows.items()}
 
     def inputs(self, micro: Any, outer: Mapping[str, Any]) -> Values:
         """The inputs of the parts for one micro-batch; None for the blocks' parameters."""

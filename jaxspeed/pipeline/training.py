@@ -198,7 +198,7 @@ class Training:
         if not any(active):
             return self.stage.run(args), []
         self.passes = self.stage.passes(active, args)
-        return self.passes.forward(args)
+        return self.passes.forward(jax.tree.leaves(args))
 
     def _backward_tick(self, phase: Phase, state: TickState, row: Tick) -> TickState:
         """Each stage runs a chunk's backward on the gradient that it received."""
@@ -229,7 +229,8 @@ class Training:
             cotangents = [jnp.where(ends, a, b) for a, b in zip(start, back, strict=True)]
             received = [x for x in ahead if inexact(x)]
             cotangents = ordered_after(self.split, cotangents, received, work.micro)
-            grads = iter(self.passes.backward(stage.chunk(weights, work), residuals, cotangents))
+            own = jax.tree.leaves(stage.chunk(weights, work))
+            grads = iter(self.passes.backward(own, residuals, cotangents))
             factor = share[jnp.maximum(work.micro, 0)]
             of_blocks = {name: on_device(next(grads)) for name in self._trained}
             blocks = [

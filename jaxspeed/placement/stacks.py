@@ -52,6 +52,10 @@ class Stack:
         moved = self.divided or any(self.dims.values())
         return self.stacked and self.chunks == 1 and not moved
 
+    def cannot_be_encoded(self, path: str) -> bool:
+        """Whether stages exchange a parameter only as a plain array."""
+        return isinstance(self, UnlikeStages) or bool(self.dims.get(path))
+
     @cached_property
     def paths(self) -> frozenset[str]:
         return frozenset(path for paths in self.leaves.values() for path in paths)

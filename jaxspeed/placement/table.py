@@ -210,7 +210,7 @@ def build_table(
     """
     leaves = list(leaves)
     refuse_misfits(leaves, mesh.shape)
-    _refuse_codecs(codecs, leaves, mesh)
+    _refuse_codecs(codecs, leaves, stack)
     device = device_memory_kind(mesh)
     offloaded = _offloaded(leaves, offload.optimizer)
 
@@ -240,7 +240,9 @@ def build_table(
     return PlacementTable(mesh, stage, rows, stack=stack, codecs=tuple(codecs))
 
 
-def _refuse_codecs(codecs: Sequence[CodecRule], leaves: Sequence[Leaf], mesh: Mesh) -> None:
+def _refuse_codecs(
+    codecs: Sequence[CodecRule], leaves: Sequence[Leaf], stack: Stack | None
+) -> None:
     """Raise PlacementError for a codec of nothing, of what is trained, or of stages."""
     for rule in codecs:
         if rule.role == "param" and not any(rule.covers(leaf.path) for leaf in leaves):
@@ -258,10 +260,11 @@ def _refuse_codecs(codecs: Sequence[CodecRule], leaves: Sequence[Leaf], mesh: Me
                 "parameters and moments. Freeze it (optimizer.groups, or trainable=), or let the "
                 "pattern not match it"
             )
-        if mesh.shape[PIPE] > 1:
+        if stack and leaf.path in stack.paths and stack.cannot_be_encoded(leaf.path):
             raise PlacementError(
-                f"the codec {codec.name} of {leaf.path}: pipeline stages exchange parameters as "
-                "plain arrays; use mesh.pipe 1"
+                f"the codec {codec.name} of {leaf.path}: mesh.pipe has unlike stages, or layers "
+                "that are no first dim, whose parameters are stored as plain arrays; use mesh.pipe "
+                "1, or stack the layers along the first dim"
             )
 
 

@@ -344,8 +344,6 @@ def test_a_codec_of_a_trained_parameter_is_refused():
         engine("listed", 3, (CodecRule("param", "**", INT8),))
     with pytest.raises(PlacementError, match="no parameter matches 'b'; nearest: "):
         engine("listed", 3, (CodecRule("param", "b", INT8),))
-    with pytest.raises(PlacementError, match="pipeline stages exchange"):
-        engine("stacked", 1, (BASE,), mesh={"pipe": 2}, gradient_accumulation_steps=2)
 
 
 def test_a_loss_that_writes_an_encoded_parameter_is_refused():
