@@ -18,6 +18,7 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import lines
 from jaxspeed.interop.quantized import Packed, packed_tensors
 from jaxspeed.interop.safetensors import Tensor, TensorFile
+from jaxspeed.placement.codec import Codec
 
 log = logging.getLogger("jaxspeed")
 
@@ -122,7 +123,9 @@ class PretrainedFolder:
     def _packed(self) -> Mapping[str, Packed]:
         there = (self.path / CONFIG).exists()
         quantization = (self.config.get("quantization_config") if there else None) or {}
-        return packed_tensors(self._stored, quantization, str(self.path))
+        kind = self.config["model_type"] if there else ""
+        read = lambda name: self._files[name].array(name)  # noqa: E731
+        return packed_tensors(self._stored, quantization, str(self.path), read, kind)
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -141,6 +144,17 @@ class PretrainedFolder:
             parts = (self._files[part].array(part) for part in packed.parts)
             self._unpacked = name, packed.unpack(*parts)
         return self._unpacked[1]
+
+    def codes(
+        self, name: str, codec: Codec, shape: tuple[int, ...]
+    ) -> dict[str, np.ndarray] | None:
+        """The arrays of a codec, if the file has a quantized tensor as it stores it."""
+        packed = self._packed.get(name)
+        if packed is None or packed.codes is None:
+            return None
+        return packed.codes.arrays(
+            codec, shape, [self._files[part].array(part) for part in packed.parts]
+        )
 
     def release(self) -> None:
         """Drop what was read from memory."""

@@ -14,6 +14,8 @@ from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_
 from jaxspeed.errors import DataError, PretrainedError
 from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
+from jaxspeed.placement.codec import Codec
+from jaxspeed.quantization.codecs import MatrixCodec
 from jaxspeed.user_models.pretrained_model import Pretrained
 
 
@@ -46,6 +48,24 @@ class FolderWeights:
                 piece.read(self.folder.array(self._names[piece.tensor]), index, block)
         self.folder.release()
         return block
+
+    def encoded(
+        self, path: str, layer: int | None, codec: Codec
+    ) -> Mapping[str, np.ndarray] | None:
+        """The arrays of a codec, where a tensor is quantized in its form and layout."""
+        assert self._bound is not None, "checked first"
+        if not isinstance(codec, MatrixCodec):
+            return None
+        pieces = [p for p in self._bound.pieces[path] if layer is None or p.at[0] == layer]
+        outs, dims = codec.outputs, codec.inputs + codec.outputs
+        if len(pieces) != 1:
+            return None
+        (piece,) = pieces
+        fused = piece.part is not None or piece.interleaved is not None
+        # The file has [out, in], with the dims of both in our order.
+        if fused or piece.order != (*range(outs, dims), *range(outs)):
+            return None
+        return self.folder.codes(self._names[piece.tensor], codec, piece.shape)
 
 
 def pretrained(

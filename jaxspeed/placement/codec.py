@@ -182,6 +182,22 @@ class StoredValue:
     def shardings(self) -> Stored:
         return jax.tree.map(lambda array: array.sharding, self.arrays)
 
+    @property
+    def on_device(self) -> Stored:
+        """The shardings of the arrays in device memory."""
+        kind = self.sharding.mesh.devices.flat[0].default_memory().kind
+        return jax.tree.map(lambda at: at.with_memory_kind(kind), self.shardings)
+
+    @cached_property
+    def layer(self) -> "StoredValue":
+        """A layer of a stack."""
+        _, *entries = by_dim(self.sharding.spec, len(self.padded))
+        at = self.sharding
+        own = NamedSharding(at.mesh, PartitionSpec(*entries), memory_kind=at.memory_kind)
+        return StoredValue(
+            self.shape[1:], self.padded[1:], self.dtype, own, self.codec, self.stacked - 1
+        )
+
     def encode(self, value: jax.Array) -> Stored:
         """The arrays of an unpadded value."""
         value = pad(value if value.dtype == self.dtype else value.astype(self.dtype), self.padded)

@@ -273,14 +273,19 @@ def _inverse(scales: jax.Array) -> jax.Array:
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """The mean along the last dim, by sums of pairs: in an order that no sharding changes."""
+    """The mean along the last dim, by sums of pairs: in an order that no sharding changes.
+
+    Without the last bit: XLA would fuse the product with the subtraction that reads it in some
+    programs, and not round it there.
+    """
     number = x.shape[-1]
     size = 1 << (number - 1).bit_length()
     x = _padded(x, x.ndim - 1, size)
     while size > 1:
         size //= 2
         x = x[..., :size] + x[..., size:]
-    return x[..., 0] / number
+    mean = x[..., 0] * np.float32(1 / number)
+    return jax.lax.reduce_precision(mean, exponent_bits=8, mantissa_bits=22)
 
 
 # -- dims ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored, StoredValue, pad, unpad
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import in_mesh
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import init_options
@@ -198,7 +199,11 @@ class StateStorage:
         return {**zeros, "opt": opt, "ema": average, "loss_scale": scale, "ring_errors": errors}
 
     def _read(self, weights: Weights) -> tuple[Arrays, Arrays]:
-        """(params, masters), each shard read by itself, once for the devices that have it."""
+        """(params, masters), each shard read by itself, once for the devices that have it.
+
+        A stack that is encoded is read and encoded layer by layer: none of its values exists at
+        once on any device.
+        """
         weights.check({path: self.table.shape_of(path) for path in self.table.parameters})
         params: Arrays = {}
         master: Arrays = {}
@@ -207,33 +212,18 @@ class StateStorage:
                 if placement is None:
                     continue
                 form = self.table.stored(row, placement)
-                shape, at = form.padded, form.sharding
-                devices: dict[Any, list[jax.Device]] = {}
-                for device, index in at.addressable_devices_indices_map(shape).items():
-                    spans = [span.indices(size)[:2] for span, size in zip(index or (), shape)]
-                    devices.setdefault(tuple(spans), []).append(device)
-                shards = {}
-                for spans, where in devices.items():
-                    inside = [(min(a, n), min(b, n)) for (a, b), n in zip(spans, row.leaf.shape)]
-                    if row.leaf.range:
-                        (a, b), *others = inside
-                        first = row.leaf.range.start
-                        inside = [(a + first, b + first), *others]
-                    block = weights.read(
-                        row.leaf.parameter,
-                        tuple(slice(a, b) for a, b in inside),
-                        placement.dtype,
-                    )
-                    pads = [(0, b - a - n) for (a, b), n in zip(spans, block.shape)]
-                    block = np.pad(block, pads) if any(map(any, pads)) else block
-                    for device in where:
-                        here = SingleDeviceSharding(device, memory_kind=at.memory_kind)
-                        # Not as an alias of NumPy's memory: the step donates it.
-                        shards[device] = jax.device_put(block, here, may_alias=False)
-                    jax.block_until_ready([shards[device] for device in where])
-                order = [shards[d] for d in at.addressable_devices]
-                value = jax.make_array_from_single_device_arrays(shape, at, order)
-                stored[row.path] = _encoded(form)(value)
+                if form.codec == PLAIN or not form.stacked:
+                    stored[row.path] = _read_encoded(weights, row.leaf, form)
+                    continue
+                shapes = {name: (x.shape, x.dtype) for name, x in form.arrays.items()}
+                arrays = jax.jit(
+                    lambda shapes=shapes: {n: jnp.zeros(*x) for n, x in shapes.items()},
+                    out_shardings=form.on_device,
+                )()
+                for number in range(form.shape[0]):
+                    layer = _read_encoded(weights, row.leaf, form.layer, number)
+                    arrays = _layer_written(form)(arrays, layer, number)
+                stored[row.path] = jax.device_put(arrays, form.shardings, donate=True)
         return params, master
 
     def _sharded_one_by_one(
@@ -251,16 +241,76 @@ class StateStorage:
         return params, master, {path: copied(x) for path, x in placed.items()}
 
 
+def _read_shards(
+    weights: Weights, leaf: Leaf, form: StoredValue, layer: int | None = None
+) -> jax.Array:
+    """A padded value, or a layer of a stack, with each shard read by itself."""
+    shape, at = form.padded, form.sharding
+    first = leaf.range.start if leaf.range else 0
+    devices: dict[Any, list[jax.Device]] = {}
+    for device, index in at.addressable_devices_indices_map(shape).items():
+        spans = [span.indices(size)[:2] for span, size in zip(index or (), shape)]
+        devices.setdefault(tuple(spans), []).append(device)
+    shards = {}
+    for spans, where in devices.items():
+        inside = [(min(a, n), min(b, n)) for (a, b), n in zip(spans, form.shape)]
+        inside = inside if layer is None else [(layer, layer + 1), *inside]
+        if first:
+            (a, b), *others = inside
+            inside = [(a + first, b + first), *others]
+        index = tuple(slice(a, b) for a, b in inside)
+        block = weights.read(leaf.parameter, index, form.dtype)
+        block = block if layer is None else block[0]
+        pads = [(0, b - a - n) for (a, b), n in zip(spans, block.shape)]
+        block = np.pad(block, pads) if any(map(any, pads)) else block
+        for device in where:
+            here = SingleDeviceSharding(device, memory_kind=at.memory_kind)
+            # Not as an alias of NumPy's memory: the step donates it.
+            shards[device] = jax.device_put(block, here, may_alias=False)
+        jax.block_until_ready([shards[device] for device in where])
+    order = [shards[d] for d in at.addressable_devices]
+    return jax.make_array_from_single_device_arrays(shape, at, order)
+
+
+def _read_encoded(
+    weights: Weights, leaf: Leaf, form: StoredValue, layer: int | None = None
+) -> Stored:
+    """The arrays of a parameter, or of a layer of a stack, in device memory for a layer."""
+    first = leaf.range.start if leaf.range else 0
+    number = None if layer is None else layer + first
+    codes = None if form.codec == PLAIN else weights.encoded(leaf.parameter, number, form.codec)
+    if codes is None:
+        return _encoded(form)(_read_shards(weights, leaf, form, layer))
+    found = {}
+    for name, array in form.arrays.items():
+        full = np.zeros(array.shape, array.dtype)
+        full[tuple(map(slice, codes[name].shape))] = codes[name]
+        found[name] = jax.make_array_from_callback(full.shape, array.sharding, full.__getitem__)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _layer_written(form: StoredValue) -> Callable[[Stored, Stored, Any], Stored]:
+    """The arrays of a stack, on the device, with those of a layer."""
+
+    def write(arrays: Stored, layer: Stored, number: Any) -> Stored:
+        at = jax.lax.dynamic_update_index_in_dim
+        layer = on_device(layer)
+        return {name: at(x, layer[name], number, 0) for name, x in arrays.items()}
+
+    return jax.jit(write, out_shardings=form.on_device, donate_argnums=0)
+
+
 @functools.lru_cache(maxsize=64)
 def _encoded(form: StoredValue) -> Callable[[jax.Array], Stored]:
-    """The arrays of a padded value that is on its devices, which is freed."""
+    """The arrays of a padded value that is on its devices."""
     if form.codec == PLAIN:
         return lambda value: value
 
     def encode(value: jax.Array) -> Stored:
         return form.codec.encode(on_device(value), form.shape, form.arrays)
 
-    return jax.jit(encode, out_shardings=form.shardings, donate_argnums=0)
+    return jax.jit(encode, out_shardings=form.shardings)
 
 
 def _stored_copy(value: Any, dtype: Any, shape: tuple[int, ...], at: NamedSharding) -> jax.Array:

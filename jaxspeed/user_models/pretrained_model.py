@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxspeed.placement.codec import Codec
+
 Index = tuple[slice, ...]
 
 
@@ -17,6 +19,11 @@ class Weights(Protocol):
 
     def read(self, path: str, index: Index, dtype: Any) -> np.ndarray:
         """A new array with a block of a parameter, given as a slice with both ends per dim."""
+
+    def encoded(
+        self, path: str, layer: int | None, codec: Codec
+    ) -> Mapping[str, np.ndarray] | None:
+        """The arrays of a codec, of a layer of a stack, if the values are stored as such."""
 
 
 @dataclass(frozen=True)

@@ -32,3 +32,23 @@ def in_rows(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     codes, stats, _ = functional.int8_vectorwise_quant(weight)
     value = functional.int8_vectorwise_dequant(codes, stats)
     return {"codes": codes, "stats": stats, "value": value}
+
+
+def saved(weights: dict[str, torch.Tensor], values: str, double: bool) -> dict[str, torch.Tensor]:
+    """The tensors of a file of weights [out, in], and their values below `value of `."""
+    found = {}
+    for name, weight in weights.items():
+        if values == "int8":
+            codes, stats, _ = functional.int8_vectorwise_quant(weight)
+            base = name.removesuffix(".weight")
+            found |= {name: codes, f"{base}.SCB": stats}
+            found[f"{base}.weight_format"] = torch.tensor(0, dtype=torch.uint8)
+            found[f"value of {name}"] = functional.int8_vectorwise_dequant(codes, stats)
+            continue
+        packed, state = functional.quantize_4bit(
+            weight, blocksize=64, quant_type=values, compress_statistics=double
+        )
+        found[name] = packed
+        found |= {f"{name}.{part}": x for part, x in state.as_dict(packed=True).items()}
+        found[f"value of {name}"] = functional.dequantize_4bit(packed, state)
+    return found
