@@ -163,17 +163,21 @@ class FourBit(MatrixCodec):
         return -(-math.prod(self.ins(shape)) // self.block)
 
     def decode(self, stored: Stored, shape: Sequence[int], dtype: Any) -> jax.Array:
-        codes, axis = stored["codes"], len(self.stack(shape))
+        bytes_, axis = stored["codes"], len(self.stack(shape))
         pair = axis + self.inputs - 1
-        values = _value4(self.values, jnp.stack([codes >> 4, codes & 15], pair + 1))
         # The last byte of an odd number has one value. Only the first input dim has padding.
-        size = 2 * codes.shape[pair] if self.inputs == 1 else shape[pair]
-        values = _merged(values, pair, size)
-        rows = self.rows(values)
+        size = 2 * bytes_.shape[pair] if self.inputs == 1 else shape[pair]
+        # Bytes are repeated, and codes selected by their place: XLA:TPU moves an interleaving of
+        # codes below the selection of values, where it is several copies of the weight in fp32.
+        twice = jnp.stack([bytes_, bytes_], pair + 1)
+        twice = _merged(twice, pair, size)
+        odd = jax.lax.broadcasted_iota(jnp.uint8, twice.shape, pair) & 1
+        codes = jnp.where(odd == 0, twice >> 4, twice & 15)
+        rows = self.rows(codes)
         scales = self._scales(stored, shape)
         blocks = _split(rows, axis, scales.shape[axis], self.block)
-        decoded = (blocks * jnp.expand_dims(scales, axis + 1)).astype(dtype)
-        return _merged(decoded, axis, rows.shape[axis]).reshape(values.shape)
+        value = _value4(self.values, blocks) * jnp.expand_dims(scales, axis + 1)
+        return _merged(value.astype(dtype), axis, rows.shape[axis]).reshape(codes.shape)
 
     def _scales(self, stored: Stored, shape: Sequence[int]) -> jax.Array:
         """The scales [*stack, blocks, *outputs] of a padded weight."""
@@ -187,7 +191,7 @@ class FourBit(MatrixCodec):
         spread = spread[..., : own * math.prod(outs)].reshape(*stack, -1, own)
         spread = jnp.swapaxes(spread, -1, -2).reshape(*stack, own, *outs)
         offset = stored["offset"].reshape(*stack, *[1] * (1 + len(outs)))
-        return jnp.asarray(dynamic_map())[scales] * _padded_to(spread, scales.shape) + offset
+        return value8(scales) * _padded_to(spread, scales.shape) + offset
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,28 @@ def _value4(values: str, codes: jax.Array) -> jax.Array:
 def nearest8(x: jax.Array, signed: bool = True) -> jax.Array:
     """The codes of the nearest values of a dynamic map; of two as near the lower one."""
     return jnp.searchsorted(jnp.asarray(borders(dynamic_map(signed))), x).astype(jnp.uint8)
+
+
+def value8(codes: jax.Array) -> jax.Array:
+    """The values of codes of the signed dynamic map, in fp32, to a rounding.
+
+    Between powers of two, counted from zero, they are equally spaced: a few selections and a
+    product are cheap everywhere, a lookup of each code is slow on TPUs.
+    """
+    table, zero = dynamic_map().astype(np.float64), 127
+    place = codes.astype(jnp.int32) - zero
+    steps = jnp.abs(place)
+    first, spacing, start = (jnp.full(codes.shape, 0.0, jnp.float32) for _ in range(3))
+    for low in (1, 2, 4, 8, 16, 32, 64, 128):
+        high = min(2 * low, 128)
+        ends = table[zero + low], table[zero + high - 1]
+        apart = (ends[1] - ends[0]) / (high - 1 - low) if high - 1 > low else 0.0
+        on = steps >= low
+        first = jnp.where(on, np.float32(low), first)
+        spacing = jnp.where(on, np.float32(apart), spacing)
+        start = jnp.where(on, np.float32(ends[0]), start)
+    value = start + spacing * (steps.astype(jnp.float32) - first)
+    return jnp.where(place < 0, -value, value)
 
 
 def _inverse(scales: jax.Array) -> jax.Array:

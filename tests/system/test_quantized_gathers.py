@@ -1,0 +1,49 @@
+"""ZeRO 3 gathers a quantized base in its codes, and no stack of layers exists in another form."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from jaxspeed.models import llama
+
+from tests.support.topology import run_on_topology
+from tests.system.measured import collectives_of
+from tests.system.quantized_programs import SEQ, SIZES
+
+CODES = {"nf4": "u8", "int8": "s8"}
+
+
+def check(found: dict[str, Any], weights: str, sizes: Any, seq: int) -> None:
+    layers = sizes["num_hidden_layers"]
+    weight = sizes["hidden_size"] * sizes["intermediate_size"]
+    smallest = sizes["hidden_size"] ** 2 * sizes["num_key_value_heads"]
+    smallest //= sizes["num_attention_heads"]  # of a layer's matrices: the keys'
+    assert seq * sizes["hidden_size"] < smallest, "activations are told from weights"
+    table = sizes["vocab_size"] * sizes["hidden_size"]
+    gathers = [c for c in collectives_of(found) if c.kind == "all-gather"]
+    codes = [c for c in gathers if set(c.dtype.split("+")) == {CODES[weights]}]
+    share = 2 if weights == "nf4" else 1
+    assert sum(c.elements >= weight // share for c in codes) >= 2, "in both passes"
+    for each in gathers:
+        if "f32" in each.dtype or "bf16" in each.dtype:
+            small = each.bytes < weight // 8 or each.elements == table
+            assert small, f"gathered in {each.dtype}: {each}"
+    for buffer in found["largest"]:
+        first, *dims = buffer["shape"]
+        if buffer["dtype"] in ("bf16", "f32") and first == layers:
+            assert math.prod(dims) < smallest, f"a stack of layers: {buffer}"
+
+
+@pytest.mark.parametrize("weights", CODES)
+def test_codes_are_gathered_and_decoded_a_layer_at_a_time(weights):
+    found = run_on_topology("tests.system.quantized_programs:step", "v5e:2x4", weights=weights)
+    check(found, weights, SIZES, SEQ)
+
+
+@pytest.mark.full
+def test_so_are_those_of_eight_billion_parameters():
+    found = run_on_topology(
+        "tests.system.quantized_programs:step", "v5e:2x4", weights="nf4", preset="llama3-8b"
+    )
+    check(found, "nf4", dataclasses.asdict(llama.PRESETS["llama3-8b"]), 512)
