@@ -17,6 +17,7 @@ from jaxspeed.checkpoint.leaves import saved_leaves
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.codec import CODECS, PLAIN, Codec
+from jaxspeed.quantization.moments import MOMENT_CODECS
 from jaxspeed.train.program import Program
 
 NAME = "checkpoint.json"
@@ -129,12 +130,12 @@ def codec_of(name: str, record: LeafRecord) -> Codec:
     Raises:
       CheckpointError: this version does not have it.
     """
-    if record.codec not in CODECS:
-        known = ", ".join(CODECS)
+    known = CODECS | {codec.name: codec for codec in MOMENT_CODECS}
+    if record.codec not in known:
         raise CheckpointError(
-            f"{name} was stored by the codec {record.codec!r}; this version has {known}"
+            f"{name} was stored by the codec {record.codec!r}; this version has {', '.join(known)}"
         )
-    return CODECS[record.codec]
+    return known[record.codec]
 
 
 def check_client_state(value: Any, path: str = "client_state") -> None:

@@ -400,7 +400,11 @@ class _ParameterUpdate:
             updated[EMA] = jnp.where(keep, average, old[EMA])
         for name, value in encoded.items():
             new = pad(updated.pop(name), padded[name].shape)
-            made = value.codec.encode(new, shape, parts[name])
+            like = {
+                part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=value.arrays[part].sharding)
+                for part, x in parts[name].items()
+            }
+            made = value.codec.encode(new, shape, like)
             for part, x in made.items():  # which may have fewer dims than the value
                 mask = keep.reshape(
                     keep.shape[: keep.ndim + x.ndim - len(shape)] if keep.ndim else ()

@@ -22,7 +22,7 @@ from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.pipeline.scanned_stack import with_scanned_layers
-from jaxspeed.placement.codec import CodecRule
+from jaxspeed.placement.codec import AssignsCodecs
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.precision import DTYPES, compute_dtype, keeps_fp32, precision_of
@@ -55,7 +55,7 @@ def build_program(
     example_batch: Any = None,
     trainable: Any = None,
     init_with: Callable[[Any, Any], Any] | None = None,
-    codecs: Sequence[CodecRule] = (),
+    codecs: Sequence[AssignsCodecs] = (),
     exchange: Exchange = BY_CONSTRAINT,
 ) -> Program:
     """The program of a run on one mesh.
@@ -103,7 +103,7 @@ def build_program(
         return named.covers_row(pattern, by_path[path])
 
     chosen = optimizer_of(config, optimizer, by_path, covers)
-    table = _table_of(config, mesh, leaves, stack, codecs)
+    table = _table_of(config, mesh, leaves, stack, (*codecs, *chosen.codecs))
     layout = _layout_of(table, adapted, chosen.transform)
     rings = rings_of(config, mesh)
     ring = Reduction(rings, table) if rings else None
@@ -244,7 +244,7 @@ def _table_of(
     mesh: Mesh,
     leaves: Sequence[Leaf],
     stack: Stack | None,
-    codecs: Sequence[CodecRule],
+    codecs: Sequence[AssignsCodecs],
 ) -> PlacementTable:
     zero = config.zero_optimization
     return build_table(
