@@ -280,13 +280,14 @@ def _streamed(
     by_layer: bool,
     update_device: UpdateDevice,
 ) -> StreamedUpdate | None:
-    """The streamed update of state in host memory; None without offload.
+    """The streamed update of state in host memory, or in 8 bits; None without these.
 
     Raises ConfigError for an optimizer that cannot update one parameter at a time.
     """
     rows = [row for row in table if row.leaf.trainable]
     places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
-    if not any(place and in_host(place) for place in places):
+    offloaded = any(place and in_host(place) for place in places)
+    if not offloaded and not optimizer.codecs:
         return None
     streamed = StreamedUpdate(
         table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, update_device
