@@ -90,6 +90,10 @@ class Codec(Protocol):
         """The padded value in this dtype; `shape` is without padding."""
         ...
 
+    def repadded(self, stored: Stored, shape: Sequence[int], like: Stored) -> Stored | None:
+        """The arrays of the same value with the shapes of `like`; None: decode and encode it."""
+        return None
+
 
 @dataclass(frozen=True)
 class Plain(Codec):

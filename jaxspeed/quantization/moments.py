@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.placement.codec import AssignsCodecs, Codec, EncodedArray, Role, Stored, pad
+from jaxspeed.placement.codec import AssignsCodecs, Codec, EncodedArray, Role, Stored, pad, unpad
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.specs import by_dim, num_shards
 from jaxspeed.quantization.maps import dynamic_map
@@ -83,6 +83,17 @@ class DynamicBlocks(Codec):
         dim, *_ = self._rows(shape)
         scales = _of_elements(scales, dim, codes.shape, shape)
         return (values_of(codes, self.signed) * scales).astype(dtype)
+
+    def repadded(self, stored: Stored, shape: Sequence[int], like: Stored) -> Stored:
+        """As they are: the largest number of a block may have no code, so coding again rounds."""
+        dim, *_ = self._rows(shape)
+        codes, scales = unpad(stored[CODES], tuple(shape)), stored[SCALES]
+        ends = [(0, a - b) for a, b in zip(like[CODES].shape, shape, strict=True)]
+        codes = jnp.pad(codes, ends, constant_values=127 if self.signed else 0)
+        scales = scales.reshape(*scales.shape[:dim], -1)[tuple(slice(n) for n in shape[:dim])]
+        counts = like[SCALES].shape[dim:]
+        scales = _resized(scales, math.prod(counts)).reshape(*shape[:dim], *counts)
+        return {CODES: codes, SCALES: pad(scales, like[SCALES].shape)}
 
 
 MOMENT_CODECS = tuple(DynamicBlocks(s, stacked) for s in (True, False) for stacked in (0, 1))

@@ -68,7 +68,8 @@ def test_the_reference_tells_a_wrong_scale(alone, monkeypatch):
 
     def of_a_layer(*args):
         found = largest(*args)
-        return jnp.broadcast_to(found.max((1, 2), keepdims=True), found.shape)
+        dims = tuple(range(1, found.ndim))
+        return jnp.broadcast_to(found.max(dims, keepdims=True), found.shape)
 
     monkeypatch.setattr(codecs, "_largest", of_a_layer)
     made = engine("AdamW8bit", **ALONE)
@@ -90,12 +91,14 @@ def test_the_bytes_of_the_state(alone):
     components = {c.name: c.bytes for c in memory_of(alone.program, batch(0)).components}
     assert components["optimizer"] == sum(encoded) + sum(wide) + counts
     assert "8-bit signed by layer of f32" in str(alone.placements)
-    lion = engine("Lion8bit", **ALONE).placements.bytes_by_role()["opt"][0]
-    assert lion - 4 <= (sum(encoded) + sum(wide)) // 2 <= lion + 4
+    lion = [x for x in jax.tree.leaves(engine("Lion8bit", **ALONE).state.opt) if x.ndim]
+    assert 2 * sum(x.nbytes for x in lion) == sum(encoded) + sum(wide)
 
 
 def test_a_skipped_step_changes_no_code():
-    made = engine("AdamW8bit", 1, fp16={"enabled": True, "loss_scale": 128.0})
+    made = engine(
+        "AdamW8bit", 2, devices=jax.devices()[:2], fp16={"enabled": True, "loss_scale": 128.0}
+    )
     made.train_batch(batch(0))
     before = jax.device_get(made.state.opt)
     bad = batch(1)
@@ -117,9 +120,9 @@ def test_it_agrees_with_one_device_in_bf16_with_frozen_layers_groups_and_an_aver
         optimizer_={"groups": groups, "ema_decay": 0.5},
     )
     first = {path: np.asarray(x) for path, x in made.parameters.items()}
-    for step in range(2):
-        assert made.check(batch(step)).ok
-        made.train_batch(batch(step))
+    made.train_batch(batch(0))
+    assert made.check(batch(1)).ok
+    made.train_batch(batch(1))
     found = {path: x for path, x in moments(made).items() if isinstance(x, dict)}
     assert set(found) == {f"{m}/{path}/[1:2]" for m in ("mu", "nu") for path in ENCODED}
     for path in ENCODED:
@@ -195,6 +198,18 @@ def test_which_moments_have_8_bits():
     rule = codecs.rule_of_moments([Leaf("a/nu", (64, 64), jnp.dtype("float32"))], 4096)
     kinds = [rule.codec_for("opt", f"0/{m}/a/nu", "a/nu").signed for m in ("mu", "nu")]
     assert kinds == [True, False] and rule.codec_for("param", "a/nu") is None
+
+
+@pytest.mark.full
+def test_a_tiny_llama_ends_within_one_percent_of_adamws_loss():
+    """The mean of three seeds, on held-out text."""
+    losses = {"AdamW": [], "AdamW8bit": []}
+    for optimizer, found in losses.items():
+        for seed in range(3):
+            found.append(eight_bit.held_out_loss(optimizer, seed))
+    exact, rounded = (np.mean(found) for found in losses.values())
+    assert exact < 2.6, "it learned"
+    assert abs(rounded / exact - 1) < 0.01, losses
 
 
 def test_adam8bit_with_a_coupled_decay_is_adam_on_the_decoded_moments():
