@@ -18,6 +18,7 @@ from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.codec import CODECS, PLAIN, Codec
 from jaxspeed.quantization.codecs import QUANTIZED, codec_named
+from jaxspeed.quantization.moments import MOMENT_CODECS
 from jaxspeed.train.program import Program
 
 NAME = "checkpoint.json"
@@ -130,11 +131,12 @@ def codec_of(name: str, record: LeafRecord) -> Codec:
     Raises:
       CheckpointError: this version does not have it.
     """
-    codec = CODECS.get(record.codec) or codec_named(record.codec)
+    own = CODECS | {codec.name: codec for codec in MOMENT_CODECS}
+    codec = own.get(record.codec) or codec_named(record.codec)
     if codec is None:
-        known = ", ".join([*CODECS, *QUANTIZED])
+        known = [*own, *QUANTIZED]
         raise CheckpointError(
-            f"{name} was stored by the codec {record.codec!r}; this version has {known}"
+            f"{name} was stored by the codec {record.codec!r}; this version has {', '.join(known)}"
         )
     return codec
 

@@ -203,6 +203,10 @@ def donatable_copy(x: Stored, leaf: SavedLeaf) -> Stored:
 def encoded_anew(x: Stored, was: SavedLeaf, leaf: SavedLeaf) -> Stored:
     """What was saved as `was` stored as `leaf`, on the device; called inside jit."""
     shape, dtype = leaf.shape, leaf.stored.dtype
+    if was.codec == leaf.codec:
+        moved = leaf.codec.repadded(on_device(x), shape, leaf.arrays)
+        if moved is not None:
+            return moved
     value = unpad(was.codec.decode(on_device(x), shape, dtype), shape)
     value = pad(value.astype(dtype), leaf.stored.shape)
     return leaf.codec.encode(value, shape, leaf.arrays)

@@ -26,6 +26,7 @@ from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.optim import loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored
+from jaxspeed.placement.rules import examples
 from jaxspeed.placement.specs import by_dim, num_shards
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
@@ -68,12 +69,20 @@ def restore_state(
     on_disk = {name: as_on_disk(name, leaf, header.leaves[name]) for name, leaf in read.items()}
     ready()
     saved, params = donatable_arrays(program, read_arrays(folder, on_disk), read, on_disk)
+    rounded: dict[tuple[str, bool], list[str]] = {}
     for name, leaf in wanted.items():
         was = header.leaves.get(name)
         if was and name.startswith("params/") and _loses(was.dtype, leaf.stored.dtype):
             notes.append(f"{name} was rounded from {was.dtype} to {leaf.stored.dtype.name}")
         if name in on_disk and leaf.codec not in (PLAIN, on_disk[name].codec):
-            notes.append(f"{name} was rounded by the codec {leaf.codec.name}")
+            rounded.setdefault((leaf.codec.name, name.startswith("opt/")), []).append(name)
+    for (codec, moments), names in rounded.items():
+        if moments:
+            notes.append(
+                f"{len(names)} moments were rounded by the codec {codec}: {examples(names)}"
+            )
+        else:
+            notes += [f"{name} was rounded by the codec {codec}" for name in names]
     return as_state(program, {**saved, **fresh}, params), notes
 
 

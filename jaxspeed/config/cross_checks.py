@@ -122,9 +122,14 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     if optimizer is None or optimizer.type not in OPTIMIZERS:
         return
     params = optimizer.params
-    if optimizer.type == "AdamW" and params.get("adam_w_mode") is False:
-        works = 'Write type "Adam" for a coupled weight decay, or remove adam_w_mode.'
-        yield Problem("optimizer.params.adam_w_mode", 'false with type "AdamW"', works)
+    if optimizer.type.endswith(("AdamW", "AdamW8bit")) and params.get("adam_w_mode") is False:
+        coupled = optimizer.type.replace("AdamW", "Adam")
+        works = f'Write type "{coupled}" for a coupled weight decay, or remove adam_w_mode.'
+        found = f'false with type "{optimizer.type}"'
+        yield Problem("optimizer.params.adam_w_mode", found, works)
+    if settings.bf16.enabled and settings.bf16.bf16_optimizer_states and "min_8bit_size" in params:
+        works = "Remove it: moments have 8 bits, and those of small parameters are fp32."
+        yield Problem("bf16.bf16_optimizer_states", f"true with {optimizer.type}", works)
     if params.get("nesterov") and not (params["momentum"] > 0 and params["dampening"] == 0):
         found = f"true with momentum {params['momentum']} and dampening {params['dampening']}"
         works = "Needs a momentum above 0 and a dampening of 0."

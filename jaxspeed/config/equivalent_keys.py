@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxspeed.axes import DATA, axis_names, product, sample_axes
 from jaxspeed.config.batch import Stages
+from jaxspeed.config.optimizers import PAGED
 from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.schema import Settings
@@ -81,14 +82,16 @@ _OLD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"
 
 
 def with_one_offload(settings: Settings) -> Settings:
-    """Set the sections that DeepSpeed's old keys stand for, where only the old keys are set.
+    """Set the sections that DeepSpeed's old keys and paged optimizers stand for, if they are not.
 
     Where both are set and disagree, `offload_problems` reports it.
     """
-    zero = settings.zero_optimization
+    zero, optimizer = settings.zero_optimization, settings.optimizer
+    paged = optimizer is not None and optimizer.type.startswith(PAGED)
     for old, new in _OLD.items():
         section = getattr(zero, new)
-        if getattr(zero, old) and "device" not in section.model_fields_set:
+        asked = getattr(zero, old) or (paged and new == "offload_optimizer")
+        if asked and "device" not in section.model_fields_set:
             section = section.model_copy(update={"device": "cpu"})
             zero = zero.model_copy(update={new: section})
     return settings.model_copy(update={"zero_optimization": zero})

@@ -7,7 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxspeed.config.lr_schedules import ABSOLUTE_SCHEDULES, SCHEDULERS
-from jaxspeed.config.optimizers import OPTIMIZERS, REMOVED_OPTIMIZERS, UNBUILT_OPTIMIZERS
+from jaxspeed.config.optimizers import (
+    OPTIMIZERS,
+    PAGED,
+    REMOVED_OPTIMIZERS,
+    TRAINER_OPTIMIZERS,
+    UNBUILT_OPTIMIZERS,
+)
 from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.suggestions import REMOVE, Fix, closest, did_you_mean
@@ -30,6 +36,8 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str
         if section is None:
             continue
         name = canonical_name(section.type, table)
+        if name is None and key == "optimizer":
+            name = TRAINER_OPTIMIZERS.get(section.type.lower())
         if name is None:
             problems.append(_unknown_type(key, section, table))
             continue
@@ -40,6 +48,7 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str
     settings = settings.model_copy(update=update)
     if "optimizer" in update:
         settings, notes = _base_rates(settings, given)
+        notes |= _paged(settings)
     if "scheduler" in update:
         problems += _peak_rate(settings)
     return settings, problems, notes
@@ -137,6 +146,24 @@ def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, di
         taken = " and ".join(f"{key} {value:g}" for key, value in defaults.items())
         notes["optimizer.params.lr"] = f"Not set: DeepSpeed's default, {taken}, is taken."
     return settings.model_copy(update={"optimizer": filled}), notes
+
+
+def _paged(settings: Settings) -> dict[str, str]:
+    """A note on what a paged optimizer is here."""
+    optimizer = settings.optimizer
+    assert optimizer is not None
+    if not optimizer.type.startswith(PAGED):
+        return {}
+    resident = optimizer.type.removeprefix(PAGED)
+    given = settings.zero_optimization.offload_optimizer
+    if "device" in given.model_fields_set and given.device == "none":
+        means = f"{resident}: offload_optimizer.device is none, so its state stays on the device."
+    else:
+        means = (
+            f"{resident} with zero_optimization.offload_optimizer.device cpu: its state is in host "
+            "memory and streamed through the device in each step, not paged on demand."
+        )
+    return {"optimizer.type": f"{optimizer.type} is {means}"}
 
 
 def _peak_rate(settings: Settings) -> list[Problem]:

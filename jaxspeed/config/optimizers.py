@@ -11,7 +11,9 @@ from pydantic import BeforeValidator
 from jaxspeed.config.types import (
     Beta,
     Betas,
+    Count,
     Flag,
+    Natural,
     NonNegative,
     Positive,
     Section,
@@ -121,6 +123,39 @@ class MuonParams(TorchOnly):
     eps: NonNegative = honoured(1e-10, _EPS)
 
 
+_LEAST = honoured(
+    4096,
+    "Moments of parameters of fewer elements (per layer of a stack) stay in fp32; those of "
+    "embeddings do as well.",
+)
+_PERCENTILE = refused(100, "Write gradient_clipping at the top level.")
+_BLOCKWISE = refused(True, "8-bit moments are quantized in blocks of 256 values.")
+
+
+class Adam8bitParams(AdamParams):
+    """Adam with moments in 8 bits, as in bitsandbytes."""
+
+    min_8bit_size: Count = _LEAST
+    percentile_clipping: Natural = _PERCENTILE
+    block_wise: Flag = _BLOCKWISE
+
+
+class AdamW8bitParams(Adam8bitParams):
+    """AdamW with moments in 8 bits and bitsandbytes' default weight decay."""
+
+    weight_decay: NonNegative = honoured(0.01, _DECAY)
+
+
+class Lion8bitParams(LionParams):
+    """Lion with its momentum in 8 bits and bitsandbytes' defaults."""
+
+    lr: NonNegative = honoured(1e-4, _RATE)
+    betas: Betas = honoured((0.9, 0.99), _BETAS)
+    min_8bit_size: Count = _LEAST
+    percentile_clipping: Natural = _PERCENTILE
+    block_wise: Flag = _BLOCKWISE
+
+
 OPTIMIZERS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
@@ -129,6 +164,23 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "Lamb": LambParams,
     "Lion": LionParams,
     "Muon": MuonParams,
+    "AdamW8bit": AdamW8bitParams,
+    "Adam8bit": Adam8bitParams,
+    "Lion8bit": Lion8bitParams,
+    "PagedAdamW8bit": AdamW8bitParams,
+    "PagedAdam8bit": Adam8bitParams,
+    "PagedLion8bit": Lion8bitParams,
+}
+
+PAGED = "Paged"  # the start of a name: the state is offloaded to host memory
+
+# The words of Hugging Face's Trainer (and axolotl) for bitsandbytes' optimizers.
+TRAINER_OPTIMIZERS = {
+    "adamw_8bit": "AdamW8bit",
+    "adamw_bnb_8bit": "AdamW8bit",
+    "lion_8bit": "Lion8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+    "paged_lion_8bit": "PagedLion8bit",
 }
 
 # DeepSpeed's optimizers that are not built, with the nearest one that is.

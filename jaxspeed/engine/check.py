@@ -386,7 +386,7 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
             if row.master:
                 master[row.path] = values[row.path]
         average = {path: unpad(x, program.table[path].leaf.shape) for path, x in state.ema.items()}
-        opt = plain.layout.stored(program.layout.logical(state.opt))
+        opt = plain.layout.moved(state.opt, program.layout)
         return TrainState(
             state.step,
             state.skipped,

@@ -65,7 +65,7 @@ class BitsAndBytes:
                 found |= {"groups": more[2], "offset": np.asarray(self.offset, np.float32)}
         else:
             return None
-        wanted = codec.arrays(shape, [1] * len(shape), np.float32)
+        wanted = codec.arrays(shape, [1] * len(shape), np.float32, shape)
         for name in ("codes", "scales"):
             if found[name].size != math.prod(wanted[name].shape):
                 return None

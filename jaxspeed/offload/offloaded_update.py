@@ -1,4 +1,4 @@
-"""Optimizer update of offloaded state: parameter by parameter, streamed in slices.
+"""Optimizer update of offloaded and of encoded state: parameter by parameter, streamed in slices.
 
 The same slice of all arrays of a parameter (gradient, moments, master, compute-dtype copy, moving
 average) is updated on the device or on the host's cores, and written back to where each is stored.
@@ -49,7 +49,7 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedUpdate:
-    """`__call__(grads, factor, state, finite) -> Updated`, for tables with rows in host memory."""
+    """`__call__(grads, factor, state, finite) -> Updated`, of state in host memory or encoded."""
 
     table: PlacementTable
     model: Model
@@ -175,12 +175,17 @@ class StreamedUpdate:
         return {name: value for name, value in own.items() if value.codec != PLAIN}
 
     def plan(self, row: Row, layouts: Mapping[str, StreamedArray]) -> StreamPlan | None:
-        """How a parameter is streamed; None where all of it is on the device at once."""
-        if not any(in_host(layout.at) for layout in layouts.values()):
+        """How a parameter is streamed; None where all of it is updated at once.
+
+        Encoded moments are too: their values are computed before a block's scale is known, and
+        stay in memory until its codes are.
+        """
+        encoded = self.encoded(row).values()
+        if not encoded and not any(in_host(layout.at) for layout in layouts.values()):
             return None
         assert row.opt is not None
         sharded = StreamedArray(row.shape(row.opt), self.table.sharding(row.opt))
-        parts = [part for value in self.encoded(row).values() for part in value.parts.values()]
+        parts = [part for value in encoded for part in value.parts.values()]
         dims = [
             dim
             for dim in range(len(row.leaf.shape))
@@ -400,7 +405,11 @@ class _ParameterUpdate:
             updated[EMA] = jnp.where(keep, average, old[EMA])
         for name, value in encoded.items():
             new = pad(updated.pop(name), padded[name].shape)
-            made = value.codec.encode(new, shape, parts[name])
+            like = {
+                part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=value.arrays[part].sharding)
+                for part, x in parts[name].items()
+            }
+            made = value.codec.encode(new, shape, like)
             for part, x in made.items():  # which may have fewer dims than the value
                 mask = keep.reshape(
                     keep.shape[: keep.ndim + x.ndim - len(shape)] if keep.ndim else ()

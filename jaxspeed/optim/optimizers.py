@@ -35,7 +35,7 @@ from jaxspeed.optim.transforms import (
 # Implementation choices of torch and DeepSpeed that do not change the formula.
 _IMPLEMENTATION_HINTS = frozenset(
     {"torch_adam", "set_grad_none", "fused", "foreach", "capturable", "differentiable"}
-    | {"fp32_optimizer_states"}
+    | {"fp32_optimizer_states", "min_8bit_size"}
 )
 # Unsupported variants of the formula. The config refuses them, and may pass them switched off.
 _NOT_BUILT = frozenset({"amsgrad", "maximize", "max_grad_norm"})
@@ -85,7 +85,8 @@ def build_optimizer(
     updates: on a skipped step, keep the old state.
 
     Args:
-      type: Adam, AdamW, SGD, Adagrad, Lamb, Lion or Muon, in any case.
+      type: Adam, AdamW, SGD, Adagrad, Lamb, Lion or Muon, in any case. With 8-bit or paged state
+        (PagedAdamW8bit) the transformation is the same.
       params: its parameters by DeepSpeed's names, validated by the config.
       schedule: from `build_schedule`; None is the optimizer's constant lr.
       groups: learning-rate factors and weight decays by path pattern; the first match wins.
@@ -118,7 +119,7 @@ def base_learning_rates(type: str, params: Mapping[str, Any]) -> dict[str, float
 def _call(
     type: str, params: Mapping[str, Any]
 ) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
-    name = type.lower()
+    name = type.lower().removeprefix("paged").removesuffix("8bit")
     if name not in _OPTIMIZERS:
         known = "Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon"
         raise ConfigError(f"optimizer.type: unknown {type!r}; known: {known}")

@@ -274,11 +274,13 @@ class StageLayout:
                 x = jnp.concatenate([jnp.moveaxis(x, layers, 0) for x in read])
             return self._split_by_stage(x)[:, :, piece.start : piece.stop]
 
-        def exchange(*arrays: jax.Array) -> list[jax.Array]:
-            return [lax.all_to_all(ordered(*arrays), PIPE, 0, 3 + dim, tiled=True)]
-
         if dim is None:  # replicated over the stages
             return ordered(*arrays)
+        at = 3 + dim
+
+        def exchange(*arrays: jax.Array) -> list[jax.Array]:
+            return [lax.all_to_all(ordered(*arrays), PIPE, 0, at, tiled=True)]
+
         stage_spec = PartitionSpec(PIPE, None, None, *without_axes(entries, (PIPE,)))
         return exchanges.per_device(exchange, spec, stage_spec, arrays)[0]
 
@@ -391,19 +393,21 @@ class StageLayout:
         found = ShardedParam(shape, row.read.dtype, gathered, shards, wire, row.leaf.trainable)
         value, read = self.table.stored(row, row.source), self.table.sharding(row.read)
 
-        def of_stage(sharding: NamedSharding, array: EncodedArray) -> NamedSharding:
+        def of_stage(
+            sharding: NamedSharding, array: EncodedArray, kind: str | None
+        ) -> NamedSharding:
             spec = array.spec(value.padded, sharding)
             entries = self._of_layer(name, by_dim(spec, len(array.shape)))
             of_layers = PartitionSpec(None, *without_axes(entries, (PIPE,)))
-            return NamedSharding(mesh, of_layers, memory_kind=memory_kind)
+            return NamedSharding(mesh, of_layers, memory_kind=kind)
 
         def part(array: EncodedArray) -> ShardedParam:
             dims = (self.length(name), *self._of_layer(name, array.shape))
             how = ShardedParam(
                 dims,
                 array.dtype,
-                of_stage(read, array).with_memory_kind(gathered.memory_kind),
-                of_stage(value.sharding, array),
+                of_stage(read, array, None),
+                of_stage(value.sharding, array, memory_kind),
                 trainable=False,
             )
             return replace(how, blocks=(1, *self._of_layer(name, array.blocks)))

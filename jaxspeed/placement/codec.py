@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.config.patterns import match
 from jaxspeed.placement.specs import by_dim, num_shards
 
+Role = Literal["param", "opt"]
 Stored = Any  # an array, or a dict of arrays; of shapes or shardings where only these are known
 
 
@@ -70,9 +71,9 @@ class Codec(Protocol):
         return [1] * len(shape)
 
     def arrays(
-        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
-        """The arrays of a padded value.
+        """The arrays of a padded value; `shape` is without padding.
 
         Blocks stay inside of `parts`, the number of each dim's equal parts: its shards, or layers.
         """
@@ -89,6 +90,10 @@ class Codec(Protocol):
         """The padded value in this dtype; `shape` is without padding."""
         ...
 
+    def repadded(self, stored: Stored, shape: Sequence[int], like: Stored) -> Stored | None:
+        """The arrays of the same value with the shapes of `like`; None: decode and encode it."""
+        return None
+
 
 @dataclass(frozen=True)
 class Plain(Codec):
@@ -99,9 +104,9 @@ class Plain(Codec):
         return "plain"
 
     def arrays(
-        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
-        return {"value": EncodedArray(tuple(shape), dtype, (1,) * len(shape))}
+        return {"value": EncodedArray(tuple(padded), dtype, (1,) * len(padded))}
 
     def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
         return value
@@ -115,15 +120,23 @@ PLAIN = Plain()
 CODECS: dict[str, Codec] = {PLAIN.name: PLAIN}  # what checkpoints may name
 
 
+class AssignsCodecs(Protocol):
+    """A rule that assigns codecs."""
+
+    def codec_for(self, role: Role, *paths: str) -> Codec | None:
+        """The codec of what has these paths, the last one a parameter's; None: not by this rule."""
+        ...
+
+
 @dataclass(frozen=True)
-class CodecRule:
+class CodecRule(AssignsCodecs):
     """The codec of the parameters, or of the moments, that match a pattern; the first rule wins.
 
     A rule of "opt" is matched with a moment's own path too, as `*/nu/**`; `Codec.multiples` is
     asked of the codec that matches the parameter's.
     """
 
-    role: Literal["param", "opt"]
+    role: Role
     pattern: str
     codec: Codec
 
@@ -131,11 +144,13 @@ class CodecRule:
         """Whether the pattern matches, or is the path of a range of layers."""
         return path == self.pattern or match(self.pattern, path)
 
+    def codec_for(self, role: Role, *paths: str) -> Codec | None:
+        return self.codec if role == self.role and any(map(self.covers, paths)) else None
 
-def codec_of(rules: Sequence[CodecRule], role: Literal["param", "opt"], *paths: str) -> Codec:
-    """The codec that the rules assign."""
-    found = (rule.codec for rule in rules if rule.role == role and any(map(rule.covers, paths)))
-    return next(found, PLAIN)
+
+def codec_of(rules: Sequence[AssignsCodecs], role: Role, *paths: str) -> Codec:
+    """The codec that the rules assign to what has these paths, the last one a parameter's."""
+    return next(filter(None, (rule.codec_for(role, *paths) for rule in rules)), PLAIN)
 
 
 @dataclass(frozen=True)
@@ -162,7 +177,7 @@ class StoredValue:
         entries = by_dim(self.sharding.spec, len(self.padded))
         parts = [num_shards(entry, self.sharding.mesh.shape) for entry in entries]
         parts[: self.stacked] = self.padded[: self.stacked]
-        return self.codec.arrays(self.padded, parts, self.dtype)
+        return self.codec.arrays(self.padded, parts, self.dtype, self.shape)
 
     @cached_property
     def arrays(self) -> Stored:
@@ -211,7 +226,8 @@ class StoredValue:
     def total_bytes(self) -> int:
         """Bytes of the arrays without padding, if one device held them all."""
         parts = [n if dim < self.stacked else 1 for dim, n in enumerate(self.shape)]
-        return sum(map(_nbytes, self.codec.arrays(self.shape, parts, self.dtype).values()))
+        arrays = self.codec.arrays(self.shape, parts, self.dtype, self.shape)
+        return sum(map(_nbytes, arrays.values()))
 
     @property
     def device_bytes(self) -> int:

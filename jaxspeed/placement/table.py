@@ -21,7 +21,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxspeed.axes import PIPE, data_ranks
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement import show
-from jaxspeed.placement.codec import PLAIN, Codec, CodecRule, StoredValue, codec_of
+from jaxspeed.placement.codec import (
+    PLAIN,
+    AssignsCodecs,
+    Codec,
+    CodecRule,
+    StoredValue,
+    codec_of,
+)
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import (
     AS_MADE,
@@ -62,7 +69,7 @@ class PlacementTable:
     opt_leaves: Mapping[str, StateLeaf] = field(default_factory=dict)
     extra: Mapping[str, StateLeaf] = field(default_factory=dict)
     stack: Stack | None = None  # the blocks that are sharded over pipe
-    codecs: Sequence[CodecRule] = ()  # of moments and of frozen parameters
+    codecs: Sequence[AssignsCodecs] = ()  # of moments and of frozen parameters
 
     def __getitem__(self, path: str) -> Row:
         return self.rows[path]
@@ -201,7 +208,7 @@ def build_table(
     persistence_threshold: int = 0,
     stack: Stack | None = None,
     offload: Offload = ON_DEVICE,
-    codecs: Sequence[CodecRule] = (),
+    codecs: Sequence[AssignsCodecs] = (),
 ) -> PlacementTable:
     """Build the table: apply ZeRO stage, precision, offload and codecs to each leaf.
 
@@ -241,10 +248,10 @@ def build_table(
 
 
 def _refuse_codecs(
-    codecs: Sequence[CodecRule], leaves: Sequence[Leaf], stack: Stack | None
+    codecs: Sequence[AssignsCodecs], leaves: Sequence[Leaf], stack: Stack | None
 ) -> None:
     """Raise PlacementError for a codec of nothing, of what is trained, or of stages."""
-    for rule in codecs:
+    for rule in (rule for rule in codecs if isinstance(rule, CodecRule)):
         if rule.role == "param" and not any(rule.covers(leaf.path) for leaf in leaves):
             raise PlacementError(
                 f"the codec {rule.codec.name}: no parameter matches {rule.pattern!r}; nearest: "
@@ -307,7 +314,7 @@ def _row(
     threshold: int,
     memories: _Memories,
     stack: Stack | None,
-    codecs: Sequence[CodecRule],
+    codecs: Sequence[AssignsCodecs],
 ) -> Row:
     model = model_sharding(leaf.shape, leaf.names, mesh.shape)
     notes = [model.note]
@@ -369,7 +376,8 @@ def _storage(
     kept = stack.layers_dim(leaf.path)
     inner = None if stack.in_place else PIPE
     if not stack.in_place:
-        base = shard_leaf(base.stored_shape, base.spec, names, sizes, (PIPE,), kept=kept) or base
+        over = base.stored_shape, base.spec, names, sizes, (PIPE,)
+        base = shard_leaf(*over, kept=kept, multiples=multiples) or base
     zero = shard_leaf(
         base.stored_shape, base.spec, names, sizes, kept=kept, inner=inner, multiples=multiples
     )

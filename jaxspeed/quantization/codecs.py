@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxspeed.quantization.maps import FP4, NF4, borders, dynamic_map
 
 GROUP = 256  # scales of the second level that share one
 _FP32, _UINT8 = jnp.dtype("float32"), jnp.dtype("uint8")
+Values = Literal["nf4", "fp4"]
 _PER_LAYER = ("slice", "dynamic_slice", "squeeze")
 
 
@@ -59,6 +60,12 @@ class MatrixCodec(Codec):
     def outs(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape[len(shape) - self.outputs :])
 
+    def repadded(self, stored: Stored, shape: Sequence[int], like: Stored) -> Stored:
+        def moved(x: jax.Array, wanted: Sequence[int]) -> jax.Array:
+            return _padded_to(x[tuple(map(slice, wanted))], wanted)
+
+        return {name: moved(x, like[name].shape) for name, x in stored.items()}
+
     def rows(self, x: jax.Array) -> jax.Array:
         """A weight as [*stack, in, *outputs]."""
         return x.reshape(*self.stack(x.shape), math.prod(self.ins(x.shape)), *self.outs(x.shape))
@@ -68,7 +75,7 @@ class MatrixCodec(Codec):
 class FourBit(MatrixCodec):
     """NF4 or FP4 in blocks, whose scales are quantized again if `double`."""
 
-    values: Literal["nf4", "fp4"] = "nf4"
+    values: Values = "nf4"
     block: int = 64
     double: bool = True
 
@@ -94,9 +101,9 @@ class FourBit(MatrixCodec):
         return together // size, together // self.block
 
     def arrays(
-        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
-        stack, (first, *inner), outs = self.stack(shape), self.ins(shape), self.outs(shape)
+        stack, (first, *inner), outs = self.stack(padded), self.ins(padded), self.outs(padded)
         ones = (1,) * len(stack)
         *outer, last = (first, *inner)
         codes = (*stack, *outer, -(-last // 2), *outs)
@@ -111,7 +118,7 @@ class FourBit(MatrixCodec):
             "scales": EncodedArray(scales, _UINT8 if self.double else _FP32, of_scales),
         }
         if self.double:
-            number = -(-math.prod(along) * math.prod(outs) // GROUP)
+            number = -(-self._blocks_in(shape) * math.prod(self.outs(shape)) // GROUP)
             found["groups"] = EncodedArray((*stack, number), _FP32, (*ones, 0))
             found["offset"] = EncodedArray(stack, _FP32, ones)
         return found
@@ -131,13 +138,13 @@ class FourBit(MatrixCodec):
         upper, lower = (jax.lax.index_in_dim(pairs, i, pair + 1, False) for i in (0, 1))
         stored = {"codes": (upper << 4) | lower}
         if self.double:
-            scales, stored["groups"], stored["offset"] = self._second_level(scales, shape, like)
+            scales, stored["groups"], stored["offset"] = self._second_level(scales, shape)
         target = like["scales"].shape
         scales = _padded(scales, axis, math.prod(self.ins(target)))
         return {**stored, "scales": scales.reshape(target)}
 
     def _second_level(
-        self, scales: jax.Array, shape: Sequence[int], like: Stored
+        self, scales: jax.Array, shape: Sequence[int]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(codes, groups, offset) of scales [*stack, blocks, *outputs]."""
         own, outs, front = self._blocks_in(shape), self.outs(shape), len(self.stack(shape))
@@ -151,7 +158,6 @@ class FourBit(MatrixCodec):
         codes = nearest8(groups * _inverse(largest)[..., None])
         codes = _merged(codes, front, number).reshape(*stack, -1, own)
         codes = jnp.swapaxes(codes, -1, -2).reshape(*stack, own, *outs)
-        largest = _padded(largest, front, like["groups"].shape[-1])
         return _padded_to(codes, scales.shape), largest, offset
 
     @property
@@ -203,14 +209,14 @@ class RowInt8(MatrixCodec):
         return f"int8 rows{self._dims}"
 
     def arrays(
-        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
-        ones = (1,) * len(shape)
-        stack, outs = self.stack(shape), self.outs(shape)
+        ones = (1,) * len(padded)
+        stack, outs = self.stack(padded), self.outs(padded)
         scales, front = (*stack, *[1] * self.inputs, *outs), (1,) * len(stack)
         of_scales = (*front, *[0] * self.inputs, *[1] * len(outs))
         return {
-            "codes": EncodedArray(tuple(shape), jnp.dtype("int8"), ones),
+            "codes": EncodedArray(tuple(padded), jnp.dtype("int8"), ones),
             "scales": EncodedArray(scales, _FP32, of_scales),
         }
 
@@ -238,7 +244,7 @@ def codec_named(name: str) -> MatrixCodec | None:
     inputs, outputs = (int(n or 1) for n in dims)
     if values is None:
         return RowInt8(inputs, outputs)
-    return FourBit(inputs, outputs, values, int(block), double is not None)
+    return FourBit(inputs, outputs, cast(Values, values), int(block), double is not None)
 
 
 # -- codes and their values ------------------------------------------------------------------------

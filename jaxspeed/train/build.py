@@ -22,7 +22,7 @@ from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.pipeline.scanned_stack import with_scanned_layers
-from jaxspeed.placement.codec import CodecRule
+from jaxspeed.placement.codec import AssignsCodecs
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.precision import DTYPES, compute_dtype, keeps_fp32, precision_of
@@ -56,7 +56,7 @@ def build_program(
     example_batch: Any = None,
     trainable: Any = None,
     init_with: Callable[[Any, Any], Any] | None = None,
-    codecs: Sequence[CodecRule] = (),
+    codecs: Sequence[AssignsCodecs] = (),
     exchange: Exchange = BY_CONSTRAINT,
 ) -> Program:
     """The program of a run on one mesh.
@@ -105,7 +105,7 @@ def build_program(
         return named.covers_row(pattern, by_path[path])
 
     chosen = optimizer_of(config, optimizer, by_path, covers)
-    table = _table_of(config, mesh, leaves, stack, codecs)
+    table = _table_of(config, mesh, leaves, stack, (*codecs, *chosen.codecs))
     layout = _layout_of(table, adapted, chosen.transform)
     rings = rings_of(config, mesh)
     ring = Reduction(rings, table) if rings else None
@@ -246,7 +246,7 @@ def _table_of(
     mesh: Mesh,
     leaves: Sequence[Leaf],
     stack: Stack | None,
-    codecs: Sequence[CodecRule],
+    codecs: Sequence[AssignsCodecs],
 ) -> PlacementTable:
     zero = config.zero_optimization
     return build_table(
@@ -282,13 +282,14 @@ def _streamed(
     by_layer: bool,
     update_device: UpdateDevice,
 ) -> StreamedUpdate | None:
-    """The streamed update of state in host memory; None without offload.
+    """The streamed update of state in host memory, or in 8 bits; None without these.
 
     Raises ConfigError for an optimizer that cannot update one parameter at a time.
     """
     rows = [row for row in table if row.leaf.trainable]
     places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
-    if not any(place and in_host(place) for place in places):
+    offloaded = any(place and in_host(place) for place in places)
+    if not offloaded and not optimizer.codecs:
         return None
     streamed = StreamedUpdate(
         table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, update_device

@@ -68,6 +68,9 @@ class OptLayout:
         """
 
         def stored(path: str, value: StoredValue, leaf: Any) -> Stored:
+            if keep is None and value.codec != PLAIN:
+                # XLA would encode the zeros of a fresh state while it compiles, in minutes.
+                leaf = jax.lax.optimization_barrier(leaf)
             made = value.encode(leaf)
             if keep is None or value.codec == PLAIN:
                 return made
@@ -76,6 +79,16 @@ class OptLayout:
         old = {} if keep is None else self.flat(before)
         pairs = zip(self.values.items(), jax.tree.leaves(opt), strict=True)
         return jax.tree.unflatten(self.tree, [stored(p, value, x) for (p, value), x in pairs])
+
+    def moved(self, opt: Any, stored: "OptLayout") -> Any:
+        """The state of another layout; what has the same codec is not rounded again."""
+        rest = self.flat(self.stored(stored.logical(opt)))
+        for path, x in stored.flat(opt).items():
+            value = self.values[path]
+            if value.codec == stored.values[path].codec:
+                kept = value.codec.repadded(x, value.shape, value.arrays)
+                rest[path] = rest[path] if kept is None else kept
+        return jax.tree.unflatten(self.tree, rest.values())
 
     def logical(self, opt: Any) -> Any:
         """Decode and unpad the stored state for the optimizer."""

@@ -1,7 +1,7 @@
 """The optimizer of a run: the user's Optax transformation, or the one that the config names."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,9 @@ from jaxspeed.optim import (
     loss_scale,
 )
 from jaxspeed.placement import Leaf
+from jaxspeed.placement.codec import AssignsCodecs
 from jaxspeed.placement.precision import precision_of
+from jaxspeed.quantization.moments import rule_of_moments
 from jaxspeed.user_models.user_code import foreign
 
 
@@ -33,6 +35,7 @@ class RunOptimizer:
     rule: loss_scale.Rule
     learning_rates: Callable[[jax.Array], dict[str, jax.Array]]  # of the completed updates
     ema_decay: float | None
+    codecs: Sequence[AssignsCodecs] = ()  # of its moments
 
 
 def optimizer_of(
@@ -73,6 +76,7 @@ def optimizer_of(
             "initialize(optimizer=<an Optax transformation>)"
         )
 
+    least = section.params.get("min_8bit_size")
     scheduler = config.scheduler
     schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
     transform = build_optimizer(
@@ -84,15 +88,21 @@ def optimizer_of(
         match=covers,
         stacked=lambda path: leaves[path].stacked if path in leaves else 0,
         inputs=lambda path: leaves[path].matrix_inputs if path in leaves else None,
-        moment_dtype=precision_of(config).opt,
+        moment_dtype=jnp.float32 if least else precision_of(config).opt,
     )
     base = base_learning_rates(section.type, section.params)
 
     def learning_rates(step: jax.Array) -> dict[str, jax.Array]:
         return {name: schedule.lr(step, lr) for name, lr in base.items()}
 
+    codecs = [rule_of_moments(leaves.values(), least)] if least else []
     return RunOptimizer(
-        transform, config.gradient_clipping, _rule(config), learning_rates, section.ema_decay
+        transform,
+        config.gradient_clipping,
+        _rule(config),
+        learning_rates,
+        section.ema_decay,
+        codecs,
     )
 
 

@@ -23,7 +23,7 @@ def weight(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
 
 def stored(codec, value):
     """The arrays of a value on one device, by a compiled program."""
-    arrays = codec.arrays(value.shape, [1] * value.ndim, value.dtype)
+    arrays = codec.arrays(value.shape, [1] * value.ndim, value.dtype, value.shape)
     made = jax.jit(lambda x: codec.encode(x, value.shape, arrays))(jnp.asarray(value))
     for name, array in arrays.items():
         assert made[name].shape == array.shape and made[name].dtype == array.dtype, name

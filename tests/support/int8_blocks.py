@@ -34,13 +34,13 @@ class Int8Blocks(Codec):
         return max(n for n in range(1, min(self.block, part) + 1) if part % n == 0)
 
     def arrays(
-        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
-        ones = (1,) * (len(shape) - 1)
-        block = self.size(shape[-1] // parts[-1])
-        scales = (*shape[:-1], -(-shape[-1] // block))
+        ones = (1,) * (len(padded) - 1)
+        block = self.size(padded[-1] // parts[-1])
+        scales = (*padded[:-1], -(-padded[-1] // block))
         return {
-            "codes": EncodedArray(tuple(shape), jnp.dtype("int8"), (*ones, 1)),
+            "codes": EncodedArray(tuple(padded), jnp.dtype("int8"), (*ones, 1)),
             "scales": EncodedArray(scales, jnp.dtype("float32"), (*ones, block)),
         }
 
@@ -73,9 +73,9 @@ class Int8Rows(Int8Blocks):
     """One scale for a row, which all of its shards share."""
 
     def arrays(
-        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
-        codes = super().arrays(shape, parts, dtype)["codes"]
+        codes = super().arrays(padded, parts, dtype, shape)["codes"]
         scales = EncodedArray(codes.shape[:-1], jnp.dtype("float32"), codes.blocks[:-1])
         return {"codes": codes, "scales": scales}
 
@@ -108,10 +108,10 @@ class Int8Leaf(Int8Blocks):
     per_block = size
 
     def arrays(
-        self, shape: Sequence[int], parts: Sequence[int], dtype: Any
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
         factor = EncodedArray((1,), jnp.dtype("float32"), (0,))
-        return {**super().arrays(shape, parts, dtype), "factor": factor}
+        return {**super().arrays(padded, parts, dtype, shape), "factor": factor}
 
     def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
         factor = jnp.full((1,), float(jnp.size(jnp.zeros(shape))), jnp.float32)
@@ -125,5 +125,5 @@ class Int8Leaf(Int8Blocks):
 def rounded(value: Any, codec: Codec) -> jax.Array:
     """A value as the codec stores it on one device."""
     value = jnp.asarray(value)
-    arrays = codec.arrays(value.shape, [1] * value.ndim, value.dtype)
+    arrays = codec.arrays(value.shape, [1] * value.ndim, value.dtype, value.shape)
     return codec.decode(codec.encode(value, value.shape, arrays), value.shape, value.dtype)
