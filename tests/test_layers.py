@@ -34,6 +34,7 @@ LAYERS = (
     "tensor_parallel",
     "user_models",
     "train_state",
+    "adapters",
     "objective",
     "offload",
     "pipeline",
