@@ -97,10 +97,18 @@ def dims_of(eqn: JaxprEqn, operand: int) -> WeightDims | None:
     return use.dims if use and use.dims.inputs and use.dims.outputs else None
 
 
-def is_adaptable(eqn: JaxprEqn, operand: int, dims: WeightDims) -> bool:
-    """Whether `adapted` can compute an equation for a weight with these dims."""
+def is_adaptable(
+    eqn: JaxprEqn, operand: int, dims: WeightDims, has_magnitude: bool = False
+) -> bool:
+    """Whether `adapted` can compute an equation for a weight with these dims.
+
+    Magnitudes need an equation whose result, or other operand, has all dims of the outputs.
+    """
     use = _use(eqn, operand)
-    return use is not None and _is_forward(eqn, use, dims) is not None
+    if use is None or _is_forward(eqn, use, dims) is None:
+        return False
+    labels = {*_labels_of_outputs(dims)}
+    return not has_magnitude or labels <= {*use.result} or labels <= {*use.beside}
 
 
 def _use(eqn: JaxprEqn, operand: int) -> _Use | None:

@@ -253,10 +253,7 @@ def test_adapted_equals_merged_in_both_passes(kind, data):
     rate = data.draw(st.sampled_from([0.0, 0.25])) if dims.kind != "lookup" else 0.0
     a, b = (0.4 * numbers(6, *s) / rank for s in factor_shapes(weight.shape, dims, rank))
     factors = Factors(a, b)
-    # DoRA has one magnitude for each output; a sum over experts has none.
-    labels = {*dims.stack, *dims.outputs}
-    contracted = {*dims_of(eqn, case.weight).inputs}
-    has_dora = not contracted & labels or contracted >= labels
+    has_dora = is_adaptable(eqn, case.weight, dims, has_magnitude=True)
     if has_dora and data.draw(st.booleans()):
         shape = [weight.shape[d] for d in (*dims.stack, *dims.outputs)]
         factors = factors._replace(magnitude=numbers(7, *shape))
