@@ -9,6 +9,9 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxspeed.adapters.adapt_loss import weight_dims
+from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.adapters.choose_adapters import choose_adapters
 from jaxspeed.axes import AXES, PIPE, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
@@ -28,7 +31,7 @@ from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.precision import DTYPES, compute_dtype, keeps_fp32, precision_of
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns, examples, nearest
-from jaxspeed.placement.stacks import Stack, divided_like, with_stages
+from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
@@ -75,7 +78,7 @@ def build_program(
     batch = config.batch_on(mesh.shape)
     _check_parts(config.parallel.batch_parts, batch, mesh)
     trained = train_rule(config, trainable)
-    adapted = adapt_model(
+    base = adapt_model(
         model,
         loss_fn,
         example_batch=example_batch,
@@ -85,14 +88,18 @@ def build_program(
         state_collections=config.parallel.state_collections,
         init_with=init_with,
     )
-    leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
-    example = functools.partial(traced_example, adapted, loss_fn, example_batch, mesh)
-    if example_batch is not None and trained.names_layers(leaves):
+    leaves, proposal = with_tensor_names(config, mesh, base, loss_fn, example_batch)
+    example = functools.partial(traced_example, base, loss_fn, example_batch, mesh)
+    if example_batch is not None and (config.lora or trained.names_layers(leaves)):
         leaves = with_scanned_layers(leaves, example())
+    trace = None if example_batch is None else example
+    adapted, leaves = _with_adapters(config, base, leaves, trace)
     leaves = trained.over(leaves)
     trained.check(leaves)
     _check_patterns(config, leaves, adapted.variables)
-    stack = _stack_of(config, mesh, leaves, None if example_batch is None else example)
+    own = [leaf for leaf in leaves if not leaf.adapts]
+    stack = _stack_of(config, mesh, own, trace)
+    stack = with_adapters_of(stack, leaves) if stack else None
     named = NamedLeaves(leaves)
     leaves = trained.by_layers(named)
     stack = divided_like(stack, leaves) if stack else None
@@ -150,6 +157,26 @@ def build_program(
         BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with),
         proposal,
     )
+
+
+def _with_adapters(
+    config: Config,
+    base: Model,
+    leaves: tuple[Leaf, ...],
+    trace: Callable[[], LossProgram] | None,
+) -> tuple[Model, tuple[Leaf, ...]]:
+    """The model with the config's adapters, and its leaves, of which these are trained."""
+    if config.lora is None:
+        return base, leaves
+    uses = None
+    if trace is not None:
+        program = trace()
+        weights = {v: path for path, v in program.parameters.items()}
+        uses = weight_dims(program.closed.jaxpr, weights)
+    choice = choose_adapters(config.lora, leaves, uses)
+    own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
+    adapted = AdaptedModel(base, own, choice.adapters, config.lora.init_lora_weights)
+    return adapted, adapted.leaves
 
 
 def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:
