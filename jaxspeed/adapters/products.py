@@ -31,6 +31,11 @@ from jaxspeed.jaxpr.traverse import JaxprEqn
 
 Kind = Literal["product", "convolution", "lookup"]
 RANK = -1  # the label of the factors' common dim
+# Norms are of fp32 on every chip, and in automatic mixed precision too.
+_EXACT: Mapping[str, Any] = {
+    "precision": lax.Precision.HIGHEST,
+    "preferred_element_type": jnp.float32,
+}
 Labelled = tuple[jax.Array, Sequence[int]]  # with the labels of its dims
 
 
@@ -247,7 +252,7 @@ def initialized(
     Args:
       key: of the weight, or one of each of its layers [*stack].
       rank: of all layers, or of each one [*stack]; the factors have the largest one, padded with
-        zeros.
+        zeros. A layer of rank 0 is not adapted.
     """
     stack = tuple(shape[d] for d in dims.stack)
     inputs, outputs = ([shape[d] for d in each] for each in (dims.inputs, dims.outputs))
@@ -278,11 +283,11 @@ def initialized(
             a, b = rows(of_a, normal(inputs)), rows(of_b, normal(outputs))
             a = jnp.zeros_like(a) if how else a
         else:
-            a = rows(
-                of_a, normal(inputs) if how == "gaussian" else uniform(inputs, math.prod(inputs))
-            )
-            a = a / rank if how == "gaussian" else a
-            b = rows(of_b, uniform(outputs, rank))
+            if how == "gaussian":
+                a = rows(of_a, normal(inputs)) / jnp.maximum(rank, 1)
+            else:
+                a = rows(of_a, uniform(inputs, math.prod(inputs)))
+            b = rows(of_b, uniform(outputs, jnp.maximum(rank, 1)))
             b = jnp.zeros_like(b) if how else b
         return jnp.moveaxis(a, 0, -1), b
 
@@ -312,26 +317,25 @@ def merged(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) ->
 def squared_norms(weight: jax.Array, dims: WeightDims) -> jax.Array:
     """||W||^2 of each output, in fp32 [*stack, *outputs]."""
     labels, outputs = range(weight.ndim), _labels_of_outputs(dims)
-    return _contract(weight, labels, weight, labels, outputs, preferred_element_type=jnp.float32)
+    return _contract(weight, labels, weight, labels, outputs, **_EXACT)
 
 
 def norms(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) -> jax.Array:
     """||W + s A B|| of each output, in fp32 [*stack, *outputs], a constant to derivatives.
 
-    It is also DoRA's first magnitude. The products are of the weight's dtype, as those of the
-    layer, and summed in fp32.
+    It is also DoRA's first magnitude. Products are of the weight's dtype, as those of the layer,
+    and summed in fp32.
     """
     factors = lax.stop_gradient(factors)
     squares = squared_norms(weight, dims) if factors.squares is None else factors.squares
     a, of_a = factors.a.astype(weight.dtype), _labels_of_a(dims)
     b, of_b = _scaled(factors.b, dims, scale).astype(jnp.float32), _labels_of_b(dims)
-    fp32 = {"preferred_element_type": jnp.float32}
     # [*stack, rank, *outputs], as B
-    cross = _contract(a, of_a, weight, range(weight.ndim), of_b, **fp32)
+    cross = _contract(a, of_a, weight, range(weight.ndim), of_b, **_EXACT)
     twin = tuple(label if label != RANK else RANK - 1 for label in of_a)
-    gram = _contract(a, of_a, a, twin, (*dims.stack, RANK, RANK - 1), **fp32)
+    gram = _contract(a, of_a, a, twin, (*dims.stack, RANK, RANK - 1), **_EXACT)
     again = tuple(label if label != RANK else RANK - 1 for label in of_b)
-    own = _contract(gram, (*dims.stack, RANK, RANK - 1), b, again, of_b)
+    own = _contract(gram, (*dims.stack, RANK, RANK - 1), b, again, of_b, **_EXACT)
     total = squares + jnp.sum((2 * cross + own) * b, axis=len(dims.stack))
     return lax.stop_gradient(jnp.sqrt(jnp.maximum(total, 0)))
 

@@ -572,10 +572,13 @@ def test_initialized_factors_have_the_distributions_of_peft(kind, how):
 def test_a_stacked_layers_factors_are_those_of_the_layer_alone(how):
     """Whatever the ranks of the others are."""
     layer = WeightDims((), (1,), (0,), "product")
-    keys, ranks = jax.random.split(KEY, 3), np.array([2, 4, 1])
-    a, b = start(keys, (3, 6, 5), layer.stacked(), ranks, how)
-    assert (a.shape, b.shape) == factor_shapes((3, 6, 5), layer.stacked(), 4)
+    keys, ranks = jax.random.split(KEY, 4), np.array([2, 4, 0, 1])
+    a, b = start(keys, (4, 6, 5), layer.stacked(), ranks, how)
+    assert (a.shape, b.shape) == factor_shapes((4, 6, 5), layer.stacked(), 4)
     for i, rank in enumerate(ranks):
+        if not rank:
+            assert not a[i].any() and not b[i].any()
+            continue
         alone = start(keys[i], (6, 5), layer, int(rank), how)
         np.testing.assert_array_equal(a[i, :, :rank], alone[0])
         np.testing.assert_array_equal(b[i, :rank], alone[1])
