@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.adapters.products import WeightDims
-from jaxspeed.errors import CheckpointError
+from jaxspeed.errors import CheckpointError, PretrainedError
 from jaxspeed.interop.export_values import Values, full_array
-from jaxspeed.interop.mapping import Bound, bind
+from jaxspeed.interop.mapping import Bound, MappingTable, bind, lines, matches
 from jaxspeed.interop.peft_config import (
     CONFIG,
     SAVED_EMBEDDINGS,
@@ -36,6 +36,9 @@ from jaxspeed.interop.peft_layout import (
     AdaptedModule,
     B,
     ModulePart,
+    Shape,
+    dims_of,
+    is_parameter,
     modules_of,
     path_table,
     rank_spans,
@@ -95,12 +98,14 @@ def write_adapter(
 
     Raises:
       CheckpointError: the folder cannot be written to, or has an adapter.
-      PretrainedError: the mapping table is of another model.
+      PretrainedError: the mapping table is of another model, or modules have other inputs there.
     """
     target = Path(out)
     weights = {p: shape for p, (shape, _) in values.leaves.items() if not p.startswith(FOLDER)}
     dims = {path: adapter.dims for path, adapter in form.record.adapters.items()}
     table = form.table or path_table(weights, {p: len(d.stack) for p, d in dims.items()})
+    if form.table is not None:
+        _check_dims(form.table, weights, dims)
     bound, leaves = bind(table, weights), _Leaves(values)
     modules = [_written(module, leaves, form) for module in modules_of(table, weights, dims)]
     modules = [each for each in modules if each.rank]
@@ -147,6 +152,24 @@ def write_adapter(
     except OSError as error:
         raise CheckpointError(f"{target}: export failed: {error.strerror or error}") from error
     return tensors
+
+
+def _check_dims(
+    table: MappingTable, weights: Mapping[str, Shape], dims: Mapping[str, WeightDims]
+) -> None:
+    """Raise PretrainedError if a weight's inputs here are not its module's inputs there."""
+    problems = [
+        f"{path} {list(weights[path])}: the inputs of its adapter are the dims "
+        f"{list(dims[path].inputs)}, those of {rule.tensor} are {list(usual.inputs)}"
+        for rule in table.rules
+        if not is_parameter(rule)
+        for _, paths in matches(rule, weights)
+        for path in paths
+        if path in dims and (usual := dims_of(rule, weights[path]))
+        if {*usual.inputs} != {*dims[path].inputs}
+    ]
+    if problems:
+        raise PretrainedError(f"these adapters have no form in PEFT's files:{lines(problems)}")
 
 
 def _adapted(each: WrittenModule) -> ModulePart:
