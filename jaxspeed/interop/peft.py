@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxspeed.adapters.products import WeightDims
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.mapping import MappingTable, TensorShare, bind, lines, matches
+from jaxspeed.interop.mapping import MappingTable, TensorRule, TensorShare, bind, lines, matches
 from jaxspeed.interop.peft_config import CONFIG, MOST, matching_value, read_config
 from jaxspeed.interop.peft_layout import (
     FOLDER,
@@ -68,12 +69,13 @@ def read_adapter(folder: str | Path) -> PeftAdapter:
     path = Path(folder).expanduser()
     config = read_config(path)
     if not (path / TENSORS).is_file():
-        pickled = sorted(file.name for file in path.glob("*.bin"))
-        hint = (
-            f"; {pickled[0]} is a pickle, which could run any code: convert it where you trust it, "
-            "with PEFT: PeftModel.from_pretrained(...).save_pretrained(...)"
-        )
-        raise PretrainedError(f"{folder}: has no {TENSORS}{hint if pickled else ''}")
+        problem = f"{folder}: has no {TENSORS}"
+        if pickled := sorted(file.name for file in path.glob("*.bin")):
+            problem += (
+                f"; {pickled[0]} is a pickle, which could run any code: convert it where you trust "
+                "it, with PEFT: PeftModel.from_pretrained(...).save_pretrained(...)"
+            )
+        raise PretrainedError(problem)
     file = TensorFile.open(path / TENSORS)
     try:
         stored = json.loads(file.metadata.get(PARTS, "{}"))
@@ -94,9 +96,10 @@ class _Reader:
     ) -> None:
         self.adapter, self.weights = adapter, weights
         self.there = adapter.file.tensors
+        by_path = table is None
         if table is None:
             table = path_table(weights, _stacks(self.there, weights))
-        self.table = table
+        self.table, self._by_path = table, by_path
         prefix = self.table.prefix
         bare = prefix and not any(name.startswith(PREFIX + prefix) for name in self.there)
         self._removed = prefix if bare else ""
@@ -150,8 +153,11 @@ class _Reader:
             if is_parameter(rule) and not any(ends):
                 continue
             for _, paths in matches(rule, self.weights):
-                found = {path: dims_of(rule, self.weights[path]) for path in paths}
-                dims |= {path: each for path, each in found.items() if each}
+                for path in paths:
+                    shape = self.weights[path]
+                    fits = partial(self._fits, rule, shape) if self._by_path else None
+                    if found := dims_of(rule, shape, fits):
+                        dims[path] = found
         modules = modules_of(self.table, self.weights, dims)
         for module in modules:  # which dim of a parameter has the inputs is seen in A
             a = self.tensor(module, A)
@@ -161,6 +167,12 @@ class _Reader:
                     dims[path] = replace(usual, inputs=usual.outputs, outputs=usual.inputs)
         modules = modules_of(self.table, self.weights, dims)
         return [m for m in modules if self.tensor(m, A) or self.tensor(m, B)]
+
+    def _fits(self, rule: TensorRule, shape: Shape, dims: WeightDims) -> bool:
+        """Whether these inputs are those of A, of a weight that has no table."""
+        name = re.sub(r"\{\w+\}", "0", rule.tensor).removesuffix(".weight")
+        a = self.there.get(f"{PREFIX}{name}.lora_A.weight")
+        return a is None or a.shape[1:] == tuple(shape[dim] for dim in dims.inputs)
 
 
 def _stacks(there: Mapping[str, Tensor], weights: Mapping[str, Shape]) -> dict[str, int]:

@@ -218,7 +218,9 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
             distinct = {*of.values()}
             config[key] = _plain(distinct.pop() if len(distinct) == 1 else config[key])
             config[pattern] = _as_patterns({n: _plain(x) for n, x in of.items()}, config[key])
-    linear = [e.module.kind for e in modules if e.module.kind in ("linear", "conv1d")]
+    # PEFT sets it anew for each linear layer.
+    kinds = [e.module.kind for e in modules if len(e.module.shapes[0]) == 2]
+    linear = [kind for kind in kinds if kind in ("linear", "conv1d")]
     return {**DEFAULTS, **config, **_base(form), "fan_in_fan_out": linear[-1:] == ["conv1d"]}
 
 

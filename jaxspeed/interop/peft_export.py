@@ -67,11 +67,11 @@ class _Leaves:
         def norms() -> np.ndarray:
             shape, _ = self._values.leaves[part.path]
             kept = [dim for dim in range(len(shape)) if dim not in dims.inputs]
-            squares = np.zeros([shape[dim] for dim in kept], np.float32)
+            squares = np.zeros([shape[dim] for dim in kept])  # so exact that no block is seen
             for index, block in self._values.blocks(part.path):
-                own = np.square(block.astype(np.float32)).sum(axis=dims.inputs)
+                own = np.square(block.astype(np.float64)).sum(axis=dims.inputs)
                 squares[tuple(index[dim] for dim in kept)] += own
-            return np.sqrt(squares)
+            return np.sqrt(squares).astype(np.float32)
 
         return self._cached(module, part.path, norms)[part.stack]
 
@@ -242,7 +242,8 @@ def _saved(
 ) -> dict[str, str]:
     """The key of each of the model's own tensors that PEFT saves beside the factors."""
     adapted = {each.module.name for each in modules}
-    kept, targets = saved_modules(form, bound), config["target_modules"] or ()
+    kept = saved_modules(form, bound) if form.table else set()  # each complete
+    targets = config["target_modules"] or ()
     trained = {piece.tensor for path in form.record.trained for piece in bound.pieces[path]}
     last = {name: name.rpartition(".")[2] for name in adapted}
     embeddings = {name for name, end in last.items() if end in targets and end in SAVED_EMBEDDINGS}

@@ -200,7 +200,7 @@ def _modules(
     layouts = (
         text([[*experts, *rank], *file_in], [*stack, *inputs, rank]),
         text([*file_out, [*rank, *experts], *window], [*stack, rank, *outputs]),
-        text([*window[:1], *file_out, *window], [*stack, *outputs]),
+        text([*([name] for name in experts), *window[:1], *file_out, *window], [*stack, *outputs]),
     )
     shapes = {
         path: (
