@@ -34,6 +34,7 @@ LAYERS = (
     "remat",
     "tensor_parallel",
     "user_models",
+    "adapters",
     "train_state",
     "objective",
     "offload",

@@ -30,6 +30,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _recompute(settings)
     yield from offload_problems(settings)
     yield from _model(settings)
+    yield from _lora(settings)
     yield from _data(settings)
     yield from _run(settings)
 
@@ -237,6 +238,22 @@ def _model(settings: Settings) -> Iterator[Problem]:
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; set the sizes of a factory in model.config."
         yield Problem("model.preset", f'"{model.preset}" with {named[0]}', works)
+
+
+def _lora(settings: Settings) -> Iterator[Problem]:
+    lora = settings.lora
+    if lora is None:
+        return
+    about = ("lora.target_parameters",)
+    works = "PEFT has it for modules alone: remove it, or name modules in lora.target_modules."
+    if lora.target_parameters and lora.lora_dropout:
+        found = f"{lora.lora_dropout:g} with lora.target_parameters"
+        yield Problem("lora.lora_dropout", found, works, about)
+    if lora.target_parameters and lora.use_dora:
+        yield Problem("lora.use_dora", "true with lora.target_parameters", works, about)
+    if settings.trainable is not None:
+        works = "lora decides what is trained: write lora.modules_to_save, and remove trainable."
+        yield Problem("trainable", "set, with lora", works, ("lora",))
 
 
 def _run(settings: Settings) -> Iterator[Problem]:

@@ -112,7 +112,7 @@ _BOUNDS = {
 
 # Parts of locations in Pydantic's errors that are no key: it is about a mapping's key, not its
 # value, or about one of two types (`types.AutoOrTexts`).
-_NO_KEYS = ("[key]", "[list]", "[auto]")
+_NO_KEYS = ("[key]", "[word]", "[other]")
 
 
 def from_pydantic(

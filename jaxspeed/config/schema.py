@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jaxspeed.config.lora_section import Lora
 from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
 from jaxspeed.config.run_sections import (
     Autotuning,
@@ -282,6 +283,7 @@ class Settings(Lenient):
         None,
         "Path patterns of the parameters that are trained, by default all; all others are frozen.",
     )
+    lora: Lora | None = None
     optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 

@@ -4,6 +4,7 @@
 1 is true only in the sections in which DeepSpeed reads them so.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -90,21 +91,30 @@ def _without_nul(value: str) -> str:
     return value
 
 
-def _auto_or_list(value: Any) -> str | None:
-    return "[list]" if isinstance(value, list | tuple) else "[auto]" if value == "auto" else None
+def is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def word_or(word: str, is_other: Callable[[Any], bool], needs: str) -> Discriminator:
+    """Tells a word, tagged [word], from values tagged [other]; one error for all else."""
+
+    def chosen(value: Any) -> str | None:
+        return "[other]" if is_other(value) else "[word]" if value == word else None
+
+    return Discriminator(
+        chosen,
+        custom_error_type="text",
+        custom_error_message="{needs}",
+        custom_error_context={"needs": needs},
+    )
 
 
 Flag = Annotated[bool, Strict()]
 # No path, and no name, has a NUL.
 Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]
 AutoOrTexts = Annotated[
-    Annotated[Literal["auto"], Tag("[auto]")] | Annotated[list[Text], Tag("[list]")],
-    Discriminator(
-        _auto_or_list,
-        custom_error_type="text",
-        custom_error_message="{needs}",
-        custom_error_context={"needs": '"auto" or a list of texts'},
-    ),
+    Annotated[Literal["auto"], Tag("[word]")] | Annotated[list[Text], Tag("[other]")],
+    word_or("auto", is_list, '"auto" or a list of texts'),
 ]
 LARGEST = 2**63 - 1
 Int = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), BeforeValidator(integral)]

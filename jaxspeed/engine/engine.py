@@ -11,7 +11,10 @@ from typing import Any, Concatenate, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.adapters.choose_adapters import refuse_unlike
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
@@ -28,7 +31,7 @@ from jaxspeed.engine.step_report import compiled_report
 from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
+from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained, saved_adapter
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.placement.codec import Stored, unpad
@@ -95,6 +98,7 @@ class Engine(DeepSpeedHabits):
         self._gathered = Gathered(program, self._processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
+        self._adapter, self._adapters = "default", dict[str, Mapping[str, Any]]()
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -316,15 +320,74 @@ class Engine(DeepSpeedHabits):
         dtype: str | None = None,
         form: HFForm | None = None,
         ema: bool = False,
+        merge: bool = False,
     ) -> ExportSummary:
         """Write the parameters to a Hugging Face folder, with config.json and the tokenizer.
 
         Called on every process. `dtype` is fp32, bf16 or fp16, by default that of the update; a
         `form` is needed where the model is neither of a family nor pretrained. With `ema` the
-        moving averages are written in their place.
+        moving averages are written in their place, and with `merge` the weights with their
+        adapters.
         """
         state = self.averaged if ema else self.state
-        return save_pretrained(self.program, state, folder, dtype=dtype, form=form)
+        return save_pretrained(self.program, state, folder, dtype=dtype, form=form, merge=merge)
+
+    @watched("save")
+    def load_adapter(self, folder: str | Path, name: str) -> None:
+        """Read an adapter that PEFT or jaxspeed saved, for `use_adapter(name)`.
+
+        Its weights, ranks and alphas have to be those of the config's section `lora`.
+
+        Raises:
+          ConfigError, PretrainedError: it is of another config or of another model.
+        """
+        program = self.program
+        if not isinstance(program.model, AdaptedModel):
+            raise ConfigError("load_adapter: the config has no section lora")
+        saved = saved_adapter(folder, program.config, program.source.model)
+        table = program.table
+        shapes = {path: table.shape_of(path) for path in table.parameters}
+        own = {path: shape for path, shape in shapes.items() if not path.startswith("lora/")}
+        refuse_unlike(saved, program.model.adapters, own)
+        self._adapters[name] = saved.values(shapes)
+
+    def use_adapter(self, name: str) -> None:
+        """Train, evaluate and generate with an adapter of `load_adapter` from now on.
+
+        The one in use is kept, with what it has learned: that of the start has the name "default".
+        The optimizer's state and the step stay as they are.
+
+        Raises:
+          ConfigError: no adapter of this name is loaded.
+        """
+        if name == self._adapter:
+            return
+        if name not in self._adapters:
+            raise ConfigError(
+                f"use_adapter: {name!r} is not loaded; there are "
+                + ", ".join(sorted({self._adapter, *self._adapters}))
+            )
+        trained = {row.leaf.parameter for row in self.placements if row.leaf.trainable}
+        current = self.parameters
+        self._adapters[self._adapter] = {path: np.asarray(current[path]) for path in trained}
+        self.parameters = self._adapters.pop(name)
+        self._adapter = name
+
+    def save_adapter(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        form: HFForm | None = None,
+        ema: bool = False,
+    ) -> ExportSummary:
+        """Write the adapters to a folder that PEFT loads, and `lora.adapter` here.
+
+        Called on every process; arguments are those of `save_pretrained`. Where the model has no
+        form in Hugging Face's format, only `lora.adapter` reads the folder.
+        """
+        state = self.averaged if ema else self.state
+        return save_adapter(self.program, state, folder, dtype=dtype, form=form)
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -460,7 +523,10 @@ class Engine(DeepSpeedHabits):
 
     @staticmethod
     def _bound(program: Program, parameters: Mapping[str, Any], variables: Any) -> Any:
-        bound = program.model.bind(dict(parameters), variables, train=False, step=0, micro=0)
+        model, values = program.model, dict(parameters)
+        if isinstance(model, AdaptedModel):  # outside of a traced loss, no product is adapted
+            values = model.merged(values)
+        bound = model.bind(values, variables, train=False, step=0, micro=0)
         program.model.protect(bound)
         return bound
 

@@ -340,8 +340,11 @@ class Rewriting[State]:
             self.eqns.append(eqn.replace(source_info=like.source_info) if like else eqn)
         return renamed(closed.jaxpr.outvars, names)
 
-    def inline(self, call: JaxprEqn) -> None:
-        """Write the equations of a call's program in its place."""
+    def inline(self, call: JaxprEqn) -> list[Atom]:
+        """Write the equations of a call's program in its place.
+
+        Returns its results, as atoms of the original program.
+        """
         inner, consts = open_jaxpr(called(call))
         # Traced again: one program may be inlined twice, and a weakly typed input is typed here.
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
@@ -352,7 +355,9 @@ class Rewriting[State]:
             info = eqn.source_info.replace(name_stack=outer + eqn.source_info.name_stack)
             invars = renamed(eqn.invars, names)
             self.write_equation(eqn.replace(invars=invars, source_info=info))
-        self.replace(call.outvars, map(self.atom, renamed(closed.jaxpr.outvars, names)))
+        results = renamed(closed.jaxpr.outvars, names)
+        self.replace(call.outvars, map(self.atom, results))
+        return results
 
     def _names(self, closed: ClosedJaxpr, operands: Sequence[Atom]) -> dict[Any, Atom]:
         """What stands for the inputs and constants of a program that is inserted."""

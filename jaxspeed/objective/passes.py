@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxspeed.adapters.adapt_loss import adapt_loss
+from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.jaxpr.split_scans import in_parts
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
 from jaxspeed.objective.autocast import Autocast, with_autocast
@@ -23,6 +25,7 @@ from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.placement.paths import listed
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
+from jaxspeed.user_models.protocol import SEED
 from jaxspeed.zero3 import Units
 
 log = logging.getLogger("jaxspeed")
@@ -33,6 +36,8 @@ class TraceContext:
     """What the first passes depend on."""
 
     autocast: Autocast | None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the paths of their weights
+    train: bool = True
     # Of parameters whose ranges of layers are leaves: (path, number of layers) of each.
     ranges: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
 
@@ -76,6 +81,35 @@ def prune(program: LossProgram, context: TraceContext) -> LossProgram:
             read.update(filter(is_var, eqn.invars))
     pruned = program.rewritten(jaxpr.replace(outvars=outs, eqns=eqns[::-1]))
     return replace(pruned, out_tree=jax.tree.structure((loss, changed)))
+
+
+def adapters(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Adapt the products that read weights with adapters.
+
+    Before the scans over ranges of layers are split: those of adapters too. Before the precision:
+    an adapter's products are lowered as those of its weight.
+    """
+    if not context.adapters:
+        return program
+    key = None
+    if context.train and any(adapter.dropout for adapter in context.adapters.values()):
+        (seed,) = (v for v, path in program.variables.items() if path == SEED)
+        step, micro = program.closed.jaxpr.invars[-2:]
+        key = seed, step, micro
+    jaxpr = program.closed.jaxpr
+    made = adapt_loss(jaxpr, program.parameters, context.adapters, key)
+    _note_merged(made.merged)
+    return program.rewritten(made.jaxpr)
+
+
+@cache
+def _note_merged(paths: tuple[str, ...]) -> None:
+    if paths:
+        log.info(
+            "lora: %s is read otherwise than by a product, so its adapter is added to the weight "
+            "there, which needs the memory of the merged weight and of its gradient",
+            listed(paths),
+        )
 
 
 def layer_ranges(program: LossProgram, context: TraceContext) -> LossProgram:
@@ -143,6 +177,7 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
 
 BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     prune,
+    adapters,
     layer_ranges,
     precision,
 )

@@ -99,9 +99,9 @@ class LossTraces:
         if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
             # The loss reads a value of an outer trace, which does not exist for the next call.
             del self._functions[key]
-            return self._program(closed, shape, variables, batch)
+            return self._program(closed, shape, variables, batch, train)
         if closed not in self._programs:
-            self._programs[closed] = self._program(closed, shape, variables, batch)
+            self._programs[closed] = self._program(closed, shape, variables, batch, train)
         return self._programs[closed]
 
     def by_parts(self, variables: Any, batch: Any, train: bool, ranks: int) -> ByParts:
@@ -155,7 +155,9 @@ class LossTraces:
 
         return traced
 
-    def _program(self, closed: Any, shape: Any, variables: Any, batch: Any) -> LossProgram:
+    def _program(
+        self, closed: Any, shape: Any, variables: Any, batch: Any, train: bool
+    ) -> LossProgram:
         loss, written, form = shape
         _note_ignored(form.own_axes.constraints)
         if self._autocast and not self._programs:  # once
@@ -183,7 +185,8 @@ class LossTraces:
             form.is_sum,
             form.own_axes,
         )
-        return before_split(program, TraceContext(self._autocast, self._ranges))
+        adapters = getattr(self._model, "adapters", {})
+        return before_split(program, TraceContext(self._autocast, adapters, train, self._ranges))
 
 
 def _note_ignored(constraints: tuple[str, ...]) -> None:

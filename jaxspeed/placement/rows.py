@@ -49,6 +49,7 @@ class Leaf:
     full_precision: bool = False  # never cast to a 16-bit compute dtype
     shared: tuple[str, ...] = ()  # its other paths, of a Variable that the model has several times
     range: LayerRange | None = None  # if it holds only some layers
+    adapts: str | None = None  # the path of the weight of which it is an adapter's leaf
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -126,6 +126,29 @@ def divided_like(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
     return replace(stack, leaves=own, divided=True)
 
 
+def with_adapters_of(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
+    """The stack with the leaves of adapters of its parameters.
+
+    Raises:
+      PlacementError: of equal blocks some have an adapter that others have not.
+    """
+    of: dict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        if leaf.adapts in stack.paths:
+            of[str(leaf.adapts)].append(leaf)
+    own = dict(stack.leaves)
+    for name, paths in stack.leaves.items():
+        kinds = {tuple((x.path.rpartition("/")[2], x.shape) for x in of[path]) for path in paths}
+        if len(kinds) > 1:
+            raise PlacementError(
+                f"mesh.pipe: the blocks of a pipeline are equal, and the adapters of {name} are "
+                "not: adapt all layers with one rank, or use mesh.pipe 1"
+            )
+        for kind, _ in next(iter(kinds)):
+            own[f"lora/{name}/{kind}"] = tuple(f"lora/{path}/{kind}" for path in paths)
+    return replace(stack, leaves=own)
+
+
 def stack_bytes(stack: Stack, leaves: Sequence[Leaf]) -> int:
     """The bytes of a stack's parameters."""
     own = [leaf for leaf in leaves if leaf.path in stack.paths]
@@ -177,18 +200,20 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
 def stacked_modules(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     """The highest modules all of whose parameters stack equally many layers, by path.
 
-    A stacked parameter of no such module stands alone.
+    A stacked parameter of no such module stands alone. Adapters are grouped as their weights.
     """
     below: dict[str, set[int]] = defaultdict(set)
     for leaf in leaves:
         layers = leaf.shape[0] if leaf.stacked else 0
-        for prefix in _prefixes(leaf.path):
+        for prefix in () if leaf.adapts else _prefixes(leaf.path):
             below[prefix].add(layers)
     groups: dict[str, list[Leaf]] = defaultdict(list)
     for leaf in leaves:
         if leaf.stacked:
-            alike = (p for p in _prefixes(leaf.path) if len(below[p]) == 1)
-            groups[next(alike, leaf.path)].append(leaf)
+            path = leaf.adapts or leaf.path
+            alike = (p for p in _prefixes(path) if len(below[p]) == 1)
+            group = next(alike, path)
+            groups[f"lora/{group}" if leaf.adapts else group].append(leaf)
     return groups
 
 

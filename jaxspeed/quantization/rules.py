@@ -88,7 +88,8 @@ def _named(patterns: Sequence[str], weights: dict[str, Leaf]) -> list[Leaf]:
 
 def _is_matrix(leaf: Leaf) -> bool:
     """Whether it may be the weight of a linear layer."""
-    return len(leaf.shape) - leaf.stacked >= 2 and leaf.parameter.split("/")[-1] not in TABLES
+    own = not leaf.adapts and leaf.parameter.split("/")[-1] not in TABLES
+    return own and len(leaf.shape) - leaf.stacked >= 2
 
 
 def _is_linear(leaf: Leaf) -> bool:

@@ -9,6 +9,9 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxspeed.adapters.adapt_loss import weight_dims
+from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.adapters.choose_adapters import SavedAdapter, choose_adapters
 from jaxspeed.axes import AXES, PIPE, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
@@ -28,7 +31,7 @@ from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.precision import DTYPES, compute_dtype, keeps_fp32, precision_of
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns, examples, nearest
-from jaxspeed.placement.stacks import Stack, divided_like, with_stages
+from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.quantization.rules import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
@@ -58,10 +61,12 @@ def build_program(
     init_with: Callable[[Any, Any], Any] | None = None,
     codecs: Sequence[AssignsCodecs] = (),
     exchange: Exchange = BY_CONSTRAINT,
+    saved: SavedAdapter | None = None,
 ) -> Program:
     """The program of a run on one mesh.
 
-    `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded.
+    `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded;
+    `saved` is the adapter that `lora.adapter` names.
 
     `parameter_server.build` takes any config, those with a parameter server too.
     """
@@ -76,7 +81,7 @@ def build_program(
     batch = config.batch_on(mesh.shape)
     _check_parts(config.parallel.batch_parts, batch, mesh)
     trained = train_rule(config, trainable)
-    adapted = adapt_model(
+    base = adapt_model(
         model,
         loss_fn,
         example_batch=example_batch,
@@ -86,14 +91,18 @@ def build_program(
         state_collections=config.parallel.state_collections,
         init_with=init_with,
     )
-    leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
-    example = functools.partial(traced_example, adapted, loss_fn, example_batch, mesh)
-    if example_batch is not None and trained.names_layers(leaves):
+    leaves, proposal = with_tensor_names(config, mesh, base, loss_fn, example_batch)
+    example = functools.partial(traced_example, base, loss_fn, example_batch, mesh)
+    if example_batch is not None and (config.lora or trained.names_layers(leaves)):
         leaves = with_scanned_layers(leaves, example())
+    trace = None if example_batch is None else example
+    adapted, leaves = _with_adapters(config, base, leaves, trace, saved)
     leaves = trained.over(leaves)
     trained.check(leaves)
     _check_patterns(config, leaves, adapted.variables)
-    stack = _stack_of(config, mesh, leaves, None if example_batch is None else example)
+    own = [leaf for leaf in leaves if not leaf.adapts]
+    stack = _stack_of(config, mesh, own, trace)
+    stack = with_adapters_of(stack, leaves) if stack else None
     named = NamedLeaves(leaves)
     leaves = trained.by_layers(named)
     stack = divided_like(stack, leaves) if stack else None
@@ -123,6 +132,7 @@ def build_program(
         exchange,
         autocast_of(config, table),
     )
+    build = functools.partial(build_program, saved=saved) if saved else build_program
     update_device = _update_device_of(config)
     streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)
     update = Update(
@@ -149,9 +159,30 @@ def build_program(
             config.parallel.batch_parts,
         ),
         update,
-        BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with),
+        BuildInputs(build, model, optimizer, example_batch, trainable, init_with),
         proposal,
     )
+
+
+def _with_adapters(
+    config: Config,
+    base: Model,
+    leaves: tuple[Leaf, ...],
+    trace: Callable[[], LossProgram] | None,
+    saved: SavedAdapter | None,
+) -> tuple[Model, tuple[Leaf, ...]]:
+    """The model with the config's adapters, and its leaves, of which these are trained."""
+    if config.lora is None:
+        return base, leaves
+    uses = None
+    if trace is not None:
+        program = trace()
+        weights = {v: path for path, v in program.parameters.items()}
+        uses = weight_dims(program.closed.jaxpr, weights)
+    choice = choose_adapters(config.lora, leaves, uses, saved)
+    own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
+    adapted = AdaptedModel(base, own, choice.adapters, config.lora.init_lora_weights, saved)
+    return adapted, adapted.leaves
 
 
 def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:

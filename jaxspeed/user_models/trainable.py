@@ -185,6 +185,11 @@ def train_rule(config: Config, trainable: Any) -> TrainRule:
       ConfigError: both set `trainable`, to different values.
       ModelError: it is none of what it may be.
     """
+    if config.lora is not None and trainable is not None:
+        raise ConfigError(
+            "lora: it decides what is trained, and initialize was given trainable=...; write "
+            "lora.modules_to_save, and leave the argument out"
+        )
     wanted = config.trainable if trainable is None else trainable
     if config.trainable is not None and wanted not in (config.trainable, [*config.trainable]):
         raise ConfigError(

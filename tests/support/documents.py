@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxspeed.config import Config
-from jaxspeed.config.tree import VOCABULARY, read
+from jaxspeed.config.tree import VOCABULARY, read, section_at
 from jaxspeed.config.verdicts import shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,9 +91,15 @@ def shown_outputs(page: Path) -> list[Shown]:
 def key_table(section: str) -> str:
     """The table of a section's keys, from their declarations."""
     lines = ["| key | default | meaning |", "|---|---|---|"]
+    of_section = section_at(section)
+    assert of_section is not None
     for path, key in VOCABULARY.items():
         if path.startswith(f"{section}."):
-            default = shown(read(Config(), path)).replace("'", '"')
+            field = of_section.model_fields.get(path.removeprefix(f"{section}."))
+            # A section that a config need not have has no values in an empty one.
+            is_absent = read(Config(), section) is None and field is not None
+            default = field.default if is_absent else read(Config(), path)
+            default = shown(default).replace("'", '"')
             verdict = "" if key.verdict == "honoured" else f"{key.verdict}: "
             meaning = (verdict + key.sentence).replace("*", "\\*")
             lines.append(f"| `{path.removeprefix(f'{section}.')}` | `{default}` | {meaning} |")

@@ -1,0 +1,4 @@
+"""Low-rank adapters (LoRA, DoRA) of any model's weights.
+
+`products` computes what an equation that reads an adapted weight gives.
+"""

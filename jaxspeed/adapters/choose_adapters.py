@@ -1,0 +1,368 @@
+"""The adapters of a config: which weights and layers are adapted, and what else is trained."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspeed.adapters.adapter import Adapter
+from jaxspeed.adapters.products import WeightDims
+from jaxspeed.config.lora_section import Lora
+from jaxspeed.config.patterns import member_of, pattern_problem
+from jaxspeed.errors import ConfigError
+from jaxspeed.placement.paths import listed
+from jaxspeed.placement.rows import Leaf
+from jaxspeed.placement.rules import nearest
+from jaxspeed.placement.specs import by_dim
+from jaxspeed.user_models.trainable import NamedLeaves
+
+# Modules and dims of a model's output, which "all-linear" leaves out, as PEFT does.
+HEADS = frozenset({"lm_head", "head", "unembed", "logits", "classifier", "score"})
+OF_OUTPUTS = frozenset({"vocab", "classes"})
+TABLES = frozenset({"embedding", "table"})  # Flax's and the families' names
+Uses = Mapping[str, Sequence[WeightDims]]  # of weights by path, in a traced loss
+
+
+class SavedAdapter(Protocol):
+    """An adapter in files, of a model whose parameters have the shapes that are given."""
+
+    def settings(self, shapes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Keys of the section `lora` that it has, but for those of what is adapted."""
+
+    def ranks(self, shapes: Mapping[str, Any]) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
+        """(ranks, alphas) of each weight, for its stacked dims; of rank 0 is none."""
+
+    def values(self, shapes: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        """The values of its leaves, and of the parameters that it replaces."""
+
+
+@dataclass(frozen=True)
+class ChosenAdapters:
+    """The adapters by weight, and the model's own parameters that are trained beside them."""
+
+    adapters: Mapping[str, Adapter]
+    trained: frozenset[str]
+
+
+def choose_adapters(
+    section: Lora, leaves: Sequence[Leaf], uses: Uses | None, saved: SavedAdapter | None = None
+) -> ChosenAdapters:
+    """The adapters of the parameters of a model.
+
+    Args:
+      uses: the dims of each weight in the products that read it; None if the loss is not traced.
+      saved: the adapter of `lora.adapter`, which decides what is adapted.
+
+    Raises:
+      ConfigError: lists all that names nothing, and the ranks that are too large.
+    """
+    if saved is not None:
+        section = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
+    choosing = _Choosing(section, leaves, uses)
+    choice = choosing.choice() if saved is None else choosing.of_saved(saved)
+    if choosing.problems:
+        raise ConfigError("\n".join(choosing.problems))
+    return choice
+
+
+def experts_dim(leaf: Leaf, of_parameter: bool = False) -> tuple[int, ...]:
+    """The dim that stacks experts: by its name, or the first of three or more.
+
+    In a parameter that has "expert" in its path, or that `target_parameters` names, as in PEFT.
+    """
+    names = by_dim(leaf.names, len(leaf.shape))
+    if "experts" in names:
+        return (names.index("experts"),)
+    three = len(leaf.shape) - leaf.stacked >= 3
+    stacks = three and names[leaf.stacked] is None and (of_parameter or "expert" in leaf.path)
+    return (leaf.stacked,) if stacks else ()
+
+
+def refuse_unlike(
+    saved: SavedAdapter, adapters: Mapping[str, Adapter], shapes: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError unless a saved adapter has the weights, ranks and scales of `adapters`."""
+    root = saved.settings(shapes)["use_rslora"]
+    found = saved.ranks(shapes)
+    unlike = sorted(found.keys() ^ adapters.keys())
+    for path, adapter in adapters.items():
+        if path not in found:
+            continue
+        ranks, alphas = found[path]
+        scales = np.where(ranks > 0, alphas / np.maximum(np.sqrt(ranks) if root else ranks, 1), 0)
+        own = np.where(adapter.per_layer(adapter.ranks) > 0, adapter.per_layer(adapter.scales), 0)
+        same_ranks = np.array_equal(ranks, adapter.per_layer(adapter.ranks))
+        if not (same_ranks and np.allclose(scales, own)):
+            unlike.append(path)
+    if unlike:
+        raise ConfigError(
+            "load_adapter: its weights, ranks and alphas have to be those of the config's section "
+            f"lora, and differ in {listed(unlike)}; start another engine with lora.adapter"
+        )
+
+
+def usual_dims(leaf: Leaf) -> WeightDims:
+    """The dims of a weight by its name and shape, as Flax's layers have them."""
+    names = by_dim(leaf.names, len(leaf.shape))
+    stack = (*range(leaf.stacked), *experts_dim(leaf))
+    rest = [d for d in range(len(leaf.shape)) if d not in stack]
+    module, _, name = leaf.path.rpartition("/")
+    if name in TABLES or names[rest[0]] == "vocab":
+        if module.rpartition("/")[2] in HEADS:  # its logits are h W^T
+            return WeightDims(stack, tuple(rest[1:]), tuple(rest[:1]), "product")
+        return WeightDims(stack, tuple(rest[:1]), tuple(rest[1:]), "lookup")
+    inputs = leaf.matrix_inputs or len(rest) - 1
+    kind: Any = "product" if len(rest) == 2 or leaf.matrix_inputs else "convolution"
+    return WeightDims(stack, tuple(rest[:inputs]), tuple(rest[inputs:]), kind)
+
+
+def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
+    """The section with the settings of a saved adapter.
+
+    Raises:
+      ConfigError: the config says something else.
+    """
+    free = {"adapter", "lora_dropout"}  # dropout is of training alone
+    given = {key: getattr(section, key) for key in section.model_fields_set - free}
+    unlike = [key for key, x in given.items() if key not in settings or settings[key] != x]
+    if unlike:
+        found = ", ".join(f"lora.{key} is {given[key]!r}" for key in sorted(unlike))
+        raise ConfigError(
+            f"lora.adapter: {section.adapter} has its own settings, and {found}; remove "
+            + ("it" if len(unlike) == 1 else "them")
+        )
+    own = {key: x for key, x in settings.items() if key not in section.model_fields_set}
+    return section.model_copy(update=own)
+
+
+class _Choosing:
+    def __init__(self, section: Lora, leaves: Sequence[Leaf], uses: Uses | None) -> None:
+        self.section, self.leaves, self.uses = section, leaves, uses
+        self.named = NamedLeaves(leaves)
+        self.problems: list[str] = []
+        self.weights = [
+            leaf
+            for leaf in leaves
+            if len(leaf.shape) - leaf.stacked >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+
+    def choice(self) -> ChosenAdapters:
+        section = self.section
+        saved = self._covered("modules_to_save", section.modules_to_save or (), self.leaves)
+        excluded = self._covered("exclude_modules", section.exclude_modules or (), self.weights)
+        parameters = self._covered(
+            "target_parameters", section.target_parameters or (), self.weights
+        )
+        modules = self._modules()
+        adapters: dict[str, Adapter] = {}
+        wanted = set(section.layers_to_transform or ())
+        for leaf in self.weights:
+            if leaf.path in saved:
+                continue
+            layers = {
+                layer
+                for layer in self.named.layers(leaf)
+                if layer in modules.get(leaf.path, ()) or layer in parameters.get(leaf.path, ())
+                if layer not in excluded.get(leaf.path, ())
+                and (not wanted or self._number(leaf, layer) in wanted)
+            }
+            if layers:
+                adapters[leaf.path] = self._adapter_of(leaf, layers, leaf.path in parameters)
+        if wanted:
+            self._check_layers(wanted)
+        for key in ("rank_pattern", "alpha_pattern"):
+            own = [leaf for leaf in self.weights if leaf.path in adapters]
+            self._covered(key, getattr(section, key), own)
+        if not adapters and not self.problems:
+            self.problems.append(
+                "lora: no weight of this model is adapted; name modules in lora.target_modules, "
+                f"such as {listed(self._module_names())}"
+            )
+        return ChosenAdapters(adapters, frozenset((*saved, *self._biases(adapters))))
+
+    def _modules(self) -> dict[str, set[int]]:
+        """The layers of each weight that `target_modules` names."""
+        section, targets = self.section, self.section.target_modules
+        if targets != "all-linear":
+            return self._covered("target_modules", targets, self.weights)
+        if section.target_parameters and "target_modules" not in section.model_fields_set:
+            return {}
+        linear = [leaf for leaf in self.weights if self._is_linear(leaf)]
+        if not linear:
+            self.problems.append(
+                'lora.target_modules: found "all-linear", and this model has no linear layer but '
+                f"its output; it has the weights {listed([x.path for x in self.weights])}"
+            )
+        return {leaf.path: set(self.named.layers(leaf)) for leaf in linear}
+
+    def _is_linear(self, leaf: Leaf) -> bool:
+        uses = [usual_dims(leaf)] if self.uses is None else self.uses.get(leaf.path, ())
+        names = by_dim(leaf.names, len(leaf.shape))
+        module = leaf.path.rpartition("/")[0].rpartition("/")[2]
+        outputs = {names[d] for dims in uses for d in dims.outputs}
+        return (
+            bool(uses)
+            and all(dims.kind == "product" for dims in uses)
+            and module not in HEADS
+            and not OF_OUTPUTS & outputs
+        )
+
+    def _covered(
+        self, key: str, targets: Sequence[str] | Mapping[str, Any], leaves: Sequence[Leaf]
+    ) -> dict[str, set[int]]:
+        """The layers of each leaf that a name or pattern covers; one of nothing is a problem."""
+        found: dict[str, set[int]] = {}
+        for target in targets:
+            pattern = _pattern(target)
+            problem = pattern_problem(pattern)
+            if problem:
+                self.problems.append(f"lora.{key}: found {target!r}. Needs {problem}.")
+                continue
+            own = {
+                leaf.path: {
+                    i for i in self.named.layers(leaf) if self.named.is_of(pattern, leaf, i)
+                }
+                for leaf in leaves
+            }
+            if not any(own.values()):
+                self.problems.append(
+                    f"lora.{key}: {target!r} names nothing that this can be for; nearest: "
+                    + listed(nearest(target, self._module_names()))
+                    + self.named.hint(pattern)
+                )
+            for path, layers in own.items():
+                if layers:
+                    found[path] = found.get(path, set()) | layers
+        return found
+
+    def _module_names(self) -> list[str]:
+        """The modules of weights, dotted as in PEFT, without the numbers of layers."""
+        modules = (leaf.path.rpartition("/")[0] or leaf.path for leaf in self.weights)
+        names = (".".join(p for p in m.split("/") if not p.isdigit()) for m in modules)
+        return list(dict.fromkeys(names))
+
+    def _number(self, leaf: Leaf, layer: int) -> int | None:
+        """The number of a layer among all; None for a weight outside of layers."""
+        if leaf.path in self.named.prefixes:
+            return layer
+        segments = leaf.path.split("/")
+        members = (each for at in range(len(segments)) for each in member_of(segments, at))
+        return next((number for _, number, _ in members), None)
+
+    def _check_layers(self, wanted: set[int]) -> None:
+        pairs = [(leaf, i) for leaf in self.weights for i in self.named.layers(leaf)]
+        known = {number for pair in pairs if (number := self._number(*pair)) is not None}
+        unknown = sorted(wanted - known)
+        if unknown:
+            layers = f"{max(known) + 1} layers" if known else "no numbered layers"
+            self.problems.append(
+                f"lora.layers_to_transform: found {listed([*map(str, unknown)])}, and this model "
+                f"has {layers}{self.named.hint('layers[0:1]') if not known else ''}"
+            )
+
+    def of_saved(self, saved: SavedAdapter) -> ChosenAdapters:
+        """The adapters that a saved one has."""
+        found = saved.ranks({leaf.path: leaf.shape for leaf in self.leaves})
+        adapters: dict[str, Adapter] = {}
+        for leaf in self.leaves:
+            if leaf.path not in found:
+                continue
+            of_layers = [
+                np.reshape(x, (x.shape[0] if x.shape else 1, -1)) for x in found[leaf.path]
+            ]
+            if any((x != x[:, :1]).any() for x in of_layers):
+                self.problems.append(
+                    f"lora.adapter: the experts of {leaf.path} have adapters of different ranks"
+                )
+                continue
+            ranks, alphas = (x[:, 0].tolist() for x in of_layers)
+            adapters[leaf.path] = self._adapter(leaf, ranks, alphas, bool(experts_dim(leaf)))
+        saves = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
+        return ChosenAdapters(adapters, frozenset((*saves, *self._biases(adapters))))
+
+    def _adapter_of(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
+        section = self.section
+        pairs = [
+            (
+                int(self._of_layer(section.rank_pattern, leaf, layer, section.r)),
+                self._of_layer(section.alpha_pattern, leaf, layer, section.lora_alpha),
+            )
+            for layer in self.named.layers(leaf)
+        ]
+        ranks = [rank if layer in layers else 0 for layer, (rank, _) in enumerate(pairs)]
+        return self._adapter(leaf, ranks, [alpha for _, alpha in pairs], of_parameter)
+
+    def _adapter(
+        self, leaf: Leaf, ranks: list[int], alphas: list[float], of_parameter: bool
+    ) -> Adapter:
+        section = self.section
+        dims, is_assumed = self._dims(leaf, of_parameter)
+        scales = [
+            alpha / (math.sqrt(rank) if section.use_rslora else rank) if rank else 0.0
+            for rank, alpha in zip(ranks, alphas, strict=True)
+        ]
+        inputs, outputs = (
+            math.prod(leaf.shape[d] for d in each) for each in (dims.inputs, dims.outputs)
+        )
+        if max(ranks) > min(inputs, outputs):
+            self.problems.append(
+                f"lora.r: rank {max(ranks)} is above {min(inputs, outputs)}, the smaller dim of "
+                f"{leaf.path} ({inputs:,} x {outputs:,}); such an adapter is no smaller than the "
+                f"weight: use at most {min(inputs, outputs)}, lora.rank_pattern for this module, "
+                "or lora.exclude_modules"
+            )
+        if len({*ranks}) == len({*scales}) == 1:
+            ranks, scales = ranks[:1], scales[:1]
+        return Adapter(
+            leaf.path,
+            leaf.shape,
+            dims,
+            tuple(ranks),
+            tuple(scales),
+            section.lora_dropout,
+            section.use_dora,
+            is_assumed,
+            of_parameter,
+        )
+
+    def _dims(self, leaf: Leaf, of_parameter: bool) -> tuple[WeightDims, bool]:
+        """The dims of a weight, and whether they are assumed."""
+        if self.uses is None:
+            return usual_dims(leaf), True
+        uses = self.uses.get(leaf.path, ())
+        lookups = [dims for dims in uses if dims.kind == "lookup"]
+        dims = next(iter((*lookups, *uses)), usual_dims(leaf))
+        experts = experts_dim(leaf, of_parameter)
+        inputs, outputs = (
+            tuple(d for d in each if d not in experts) for each in (dims.inputs, dims.outputs)
+        )
+        if not inputs or not outputs:
+            return dims, False
+        return WeightDims(tuple(sorted({*dims.stack, *experts})), inputs, outputs, dims.kind), False
+
+    def _of_layer(
+        self, values: Mapping[str, float], leaf: Leaf, layer: int, default: float
+    ) -> float:
+        found = (x for name, x in values.items() if self.named.is_of(_pattern(name), leaf, layer))
+        return next(found, default)
+
+    def _biases(self, adapters: Mapping[str, Adapter]) -> Iterator[str]:
+        """The biases that are trained."""
+        modules = {path.rpartition("/")[0] for path in adapters}
+        for leaf in self.leaves:
+            module, _, name = leaf.path.rpartition("/")
+            wanted = self.section.bias == "all" or (
+                self.section.bias == "lora_only" and module in modules
+            )
+            if name == "bias" and wanted:
+                yield leaf.path
+
+
+def _pattern(name: str) -> str:
+    """The path pattern of a module's name: itself, or that of the end of a dotted path."""
+    if "." in name and not any(sign in name for sign in "/*?["):
+        return f"**/{name.replace('.', '/')}"
+    return name
