@@ -33,16 +33,51 @@ class ChosenAdapters:
     trained: frozenset[str]
 
 
-def choose_adapters(section: Lora, leaves: Sequence[Leaf], uses: Uses | None) -> ChosenAdapters:
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """The rank and alpha of a weight, for each number in its stacked dims; of rank 0 is none."""
+
+    ranks: np.ndarray
+    alphas: np.ndarray
+
+
+class SavedAdapter(Protocol):
+    """An adapter from which a model's adapters start (`lora.adapter`)."""
+
+    def section(self, given: Lora, weights: Mapping[str, tuple[int, ...]]) -> Lora:
+        """The section of a config with the adapter's settings.
+
+        Raises:
+          ConfigError: the section has others.
+        """
+
+    def weights(self, weights: Mapping[str, tuple[int, ...]]) -> Mapping[str, AdaptedWeight]:
+        """The weights that it adapts, of a model with parameters of these shapes.
+
+        Raises:
+          PretrainedError: it is of another model.
+        """
+
+    def values(self, leaves: Mapping[str, tuple[int, ...]]) -> Mapping[str, np.ndarray]:
+        """The values of the adapters' leaves, and of parameters that it replaces."""
+
+
+def choose_adapters(
+    section: Lora,
+    leaves: Sequence[Leaf],
+    uses: Uses | None,
+    saved: Mapping[str, AdaptedWeight] | None = None,
+) -> ChosenAdapters:
     """The adapters of the parameters of a model.
 
     Args:
       uses: the dims of each weight in the products that read it; None if the loss is not traced.
+      saved: what is adapted, instead of what the section names.
 
     Raises:
       ConfigError: lists all that names nothing, and the ranks that are too large.
     """
-    choosing = _Choosing(section, leaves, uses)
+    choosing = _Choosing(section, leaves, uses, saved)
     choice = choosing.choice()
     if choosing.problems:
         raise ConfigError("\n".join(choosing.problems))
@@ -78,8 +113,14 @@ def usual_dims(leaf: Leaf) -> WeightDims:
 
 
 class _Choosing:
-    def __init__(self, section: Lora, leaves: Sequence[Leaf], uses: Uses | None) -> None:
-        self.section, self.leaves, self.uses = section, leaves, uses
+    def __init__(
+        self,
+        section: Lora,
+        leaves: Sequence[Leaf],
+        uses: Uses | None,
+        saved: Mapping[str, AdaptedWeight] | None,
+    ) -> None:
+        self.section, self.leaves, self.uses, self.saved = section, leaves, uses, saved
         self.named = NamedLeaves(leaves)
         self.problems: list[str] = []
         self.weights = [

@@ -31,6 +31,11 @@ from jaxspeed.jaxpr.traverse import JaxprEqn
 
 Kind = Literal["product", "convolution", "lookup"]
 RANK = -1  # the label of the factors' common dim
+# Norms are of fp32 on every chip, and in automatic mixed precision too.
+_EXACT: Mapping[str, Any] = {
+    "precision": lax.Precision.HIGHEST,
+    "preferred_element_type": jnp.float32,
+}
 Labelled = tuple[jax.Array, Sequence[int]]  # with the labels of its dims
 
 
@@ -71,7 +76,7 @@ class Factors(NamedTuple):
 
     a: jax.Array
     b: jax.Array
-    magnitude: jax.Array | None = None  # DoRA: [*stack, *outputs]
+    magnitude: jax.Array | None = None  # DoRA: [*stack, *outputs]; experts have none
     squares: jax.Array | None = None  # DoRA: ||W||^2 of each output, `squared_norms`
 
 
@@ -97,10 +102,18 @@ def dims_of(eqn: JaxprEqn, operand: int) -> WeightDims | None:
     return use.dims if use and use.dims.inputs and use.dims.outputs else None
 
 
-def is_adaptable(eqn: JaxprEqn, operand: int, dims: WeightDims) -> bool:
-    """Whether `adapted` can compute an equation for a weight with these dims."""
+def is_adaptable(
+    eqn: JaxprEqn, operand: int, dims: WeightDims, has_magnitude: bool = False
+) -> bool:
+    """Whether `adapted` can compute an equation for a weight with these dims.
+
+    Magnitudes need an equation whose result, or other operand, has all dims of the outputs.
+    """
     use = _use(eqn, operand)
-    return use is not None and _is_forward(eqn, use, dims) is not None
+    if use is None or _is_forward(eqn, use, dims) is None:
+        return False
+    labels = {*_labels_of_outputs(dims)}
+    return not has_magnitude or labels <= {*use.result} or labels <= {*use.beside}
 
 
 def _use(eqn: JaxprEqn, operand: int) -> _Use | None:
@@ -239,7 +252,7 @@ def initialized(
     Args:
       key: of the weight, or one of each of its layers [*stack].
       rank: of all layers, or of each one [*stack]; the factors have the largest one, padded with
-        zeros.
+        zeros. A layer of rank 0 is not adapted.
     """
     stack = tuple(shape[d] for d in dims.stack)
     inputs, outputs = ([shape[d] for d in each] for each in (dims.inputs, dims.outputs))
@@ -270,11 +283,11 @@ def initialized(
             a, b = rows(of_a, normal(inputs)), rows(of_b, normal(outputs))
             a = jnp.zeros_like(a) if how else a
         else:
-            a = rows(
-                of_a, normal(inputs) if how == "gaussian" else uniform(inputs, math.prod(inputs))
-            )
-            a = a / rank if how == "gaussian" else a
-            b = rows(of_b, uniform(outputs, rank))
+            if how == "gaussian":
+                a = rows(of_a, normal(inputs)) / jnp.maximum(rank, 1)
+            else:
+                a = rows(of_a, uniform(inputs, math.prod(inputs)))
+            b = rows(of_b, uniform(outputs, jnp.maximum(rank, 1)))
             b = jnp.zeros_like(b) if how else b
         return jnp.moveaxis(a, 0, -1), b
 
@@ -297,35 +310,34 @@ def merged(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) ->
     total = weight.astype(jnp.promote_types(weight.dtype, change.dtype)) + change
     if factors.magnitude is not None:
         ratio = factors.magnitude / norms(weight, dims, factors, scale)
-        total = total * _along(ratio, (*dims.stack, *dims.outputs), range(weight.ndim))
+        total = total * _along(ratio, _labels_of_outputs(dims), range(weight.ndim))
     return total.astype(weight.dtype)
 
 
 def squared_norms(weight: jax.Array, dims: WeightDims) -> jax.Array:
     """||W||^2 of each output, in fp32 [*stack, *outputs]."""
-    labels, kept = range(weight.ndim), (*dims.stack, *dims.outputs)
-    return _contract(weight, labels, weight, labels, kept, preferred_element_type=jnp.float32)
+    labels, outputs = range(weight.ndim), _labels_of_outputs(dims)
+    return _contract(weight, labels, weight, labels, outputs, **_EXACT)
 
 
 def norms(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) -> jax.Array:
     """||W + s A B|| of each output, in fp32 [*stack, *outputs], a constant to derivatives.
 
-    It is also DoRA's first magnitude. The products are of the weight's dtype, as those of the
-    layer, and summed in fp32.
+    It is also DoRA's first magnitude. Products are of the weight's dtype, as those of the layer,
+    and summed in fp32.
     """
-    weight, factors = lax.stop_gradient((weight, factors))
+    factors = lax.stop_gradient(factors)
     squares = squared_norms(weight, dims) if factors.squares is None else factors.squares
     a, of_a = factors.a.astype(weight.dtype), _labels_of_a(dims)
     b, of_b = _scaled(factors.b, dims, scale).astype(jnp.float32), _labels_of_b(dims)
-    fp32 = {"preferred_element_type": jnp.float32}
     # [*stack, rank, *outputs], as B
-    cross = _contract(a, of_a, weight, range(weight.ndim), of_b, **fp32)
+    cross = _contract(a, of_a, weight, range(weight.ndim), of_b, **_EXACT)
     twin = tuple(label if label != RANK else RANK - 1 for label in of_a)
-    gram = _contract(a, of_a, a, twin, (*dims.stack, RANK, RANK - 1), **fp32)
+    gram = _contract(a, of_a, a, twin, (*dims.stack, RANK, RANK - 1), **_EXACT)
     again = tuple(label if label != RANK else RANK - 1 for label in of_b)
-    own = _contract(gram, (*dims.stack, RANK, RANK - 1), b, again, of_b)
+    own = _contract(gram, (*dims.stack, RANK, RANK - 1), b, again, of_b, **_EXACT)
     total = squares + jnp.sum((2 * cross + own) * b, axis=len(dims.stack))
-    return jnp.sqrt(jnp.maximum(total, 0))
+    return lax.stop_gradient(jnp.sqrt(jnp.maximum(total, 0)))
 
 
 def _labels_of_a(dims: WeightDims) -> tuple[int, ...]:
@@ -334,6 +346,11 @@ def _labels_of_a(dims: WeightDims) -> tuple[int, ...]:
 
 def _labels_of_b(dims: WeightDims) -> tuple[int, ...]:
     return (*dims.stack, RANK, *dims.outputs)
+
+
+def _labels_of_outputs(dims: WeightDims) -> tuple[int, ...]:
+    """Those of what there is one of for each output: magnitudes, norms."""
+    return (*dims.stack, *dims.outputs)
 
 
 def _scaled(b: jax.Array, dims: WeightDims, scale: Any) -> jax.Array:
@@ -366,35 +383,41 @@ def adapted(
     """
     use = _use(eqn, operand)
     assert use is not None
-    base = _bound(eqn, operands)
-    operands = list(operands)
-    if dropout and dims.kind != "lookup":
-        assert key is not None
-        x = operands[use.other]
-        kept = jax.random.bernoulli(key, 1 - dropout, x.shape)
-        operands[use.other] = jnp.where(kept, x / (1 - dropout), 0).astype(x.dtype)
-    else:
+    x, weight = operands[use.other], operands[operand]
+    dropped = x
+    if dims.kind == "lookup":
         dropout = 0
+    if dropout:
+        assert key is not None
+        kept = jax.random.bernoulli(key, 1 - dropout, x.shape)
+        dropped = jnp.where(kept, x / (1 - dropout), 0).astype(x.dtype)
+
+    def base(x: jax.Array) -> jax.Array:
+        given = list(operands)
+        given[use.other] = x
+        with eqn.ctx.manager:
+            return eqn.primitive.bind(*given, **eqn.params)
+
+    def low_rank(x: jax.Array) -> jax.Array:
+        return _low_rank(eqn, use, operands, operand, x, dims, factors, scale)
+
     if factors.magnitude is None:
-        return base + _low_rank(eqn, use, operands, operand, dims, factors, scale)
-    ratio = factors.magnitude / norms(operands[operand], dims, factors, scale)
-    labels = (*dims.stack, *dims.outputs)
-    if not {*labels} <= {*use.result}:  # the outputs are contracted: x meets them first
-        x = operands[use.other]
-        operands[use.other] = x * _along(ratio, labels, use.beside).astype(x.dtype)
-        low_rank = _low_rank(eqn, use, operands, operand, dims, factors, scale)
-        return _bound(eqn, operands) + low_rank
-    ratio = _along(ratio, labels, use.result)
-    low_rank = _low_rank(eqn, use, operands, operand, dims, factors, scale)
-    if dropout:  # PEFT scales what the dropped input gives, and adds the rest of the full one's
-        more = (ratio - 1).astype(base.dtype) * _bound(eqn, operands)
-        return base + more + ratio.astype(base.dtype) * low_rank
-    return ratio.astype(base.dtype) * (base + low_rank)
+        return base(x) + low_rank(dropped)
+    ratio, labels = (
+        factors.magnitude / norms(weight, dims, factors, scale),
+        _labels_of_outputs(dims),
+    )
 
+    def scaled(ratio: jax.Array, product: Callable[[Any], Any], x: jax.Array) -> jax.Array:
+        """The product with weights that are scaled by output."""
+        if {*labels} <= {*use.result}:
+            y = product(x)
+            return y * _along(ratio, labels, use.result).astype(y.dtype)
+        return product(x * _along(ratio, labels, use.beside).astype(x.dtype))
 
-def _bound(eqn: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
-    with eqn.ctx.manager:
-        return eqn.primitive.bind(*operands, **eqn.params)
+    # As PEFT: the base weight meets the full input, and what DoRA adds to it the dropped one.
+    unchanged = base(x) + scaled(ratio - 1, base, dropped) if dropout else scaled(ratio, base, x)
+    return unchanged + scaled(ratio, low_rank, dropped)
 
 
 def _low_rank(
@@ -402,32 +425,35 @@ def _low_rank(
     use: _Use,
     operands: Sequence[jax.Array],
     operand: int,
+    x: jax.Array,
     dims: WeightDims,
     factors: Factors,
     scale: Any,
 ) -> jax.Array:
     """s (x A) B, or s (x B^T) A^T."""
-    x, name, params = operands[use.other], eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, eqn.params
     dtype = operands[operand].dtype if name == "gather" else x.dtype
     a = factors.a.astype(dtype), _labels_of_a(dims)
     b = _scaled(factors.b, dims, scale).astype(dtype), _labels_of_b(dims)
     first, second = (a, b) if _is_forward(eqn, use, dims) else (b, a)
-    how = {key: params[key] for key in ("precision", "preferred_element_type") if key in params}
     if name == "ragged_dot_general":
         y, of_y = _ragged(eqn, use, (x, use.beside), first, operands[2])
         y, of_y = _ragged(eqn, use, (y.astype(dtype), of_y), second, operands[2])
         return _transposed(y, of_y, use.result)
-    weight_first = name == "dot_general" and operand == 0  # then the result has its dims first
+
+    def multiplied(y: Labelled, factor: Labelled, kept: set[int]) -> Labelled:
+        """On the weight's side of the product, so that the result needs no transposition."""
+        how = {key: params[key] for key in ("precision", "preferred_element_type") if key in params}
+        swapped = name == "dot_general" and operand == 0
+        return _contracted(*((factor, y) if swapped else (y, factor)), kept, **how)
+
     if name == "gather":
         y, of_y = _looked_up(eqn, use, *first, x)
     elif name == "conv_general_dilated":
         y, of_y = _convolved(eqn, use, *first, x)
     else:
-        pair = (first, (x, use.beside)) if weight_first else ((x, use.beside), first)
-        y, of_y = _contracted(*pair, {*use.result, *second[1]}, **how)
-    rest = y.astype(dtype), of_y
-    pair = (second, rest) if weight_first else (rest, second)
-    y, of_y = _contracted(*pair, {*use.result}, **how)
+        y, of_y = multiplied((x, use.beside), first, {*use.result, *second[1]})
+    y, of_y = multiplied((y.astype(dtype), of_y), second, {*use.result})
     return _transposed(y, of_y, use.result)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
@@ -479,7 +480,10 @@ class Engine(DeepSpeedHabits):
 
     @staticmethod
     def _bound(program: Program, parameters: Mapping[str, Any], variables: Any) -> Any:
-        bound = program.model.bind(dict(parameters), variables, train=False, step=0, micro=0)
+        model, values = program.model, dict(parameters)
+        if isinstance(model, AdaptedModel):  # outside of a traced loss, no product is adapted
+            values = model.merged(values)
+        bound = model.bind(values, variables, train=False, step=0, micro=0)
         program.model.protect(bound)
         return bound
 

@@ -1,58 +1,53 @@
-"""PEFT's adapters of transformers' models: made, saved, loaded and run.
+"""torch's layers with PEFT's adapters."""
 
-A case is that of `families`; the options are arguments of `LoraConfig`.
-"""
-
-import copy
 from typing import Any
 
-import families
-import peft
 import torch
-import transformers
-
-Tensors = dict[str, torch.Tensor]
-
-
-def _adapted(case: families.Case, options: dict[str, Any], base: str) -> Any:
-    """A model with adapters, of which all that is trained is random."""
-    model = copy.deepcopy(families._model(case))
-    model.name_or_path = base
-    torch.manual_seed(1)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
-    for name, parameter in adapted.named_parameters():
-        if parameter.requires_grad:
-            scale = 1.0 if "magnitude" in name else 0.1
-            change = torch.randn_like(parameter) * 0.1
-            parameter.data = parameter.data * scale + change.abs() * (scale == 1) + change
-    return adapted.eval()
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
 
-@torch.no_grad()
-def save(
-    case: families.Case, options: dict[str, Any], base: str, folder: str, arguments: Tensors
-) -> torch.Tensor:
-    """Save random adapters as PEFT does; their logits."""
-    adapted = _adapted(case, options, base)
-    adapted.save_pretrained(folder)
-    return adapted(**arguments).logits
+class Masked(nn.Module):
+    """Dropout of a given mask."""
+
+    def __init__(self, kept: Tensor, rate: float) -> None:
+        super().__init__()
+        self.kept, self.rate = kept, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.kept / (1 - self.rate)
 
 
-@torch.no_grad()
-def loaded(base: str, folder: str, arguments: Tensors, again: str) -> torch.Tensor:
-    """The logits of a folder's adapters of a base, which are saved once more."""
-    model = _base(base)
-    adapted = peft.PeftModel.from_pretrained(model, folder).eval()
-    adapted.save_pretrained(again)
-    return adapted(**arguments).logits
+def _adapted(layer: str, arguments: dict[str, Any], config: dict[str, Any]) -> Any:
+    """The only layer of a model, adapted."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": getattr(nn, layer)(**arguments)})
+    return get_peft_model(model, LoraConfig(target_modules=["layer"], **config)).base_model.layer
 
 
-@torch.no_grad()
-def logits(base: str, arguments: Tensors) -> torch.Tensor:
-    return _base(base)(**arguments).logits
+def initial(layer: str, arguments: dict[str, Any], config: dict[str, Any]) -> dict[str, Tensor]:
+    """The weight and what is trained, before training."""
+    return dict(_adapted(layer, arguments, config).named_parameters())
 
 
-def _base(folder: str) -> Any:
-    (name,) = transformers.AutoConfig.from_pretrained(folder).architectures
-    model = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager")
-    return model.float().eval()
+def both_passes(
+    layer: str,
+    arguments: dict[str, Any],
+    config: dict[str, Any],
+    values: dict[str, Tensor],
+    x: Tensor,
+    kept: Tensor,
+    cotangent: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(result, gradients of what is trained and of x)."""
+    module = _adapted(layer, arguments, config)
+    if rate := config.get("lora_dropout"):
+        module.lora_dropout["default"] = Masked(kept, rate)
+    parameters = dict(module.named_parameters())
+    for name, value in values.items():
+        parameters[name].data = value.reshape(parameters[name].shape)
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if x.is_floating_point():
+        trained["x"] = x.requires_grad_()
+    result = module(x)
+    return result, dict(zip(trained, torch.autograd.grad(result, [*trained.values()], cotangent)))
