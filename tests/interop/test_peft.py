@@ -27,6 +27,10 @@ MODELS = {
     "llama": ("Llama", "LlamaForCausalLM", SIZES | SMALL | {"attention_bias": True}),
     "phi3": ("Phi3", "Phi3ForCausalLM", SIZES | SMALL | PHI3),
 }  # fmt: skip
+MODELS["gpt2, tied"] = MODELS["gpt2"]
+MODELS["llama, tied"] = ("Llama", "LlamaForCausalLM", MODELS["llama"][2] | {
+    "tie_word_embeddings": True,
+})  # fmt: skip
 CASES |= {f"small {name}": case for name, case in MODELS.items()}
 NAMES = {
     "gpt2": ["c_attn", "c_proj"],
@@ -62,7 +66,7 @@ both = pytest.mark.parametrize(
     ("model", "kind"),
     [
         pytest.param(m, k, marks=() if (m, k) in BY_DEFAULT else pytest.mark.full)
-        for m in MODELS
+        for m in NAMES
         for k in KINDS
     ],
 )
@@ -170,6 +174,9 @@ OURS = {
         {"q_proj": [4, 4], "k_proj": [2, 2], "v_proj": [4, 4], "gate": [3, 4], "up": [3, 4]},
     ),
     "llama": ({"bias": "lora_only"}, {"q_proj": [4, 0], "down": [4, 4], "embed": [5]}),
+    # The embedding is the head too.
+    "gpt2, tied": ({}, {"embed": [4], "o_proj": [4, 4]}),
+    "llama, tied": ({"use_rslora": True}, {"embed": [3], "q_proj": [4, 4]}),
 }  # fmt: skip
 
 
@@ -199,7 +206,10 @@ def random_adapters(model, shapes, table):
     return section, adapters, values
 
 
-@pytest.mark.parametrize("model", ["gpt2", "phi3", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=pytest.mark.full if m == "llama, tied" else ()) for m in OURS],
+)
 def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_path):
     base = folder_of(f"small {model}")
     pretrained = from_pretrained(base)
