@@ -3,10 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import WeightDims
@@ -133,13 +132,6 @@ class _Choosing:
     def choice(self) -> ChosenAdapters:
         section = self.section
         saved = self._covered("modules_to_save", section.modules_to_save or (), self.leaves)
-        if self.saved is not None:
-            found = {
-                leaf.path: self._saved_adapter(leaf, self.saved[leaf.path])
-                for leaf in self.weights
-                if leaf.path in self.saved
-            }
-            return ChosenAdapters(found, frozenset((*saved, *self._biases(found))))
         excluded = self._covered("exclude_modules", section.exclude_modules or (), self.weights)
         parameters = self._covered(
             "target_parameters", section.target_parameters or (), self.weights
@@ -253,32 +245,14 @@ class _Choosing:
 
     def _adapter(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
         section = self.section
+        dims, is_assumed = self._dims(leaf, of_parameter)
         ranks: list[int] = []
         scales: list[float] = []
         for layer in self.named.layers(leaf):
             rank = self._of_layer(section.rank_pattern, leaf, layer, section.r)
             alpha = self._of_layer(section.alpha_pattern, leaf, layer, section.lora_alpha)
             ranks.append(int(rank) if layer in layers else 0)
-            scales.append(self._scale(rank, alpha))
-        return self._with_ranks(leaf, ranks, scales, of_parameter)
-
-    def _saved_adapter(self, leaf: Leaf, weight: AdaptedWeight) -> Adapter:
-        """All experts of a layer have one rank in a file."""
-        layers = len(self.named.layers(leaf))
-        ranks, alphas = (
-            values.reshape(layers, -1)[:, 0].tolist() for values in (weight.ranks, weight.alphas)
-        )
-        scales = [self._scale(rank or 1, alpha) for rank, alpha in zip(ranks, alphas, strict=True)]
-        return self._with_ranks(leaf, ranks, scales, weight.ranks.ndim > leaf.stacked)
-
-    def _scale(self, rank: float, alpha: float) -> float:
-        return alpha / (math.sqrt(rank) if self.section.use_rslora else rank)
-
-    def _with_ranks(
-        self, leaf: Leaf, ranks: list[int], scales: list[float], of_parameter: bool
-    ) -> Adapter:
-        section = self.section
-        dims, is_assumed = self._dims(leaf, of_parameter)
+            scales.append(alpha / (math.sqrt(rank) if section.use_rslora else rank))
         inputs, outputs = (
             math.prod(leaf.shape[d] for d in each) for each in (dims.inputs, dims.outputs)
         )

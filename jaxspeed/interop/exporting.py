@@ -26,7 +26,6 @@ from jaxspeed.errors import CheckpointError, PretrainedError
 from jaxspeed.interop.export_values import CheckpointValues, MergedValues, StateValues, Values
 from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
-from jaxspeed.interop.peft import FolderAdapter, read_adapter
 from jaxspeed.interop.peft_config import CONFIG as ADAPTER_CONFIG
 from jaxspeed.interop.peft_config import AdapterForm
 from jaxspeed.interop.peft_export import write_adapter
@@ -167,30 +166,13 @@ def save_adapter(
         raise PretrainedError("the model has no adapters: the config has no section lora")
     model, section = program.source.model, program.config.model
     if form is None:
-        form = _form_if_any(program.config, model)
+        with contextlib.suppress(NoHFForm):
+            form = hf_form(program.config, model)
     base = section.pretrained if section else None
     if base is None and isinstance(model, Pretrained) and isinstance(model.weights, FolderWeights):
         base = str(model.weights.folder.path)
     values = StateValues(program, state)
     return _write_adapter(values, out, record, form, base, dtype, "", int(state.step))
-
-
-def opened_adapter(config: Config, model: Any) -> FolderAdapter | None:
-    """The adapter that `lora.adapter` names, for the config's model.
-
-    Raises:
-      PretrainedError: there is none, or it is of another kind.
-    """
-    if config.lora is None or config.lora.adapter is None:
-        return None
-    form = _form_if_any(config, model)
-    return FolderAdapter(read_adapter(config.lora.adapter), form.table if form else None)
-
-
-def _form_if_any(config: Config, model: Any) -> HFForm | None:
-    with contextlib.suppress(NoHFForm):
-        return hf_form(config, model)
-    return None
 
 
 def _write_adapter(

@@ -17,12 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.adapters.choose_adapters import AdaptedWeight
 from jaxspeed.adapters.products import WeightDims
-from jaxspeed.config.lora_section import Lora
-from jaxspeed.errors import ConfigError, PretrainedError
+from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import MappingTable, TensorRule, TensorShare, bind, lines, matches
-from jaxspeed.interop.peft_config import CONFIG, MOST, SECTION, matching_value, read_config
+from jaxspeed.interop.peft_config import CONFIG, MOST, matching_value, read_config
 from jaxspeed.interop.peft_layout import (
     FOLDER,
     LEAVES,
@@ -53,6 +51,14 @@ class PeftAdapter:
     config: Mapping[str, Any]  # in PEFT's words, with all of their defaults
     file: TensorFile
     parts: Mapping[str, Sequence[tuple[int, float]]]  # of modules in blocks: ranks and alphas
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """The rank and alpha of a weight, for each number in its stacked dims; of rank 0 is none."""
+
+    ranks: np.ndarray
+    alphas: np.ndarray
 
 
 def read_adapter(folder: str | Path) -> PeftAdapter:
@@ -341,49 +347,6 @@ def _check(reader: _Reader) -> None:
         )
 
 
-class FolderAdapter:
-    """A saved adapter for a model, with its mapping table if it has one."""
-
-    def __init__(self, adapter: PeftAdapter, table: MappingTable | None) -> None:
-        self._adapter, self._table = adapter, table
-
-    def section(self, given: Lora, weights: Mapping[str, Shape]) -> Lora:
-        """The section with the adapter's settings; dropout may be another in a new training.
-
-        Raises:
-          ConfigError: it sets others.
-          PretrainedError: the adapter is of another model.
-        """
-        config = self._adapter.config
-        problems = [
-            f"lora.{key}: found {_shown(getattr(given, key))}, and {self._adapter.folder} has "
-            f"{_shown(config[key])}; leave it out"
-            for key in SECTION
-            if key in given.model_fields_set and key not in ("lora_dropout", "init_lora_weights")
-            if _shown(getattr(given, key)) != _shown(config[key])
-        ]
-        if problems:
-            raise ConfigError("\n".join(problems))
-        kept = {"adapter", "lora_dropout"} & given.model_fields_set
-        own = lora_section(self._adapter, weights, self._table)
-        return Lora(**{**own, **{key: getattr(given, key) for key in kept}})
-
-    def weights(self, weights: Mapping[str, Shape]) -> dict[str, AdaptedWeight]:
-        """`adapted_weights`."""
-        return adapted_weights(self._adapter, weights, self._table)
-
-    def values(self, leaves: Mapping[str, Shape]) -> dict[str, np.ndarray]:
-        """`adapter_values`."""
-        return adapter_values(self._adapter, leaves, self._table)
-
-
-def _shown(value: Any) -> Any:
-    """A setting so that two that mean the same are equal."""
-    if isinstance(value, list | tuple | set):
-        return sorted(value, key=str)
-    return value or None
-
-
 def lora_section(
     adapter: PeftAdapter, weights: Mapping[str, Shape], table: MappingTable | None
 ) -> dict[str, Any]:
@@ -397,8 +360,6 @@ def lora_section(
     config = adapter.config
     keys = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "bias")
     section = {key: config[key] for key in keys}
-    if config["init_lora_weights"] in (True, False, "gaussian"):
-        section["init_lora_weights"] = config["init_lora_weights"]
     biases = {path for path in reader.replaced if path.rpartition("/")[2] == "bias"}
     if saved := [p for p in reader.replaced if config["bias"] == "none" or p not in biases]:
         section["modules_to_save"] = saved

@@ -20,7 +20,6 @@ from jaxspeed.axes import axis_names
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, PlacementError
-from jaxspeed.interop.exporting import opened_adapter
 from jaxspeed.parameter_server.bucketed_update import bucket_paths
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
@@ -218,10 +217,9 @@ def build(
     **given: Any,
 ) -> Program:
     """The program of any config; `given` are the other arguments of `build_program`."""
-    adapter = opened_adapter(config, model)
 
     def built(config: Config, devices: Sequence[jax.Device] | None) -> Program:
-        return build_program(config, model, loss_fn, devices=devices, adapter=adapter, **given)
+        return build_program(config, model, loss_fn, devices=devices, **given)
 
     if config.parallel.data_reduction == "parameter_server":
         return build_served(config, devices, built)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.adapters.adapt_loss import weight_dims
 from jaxspeed.adapters.adapted_model import AdaptedModel
-from jaxspeed.adapters.choose_adapters import SavedAdapter, choose_adapters
+from jaxspeed.adapters.choose_adapters import choose_adapters
 from jaxspeed.axes import AXES, PIPE, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
@@ -60,12 +60,10 @@ def build_program(
     init_with: Callable[[Any, Any], Any] | None = None,
     codecs: Sequence[CodecRule] = (),
     exchange: Exchange = BY_CONSTRAINT,
-    adapter: SavedAdapter | None = None,
 ) -> Program:
     """The program of a run on one mesh.
 
-    `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded;
-    `adapter` is the one that `lora.adapter` names.
+    `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded.
 
     `parameter_server.build` takes any config, those with a parameter server too.
     """
@@ -95,7 +93,7 @@ def build_program(
     if example_batch is not None and (config.lora or trained.names_layers(leaves)):
         leaves = with_scanned_layers(leaves, example())
     trace = None if example_batch is None else example
-    adapted, leaves = _with_adapters(config, base, leaves, trace, adapter)
+    adapted, leaves = _with_adapters(config, base, leaves, trace)
     leaves = trained.over(leaves)
     trained.check(leaves)
     _check_patterns(config, leaves, adapted.variables)
@@ -156,7 +154,7 @@ def build_program(
             config.parallel.batch_parts,
         ),
         update,
-        BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with, adapter),
+        BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with),
         proposal,
     )
 
@@ -166,25 +164,18 @@ def _with_adapters(
     base: Model,
     leaves: tuple[Leaf, ...],
     trace: Callable[[], LossProgram] | None,
-    saved: SavedAdapter | None,
 ) -> tuple[Model, tuple[Leaf, ...]]:
     """The model with the config's adapters, and its leaves, of which these are trained."""
-    section = config.lora
-    if section is None:
+    if config.lora is None:
         return base, leaves
-    assert (saved is None) == (section.adapter is None), "opened by parameter_server.build"
     uses = None
     if trace is not None:
         program = trace()
         weights = {v: path for path, v in program.parameters.items()}
         uses = weight_dims(program.closed.jaxpr, weights)
-    adapted_weights = None
-    if saved is not None:
-        shapes = {leaf.path: leaf.shape for leaf in leaves}
-        section, adapted_weights = saved.section(section, shapes), saved.weights(shapes)
-    choice = choose_adapters(section, leaves, uses, adapted_weights)
+    choice = choose_adapters(config.lora, leaves, uses)
     own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
-    adapted = AdaptedModel(base, own, choice.adapters, section, saved)
+    adapted = AdaptedModel(base, own, choice.adapters, config.lora.init_lora_weights)
     return adapted, adapted.leaves
 
 

@@ -14,7 +14,6 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.adapters.choose_adapters import SavedAdapter
 from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
@@ -50,7 +49,6 @@ class BuildInputs:
     example_batch: Any
     trainable: Any
     init_with: Callable[[Any, Any], Any] | None
-    adapter: SavedAdapter | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,6 @@ class Program:
             example_batch=source.example_batch,
             trainable=source.trainable,
             init_with=source.init_with,
-            adapter=source.adapter,
         )
 
     def as_one_rank(self, x: Any) -> Any:

@@ -112,11 +112,6 @@ class StateStorage:
             if not is_traced(seed):
                 _ = self.rest  # compiled beside the others
             params, master, variables = drawn(seed)
-        saved = self.model.saved if isinstance(self.model, AdaptedModel) else None
-        if saved is not None and not is_traced(params):
-            shapes = {path: self.table.shape_of(path) for path in self.table.parameters}
-            read = self.placed(saved.values(shapes))
-            params, master = params | read[0], master | read[1]
         rest = (self._traced_rest if is_traced(params) else self.rest)(params, master)
         return TrainState(params=params, master=master, variables=variables, **rest)
 

@@ -11,7 +11,6 @@ from jaxspeed.config import Batch, Config, load_config
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.errors import ModelError
-from jaxspeed.interop.exporting import opened_adapter
 from jaxspeed.parameter_server.programs import worker_config
 from jaxspeed.train import Program, build_program
 from jaxspeed.user_models.config_model import resolve_model
@@ -113,5 +112,4 @@ class BuildArguments:
             devices=devices,
             example_batch=self.example_batch,
             trainable=self.trainable,
-            adapter=opened_adapter(config, model),
         )
