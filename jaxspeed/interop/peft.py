@@ -360,6 +360,8 @@ def lora_section(
     config = adapter.config
     keys = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "bias")
     section = {key: config[key] for key in keys}
+    if config["init_lora_weights"] in (True, False, "gaussian"):
+        section["init_lora_weights"] = config["init_lora_weights"]
     biases = {path for path in reader.replaced if path.rpartition("/")[2] == "bias"}
     if saved := [p for p in reader.replaced if config["bias"] == "none" or p not in biases]:
         section["modules_to_save"] = saved
