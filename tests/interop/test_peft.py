@@ -113,7 +113,7 @@ def theirs(references, folder_of, tmp_path_factory):
         if (model, kind) not in made:
             base, folder = folder_of(f"small {model}"), tmp_path_factory.mktemp("adapter")
             logits = references.call(
-                "saved_adapters.save", case=MODELS[model], options=options(model, kind), base=base,
+                "adapter_files.save", case=MODELS[model], options=options(model, kind), base=base,
                 folder=folder, arguments={"input_ids": TOKENS},
             )  # fmt: skip
             made[model, kind] = base, folder, logits
@@ -227,7 +227,7 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
     expected = logits_of(ours, merged(own, params, adapters))
     arguments = {"input_ids": TOKENS}
     found = references.call(
-        "saved_adapters.loaded", base=base, folder=tmp_path / "adapter", arguments=arguments,
+        "adapter_files.loaded", base=base, folder=tmp_path / "adapter", arguments=arguments,
         again=tmp_path / "again",
     )  # fmt: skip
     assert np.abs(expected - logits_of(ours, own)).max() > 0.05
