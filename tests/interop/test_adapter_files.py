@@ -559,6 +559,43 @@ def test_a_wrong_use_of_the_command_is_an_error(run, tmp_path, capsys, words, me
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_adapter_s_folder_alone_starts_an_engine_from_it(run, tmp_path, stage):
+    folder, params, of = run
+    config = {**CONFIG, "lora": {"adapter": str(folder / "saved")}}
+    config["zero_optimization"] = {"stage": stage}
+    engine = jaxspeed.initialize(config=config)
+    model = engine.program.model
+    for path, adapter in of.items():
+        there = model.adapters[path]
+        same = ("dims", "dora", "rank", "stack")
+        assert [getattr(there, n) for n in same] == [getattr(adapter, n) for n in same]
+        ranks = adapter.per_layer(adapter.ranks)
+        assert (there.per_layer(there.ranks) == ranks).all()
+        for leaf in adapter.shapes:
+            found = np.asarray(engine.parameters[leaf])[ranks > 0]
+            np.testing.assert_array_equal(found, params[leaf][ranks > 0], err_msg=leaf)
+    engine.save_adapter(tmp_path / "again")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / "saved" / name).read_bytes()
+
+
+def test_settings_beside_an_adapter_may_not_contradict_it(run):
+    config = json.loads((run[0] / "saved" / "adapter_config.json").read_text())
+    same = {key: config[key] for key in ("r", "use_dora")}
+    lora = {"adapter": str(run[0] / "saved"), "lora_dropout": 0.1, **same}
+    engine = jaxspeed.initialize(config={**CONFIG, "lora": lora})
+    assert {a.dropout for a in engine.program.model.adapters.values()} == {0.1}
+    lora |= {"r": 16, "use_rslora": True}
+    with pytest.raises(
+        jaxspeed.ConfigError, match=r"lora.r is 16, lora.use_rslora is True; remove"
+    ):
+        jaxspeed.initialize(config={**CONFIG, "lora": lora})
+    lora = {"adapter": str(run[0] / "none")}
+    with pytest.raises(jaxspeed.PretrainedError, match="no such folder"):
+        jaxspeed.initialize(config={**CONFIG, "lora": lora})
+
+
 def test_a_run_without_adapters_has_none_to_export(tmp_path, capsys):
     config = {k: v for k, v in CONFIG.items() if k != "lora"}
     engine = jaxspeed.initialize(config=config)
