@@ -368,7 +368,7 @@ def _check(reader: _Reader) -> None:
 def lora_section(
     adapter: PeftAdapter, weights: Mapping[str, Shape], table: MappingTable | None
 ) -> dict[str, Any]:
-    """What an adapter says in the words of the section `lora`, but for what is adapted.
+    """The keys of the section `lora` that an adapter has, but for what is adapted.
 
     That is `adapted_weights`, of which arguments and errors are the same. `modules_to_save` has the
     paths of the parameters that are in the adapter itself.

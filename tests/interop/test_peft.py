@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import jaxspeed
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.header import AdapterRecord
 from jaxspeed.config.lora_section import Lora
@@ -273,3 +274,19 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
         for at in zip(*np.nonzero(ranks), strict=True) if section.use_dora else ():
             name = adapters[path].leaf("magnitude")
             np.testing.assert_array_equal(found[name][at], values[name][at], err_msg=name)
+
+
+@both
+def test_an_engine_starts_from_peft_s_adapter(theirs, model, kind):
+    base, folder, expected = theirs(model, kind)
+    config = {
+        "train_batch_size": 8, "optimizer": {"type": "SGD"}, "model": {"pretrained": str(base)},
+        "lora": {"adapter": str(folder)}, "zero_optimization": {"stage": 3},
+    }  # fmt: skip
+    engine = jaxspeed.initialize(config=config)
+    merged = engine.module(jnp.asarray(TOKENS))
+    np.testing.assert_allclose(merged, expected, atol=1e-4, rtol=0)
+    logarithms = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
+    of_targets = np.take_along_axis(logarithms[:, :-1], TOKENS[:, 1:, None], -1)
+    found = engine.eval_batch({"tokens": np.tile(TOKENS, (4, 1))})["loss"]
+    np.testing.assert_allclose(found, -of_targets.mean(), atol=1e-4, rtol=0)
