@@ -185,7 +185,7 @@ def decoder_table(
     ignored = [f"{BLOCK}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]
     return MappingTable(
         [
-            TensorRule("model.embed_tokens.weight", "embed/table"),
+            TensorRule("model.embed_tokens.weight", "embed/table", kind="embedding"),
             TensorRule("model.norm.weight", "norm/scale"),
             TensorRule("lm_head.weight", "head/table"),
             *(TensorRule(f"{BLOCK}.{n}.weight", f"{OURS}/{m}/scale") for n, m in norms.items()),

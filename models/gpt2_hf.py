@@ -45,14 +45,15 @@ def table(config: Config) -> MappingTable:
     qkv = ("q_proj", "k_proj", "v_proj")
     return MappingTable(
         [
-            TensorRule("transformer.wte.weight", "embed/table"),
-            TensorRule("transformer.wpe.weight", "positions/table"),
+            TensorRule("transformer.wte.weight", "embed/table", kind="embedding"),
+            TensorRule("transformer.wpe.weight", "positions/table", kind="embedding"),
             TensorRule(f"{block}.ln_1.weight", f"{ours}/attn_norm/scale"),
             TensorRule(f"{block}.ln_1.bias", f"{ours}/attn_norm/bias"),
             TensorRule(
                 f"{block}.attn.c_attn.weight",
                 tuple(f"{ours}/attn/{name}/kernel" for name in qkv),
                 "embed (part heads dim) -> layer embed heads dim",
+                kind="conv1d",
             ),
             TensorRule(
                 f"{block}.attn.c_attn.bias",
@@ -63,13 +64,14 @@ def table(config: Config) -> MappingTable:
                 f"{block}.attn.c_proj.weight",
                 f"{ours}/attn/o_proj/kernel",
                 "(heads dim) embed -> layer heads dim embed",
+                kind="conv1d",
             ),
             TensorRule(f"{block}.attn.c_proj.bias", f"{ours}/attn/o_proj/bias"),
             TensorRule(f"{block}.ln_2.weight", f"{ours}/mlp_norm/scale"),
             TensorRule(f"{block}.ln_2.bias", f"{ours}/mlp_norm/bias"),
-            TensorRule(f"{block}.mlp.c_fc.weight", f"{ours}/mlp/up/kernel"),
+            TensorRule(f"{block}.mlp.c_fc.weight", f"{ours}/mlp/up/kernel", kind="conv1d"),
             TensorRule(f"{block}.mlp.c_fc.bias", f"{ours}/mlp/up/bias"),
-            TensorRule(f"{block}.mlp.c_proj.weight", f"{ours}/mlp/down/kernel"),
+            TensorRule(f"{block}.mlp.c_proj.weight", f"{ours}/mlp/down/kernel", kind="conv1d"),
             TensorRule(f"{block}.mlp.c_proj.bias", f"{ours}/mlp/down/bias"),
             TensorRule("transformer.ln_f.weight", "norm/scale"),
             TensorRule("transformer.ln_f.bias", "norm/bias"),

@@ -54,7 +54,7 @@ def table(config: Config) -> MappingTable:
     }
     fused = f"{block}.attention.query_key_value"
     rules = [
-        TensorRule("gpt_neox.embed_in.weight", "embed/table"),
+        TensorRule("gpt_neox.embed_in.weight", "embed/table", kind="embedding"),
         TensorRule("embed_out.weight", "head/table"),
         TensorRule(
             f"{fused}.weight",

@@ -72,9 +72,9 @@ class Adapter:
         return tuple(self.shape[d] for d in self.dims.stack)
 
     def per_layer(self, values: Sequence[float]) -> np.ndarray:
-        """Values of layers for all stacked dims."""
-        array = np.asarray(values)
-        return np.broadcast_to(array.reshape(-1, *[1] * (len(self.stack) - 1)), self.stack)
+        """Values of layers for all stacked dims; an array of no dims where there are none."""
+        per_layer = np.asarray(values).reshape(-1, *[1] * (len(self.stack) - 1))
+        return np.broadcast_to(per_layer if self.stack else per_layer[0], self.stack)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -67,7 +67,10 @@ def usual_dims(leaf: Leaf) -> WeightDims:
     names = by_dim(leaf.names, len(leaf.shape))
     stack = (*range(leaf.stacked), *experts_dim(leaf))
     rest = [d for d in range(len(leaf.shape)) if d not in stack]
-    if leaf.path.rpartition("/")[2] in TABLES or names[rest[0]] == "vocab":
+    module, _, name = leaf.path.rpartition("/")
+    if name in TABLES or names[rest[0]] == "vocab":
+        if module.rpartition("/")[2] in HEADS:  # its logits are h W^T
+            return WeightDims(stack, tuple(rest[1:]), tuple(rest[:1]), "product")
         return WeightDims(stack, tuple(rest[:1]), tuple(rest[1:]), "lookup")
     inputs = leaf.matrix_inputs or len(rest) - 1
     kind: Any = "product" if len(rest) == 2 or leaf.matrix_inputs else "convolution"

@@ -6,13 +6,15 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 from pydantic import TypeAdapter
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.leaves import saved_leaves
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
@@ -46,6 +48,30 @@ class LeafRecord:
 
 
 @dataclass(frozen=True)
+class AdapterRecord:
+    """The adapters of a model.
+
+    Attributes:
+      section: `lora` of the config.
+      adapters: by the paths of their weights.
+      trained: the paths of the parameters that are trained beside them.
+    """
+
+    section: dict[str, Any]
+    adapters: dict[str, Adapter]
+    trained: list[str]
+
+    @classmethod
+    def of(cls, program: Program) -> Self | None:
+        """Those of a program's model, if it has some."""
+        model, section = program.model, program.config.lora
+        if not isinstance(model, AdaptedModel) or section is None:
+            return None
+        trained = [leaf.path for leaf in model.leaves if leaf.trainable and not leaf.adapts]
+        return cls(section.model_dump(mode="json"), dict(model.adapters), trained)
+
+
+@dataclass(frozen=True)
 class Header:
     """The metadata of a checkpoint."""
 
@@ -61,6 +87,7 @@ class Header:
     versions: dict[str, str]
     client_state: dict[str, Any]
     files: list[str]
+    adapters: AdapterRecord | None = None
 
 
 def header_of(
@@ -92,6 +119,7 @@ def header_of(
         },
         client_state=dict(client_state),
         files=files,
+        adapters=AdapterRecord.of(program),
     )
 
 

@@ -1,6 +1,7 @@
 """`jaxspeed checkpoint list|show|verify|export DIR`: inspect checkpoints, export weights."""
 
 import argparse
+import contextlib
 import datetime
 import json
 from dataclasses import asdict
@@ -44,12 +45,18 @@ def add(commands: Any) -> None:
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
             verb.add_argument(
                 "--format",
-                choices=("native", "hf"),
-                default="native",
-                help="hf: Hugging Face's, with config.json and the tokenizer",
+                choices=("native", "hf", "peft"),
+                help="hf: Hugging Face's, with config.json and the tokenizer; peft: the adapters "
+                "alone, as PEFT loads them; by default native, the parameters by their paths",
             )
             verb.add_argument(
-                "--config", help="with --format hf: names the model, if DIR is not a run's folder"
+                "--merge",
+                action="store_true",
+                help="add the adapters to the weights, in Hugging Face's format",
+            )
+            verb.add_argument(
+                "--config",
+                help="with --format hf or peft: names the model, if DIR is not a run's folder",
             )
             verb.add_argument(
                 "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as stored"
@@ -148,9 +155,17 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _hf_form(given: argparse.Namespace) -> "HFForm":
-    """The form of the model that the run was of, or that a config names."""
+def _hf_form(given: argparse.Namespace) -> tuple["HFForm", str | None]:
+    """The form of the model that the run was of, or that a config names; its base's folder.
+
+    Raises:
+      NoHFForm: it has none.
+    """
+    from jaxspeed.config import load_config
+    from jaxspeed.data.tokenizer import BESIDE
+    from jaxspeed.interop.exporting import NoHFForm, hf_form
     from jaxspeed.run.claim import WHOSE
+    from jaxspeed.user_models.config_model import resolve_model
 
     run = Path(given.folder)
     run = run.parent if run.name == "checkpoints" else run
@@ -163,17 +178,11 @@ def _hf_form(given: argparse.Namespace) -> "HFForm":
                 f"{given.folder}: is not a run's folder; name the model with --config"
             ) from None
         if config["model"] is None:
-            raise ConfigError(
-                f"{run}: its config names no model; engine.save_pretrained exports it"
-            )
-    from jaxspeed.config import load_config
-    from jaxspeed.data.tokenizer import BESIDE
-    from jaxspeed.interop.exporting import hf_form
-    from jaxspeed.user_models.config_model import resolve_model
-
+            raise NoHFForm(f"{run}: its config names no model; engine.save_pretrained exports it")
     loaded = load_config(config)
     model, _ = resolve_model(loaded)
-    return hf_form(loaded, model, [run / name for name in BESIDE])
+    base = loaded.model.pretrained if loaded.model else None
+    return hf_form(loaded, model, [run / name for name in BESIDE]), base
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -199,12 +208,23 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     folder = _folder(given)
-    form = _hf_form(given) if given.format == "hf" else None
-    from jaxspeed.interop import export
+    if given.merge and given.format not in (None, "hf"):
+        raise ConfigError(
+            f"--merge writes Hugging Face's format; leave out --format {given.format}"
+        )
+    from jaxspeed.interop import export, export_adapter
+    from jaxspeed.interop.exporting import NoHFForm
     from jaxspeed.placement.show import bytes_text
 
-    tag = _tag(given, folder)
-    summary = export(folder, given.out, tag=tag, dtype=given.dtype, form=form, ema=given.ema)
+    how = {"tag": _tag(given, folder), "dtype": given.dtype, "ema": given.ema}
+    if given.format == "peft":
+        form = base = None
+        with contextlib.suppress(NoHFForm):  # its keys are the paths
+            form, base = _hf_form(given)
+        summary = export_adapter(folder, given.out, form=form, base=base, **how)
+    else:
+        form = _hf_form(given)[0] if given.merge or given.format == "hf" else None
+        summary = export(folder, given.out, form=form, merge=given.merge, **how)
     if given.json:
         print_json(asdict(summary))
         return 0

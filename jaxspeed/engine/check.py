@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.engine.check_report import (
     DTYPE_NAMES,
     NUDGES,
@@ -130,6 +131,11 @@ def _plain(program: Program) -> Program:
             "check with mean"
         )
     config = type(program.config).load(given)
+    if config.lora and config.lora.lora_dropout:
+        raise ConfigError(
+            f"check: lora.lora_dropout is {config.lora.lora_dropout:g}, and plain Flax, which has "
+            "merged weights, has no input of an adapter to drop; check with 0"
+        )
     device = next(d for d in program.mesh.devices.flat if d.process_index == jax.process_index())
     return program.rebuilt(config, [device])
 
@@ -153,8 +159,9 @@ def _by_flax(program: Program) -> Any:
         variables, batch = with_extra(state.variables, batch)
         batch = jax.tree.map(program.objective.cast, batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
+        adapted = _adapted(program)
         found = plain_gradients(
-            program.model,
+            adapted.base if adapted else program.model,
             _user_model(program),
             program.objective.loss_fn,
             params,
@@ -164,12 +171,18 @@ def _by_flax(program: Program) -> Any:
             program.config.parallel.state_collections,
             train_rule(program.config, program.source.trainable).adds,
             program.objective.autocast,
+            adapted,
         )
         values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
         in_rows = partial(_in_rows, program.table)
         return found._replace(grads=in_rows(found.grads), values=in_rows(values))
 
     return compiled_otherwise(program, gradients)
+
+
+def _adapted(program: Program) -> AdaptedModel | None:
+    """The model of a program, if it has adapters."""
+    return program.model if isinstance(program.model, AdaptedModel) else None
 
 
 def _read_parameters(table: PlacementTable, state: TrainState) -> Arrays:
@@ -209,7 +222,10 @@ def _evaluated(
         params = _read_parameters(plain.table, state)
         variables, batch = with_extra(state.variables, batch)
         batch = jax.tree.map(plain.objective.cast, batch)
-        args = (plain.model, _user_model(plain), plain.objective.loss_fn, params, variables, batch)
+        model: Any = plain.model
+        if adapted := _adapted(plain):
+            model, params = adapted.base, adapted.merged(params)
+        args = (model, _user_model(plain), plain.objective.loss_fn, params, variables, batch)
         return plain_loss(*args, state.step, plain.objective.autocast, train=train)
 
     traced = [

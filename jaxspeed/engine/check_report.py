@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.engine.plain_flax import PlainGradients
 from jaxspeed.placement.paths import counted, listed
 from jaxspeed.placement.rows import Leaf
@@ -223,7 +224,7 @@ def _unlike(
 
 
 def _frozen_by_user(program: Program, path: str) -> bool:
-    """Whether `trainable` or an optimizer group freezes a parameter."""
+    """Whether `trainable`, an optimizer group or `lora` freezes a parameter."""
     rule = train_rule(program.config, program.source.trainable)
     row = program.table.rows.get(path)
     leaf = row.leaf if row else Leaf(path, (), np.dtype(np.float32))
@@ -231,6 +232,8 @@ def _frozen_by_user(program: Program, path: str) -> bool:
         return True
     # Only the table has the variables' types.
     chosen = row is None if rule.selection.by_leaf else rule.selection.chosen(leaf.paths, None)
+    if isinstance(program.model, AdaptedModel):
+        chosen = any(own.trainable for own in program.model.leaves if own.path == path)
     others = [r.leaf for r in program.table if r is not row]
     return not rule.over([*others, replace(leaf, trainable=chosen)])[-1].trainable
 

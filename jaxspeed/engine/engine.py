@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
@@ -28,7 +29,7 @@ from jaxspeed.engine.step_report import compiled_report
 from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
+from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.placement.codec import Stored, unpad
@@ -316,15 +317,34 @@ class Engine(DeepSpeedHabits):
         dtype: str | None = None,
         form: HFForm | None = None,
         ema: bool = False,
+        merge: bool = False,
     ) -> ExportSummary:
         """Write the parameters to a Hugging Face folder, with config.json and the tokenizer.
 
         Called on every process. `dtype` is fp32, bf16 or fp16, by default that of the update; a
         `form` is needed where the model is neither of a family nor pretrained. With `ema` the
-        moving averages are written in their place.
+        moving averages are written in their place, and with `merge` the weights with their
+        adapters.
         """
         state = self.averaged if ema else self.state
-        return save_pretrained(self.program, state, folder, dtype=dtype, form=form)
+        return save_pretrained(self.program, state, folder, dtype=dtype, form=form, merge=merge)
+
+    @watched("save")
+    def save_adapter(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        form: HFForm | None = None,
+        ema: bool = False,
+    ) -> ExportSummary:
+        """Write the adapters to a folder that PEFT loads, and `lora.adapter` here.
+
+        Called on every process; arguments are those of `save_pretrained`. Where the model has no
+        form in Hugging Face's format, only `lora.adapter` reads the folder.
+        """
+        state = self.averaged if ema else self.state
+        return save_adapter(self.program, state, folder, dtype=dtype, form=form)
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -460,7 +480,10 @@ class Engine(DeepSpeedHabits):
 
     @staticmethod
     def _bound(program: Program, parameters: Mapping[str, Any], variables: Any) -> Any:
-        bound = program.model.bind(dict(parameters), variables, train=False, step=0, micro=0)
+        model, values = program.model, dict(parameters)
+        if isinstance(model, AdaptedModel):  # outside of a traced loss, no product is adapted
+            values = model.merged(values)
+        bound = model.bind(values, variables, train=False, step=0, micro=0)
         program.model.protect(bound)
         return bound
 

@@ -24,6 +24,7 @@ from flax import nnx
 from flax.core import meta
 from flax.core.scope import DenyList, in_filter, union_filters
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.objective.autocast import Autocast, autocast_function
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.placement.paths import flat_with_paths
@@ -66,6 +67,7 @@ def plain_gradients(
     collections: Sequence[str] | None,
     adds: Callable[[str, Any], bool],
     autocast: Autocast | None = None,
+    adapted: AdaptedModel | None = None,
 ) -> PlainGradients:
     """The gradients of micro-batches [micro-batches, ...] from these values of a model.
 
@@ -73,10 +75,15 @@ def plain_gradients(
       user_model: what `initialize` was given.
       collections: the config's `parallel.state_collections`.
       adds: `adds(path, leaf)`: whether a Variable that is no Param is trained.
+      adapted: the model with its adapters, which are merged into its weights here.
     """
+    weights = adapted.adapters if adapted else {}
+    adapters = [path for adapter in weights.values() for path in adapter.shapes]
 
     def bound(values: Arrays, number: Any) -> Any:
-        given = ({p: values[p] for p in params}, {p: values[p] for p in variables})
+        own = {p: values[p] for p in params}
+        own = adapted.merged(own) if adapted else own
+        given = (own, {p: values[p] for p in variables})
         made = plain_model(model, user_model, *given, train=True, step=step, micro=number)
         if _is_linen(made):
             made.variables = _without(made.variables, sown)
@@ -91,7 +98,7 @@ def plain_gradients(
     sown = {place for place in sown if collections is None or place[0] not in collections}
     roles: dict[str, Role] = {}
     jax.eval_shape(lambda v: _note_roles(bound(v, 0), collections, adds, roles), values)
-    moving = [path for path, role in roles.items() if role == "parameter"]
+    moving = [*(path for path, role in roles.items() if role == "parameter"), *adapters]
 
     def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any) -> Any:
         model_now = bound({**values, **active}, number)
@@ -107,7 +114,7 @@ def plain_gradients(
         after = {
             path: jnp.asarray(x, values[path].dtype)
             for path, x in every.items()
-            if roles.get(path, "other") != "other"
+            if roles.get(path, "other") != "other" and path not in weights
         }
         mean = jnp.where(weight > 0, loss.total / jnp.where(weight > 0, weight, 1), 0)
         return mean, (loss.total, weight, after)

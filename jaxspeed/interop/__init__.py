@@ -1,6 +1,13 @@
 """Weights in the files of other libraries: read into shards, and written, by mapping tables."""
 
-from jaxspeed.interop.exporting import ExportSummary, HFForm, export, save_pretrained
+from jaxspeed.interop.exporting import (
+    ExportSummary,
+    HFForm,
+    export,
+    export_adapter,
+    save_adapter,
+    save_pretrained,
+)
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 from jaxspeed.interop.pretrained import pretrained
 
@@ -10,6 +17,8 @@ __all__ = [
     "MappingTable",
     "TensorRule",
     "export",
+    "export_adapter",
     "pretrained",
+    "save_adapter",
     "save_pretrained",
 ]

@@ -12,6 +12,8 @@ import tensorstore as ts
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
+from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.header import Header, codec_of
 from jaxspeed.checkpoint.manifest import is_local
 from jaxspeed.checkpoint.orbax_arrays import FOLDER
@@ -132,6 +134,79 @@ class StateValues:
             block = np.asarray(shard.data)[tuple(slice(i.stop - i.start) for i in index)]
             if block.size:
                 yield index, block
+
+
+class MergedValues:
+    """Values in which adapters are added to the weights, a layer's factors and block at a time.
+
+    As applied: W + s A B, and with DoRA m (W + s A B) / ||W + s A B||, in fp32.
+    """
+
+    def __init__(self, values: Values, adapters: Mapping[str, Adapter]) -> None:
+        self._values, self._adapters = values, adapters
+        self.leaves = {p: x for p, x in values.leaves.items() if not p.startswith(ADAPTERS)}
+
+    def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
+        """The blocks of the values; with DoRA they are read twice, first for the norms."""
+        adapter = self._adapters.get(path)
+        if adapter is None:
+            yield from self._values.blocks(path)
+            return
+        dims = adapter.dims
+        kept = [dim for dim in range(len(adapter.shape)) if dim not in dims.inputs]
+        leaves = {leaf: full_array(self._values, leaf) for leaf in adapter.shapes}
+        ratio: np.ndarray | None = None
+        if adapter.dora:
+            squares = np.zeros([adapter.shape[dim] for dim in kept], np.float32)
+            for index, block in self._values.blocks(path):
+                total = np.square(_with_delta(adapter, leaves, index, block))
+                squares[tuple(index[dim] for dim in kept)] += total.sum(axis=dims.inputs)
+            magnitude = leaves[adapter.leaf("magnitude")].astype(np.float32)
+            adapted = (adapter.per_layer(adapter.ranks) > 0).T
+            adapted = np.broadcast_to(adapted, magnitude.T.shape).T
+            order = np.argsort([*dims.stack, *dims.outputs])  # as the weight has them
+            norms = np.sqrt(squares)
+            ratio = np.divide(
+                magnitude.transpose(order),
+                norms,
+                out=np.ones_like(norms),
+                where=adapted.transpose(order),
+            )
+        for index, block in self._values.blocks(path):
+            total = _with_delta(adapter, leaves, index, block)
+            if ratio is not None:
+                own = ratio[tuple(index[dim] for dim in kept)]
+                total *= np.expand_dims(own, dims.inputs)
+            yield index, total.astype(block.dtype)
+
+
+def _with_delta(
+    adapter: Adapter, leaves: Mapping[str, np.ndarray], index: Index, block: np.ndarray
+) -> np.ndarray:
+    """A block of a weight plus that of s A B, in fp32."""
+    dims = adapter.dims
+    stack, inputs, outputs = (
+        tuple(index[dim] for dim in each) for each in (dims.stack, dims.inputs, dims.outputs)
+    )
+    a = leaves[adapter.leaf("A")][(*stack, *inputs)].astype(np.float32)
+    b = leaves[adapter.leaf("B")][(*stack, slice(None), *outputs)].astype(np.float32)
+    total = block.astype(np.float32)
+    # [*stack, *inputs, *outputs], a view of the total
+    view = total.transpose([*dims.stack, *dims.inputs, *dims.outputs])
+    scales, ranks = (adapter.per_layer(each)[stack] for each in (adapter.scales, adapter.ranks))
+    for at in np.ndindex(*view.shape[: len(stack)]):
+        if ranks[at]:
+            view[at] += np.float32(scales[at]) * np.tensordot(a[at], b[at], 1)
+    return total
+
+
+def full_array(values: Values, path: str) -> np.ndarray:
+    """A leaf at once."""
+    shape, dtype = values.leaves[path]
+    array = np.empty(shape, jnp.dtype(dtype))
+    for index, block in values.blocks(path):
+        array[index] = block
+    return array
 
 
 def _gathered(x: jax.Array, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:

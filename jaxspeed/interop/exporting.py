@@ -1,5 +1,6 @@
 """Export of weights to safetensors files, block by block, from a checkpoint or from an engine."""
 
+import contextlib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from etils import epath
 
 from jaxspeed.checkpoint.catalog import existing
 from jaxspeed.checkpoint.header import FILES as SAVED
-from jaxspeed.checkpoint.header import read_header
+from jaxspeed.checkpoint.header import AdapterRecord, Header, read_header
 from jaxspeed.checkpoint.manifest import read_manifest
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.checkpoint.stores import store_at
@@ -22,9 +23,13 @@ from jaxspeed.checkpoint.verification import check_valid, newest_valid
 from jaxspeed.config import Config
 from jaxspeed.data.tokenizer import BESIDE, FILES
 from jaxspeed.errors import CheckpointError, PretrainedError
-from jaxspeed.interop.export_values import CheckpointValues, StateValues, Values
+from jaxspeed.interop.export_values import CheckpointValues, MergedValues, StateValues, Values
 from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
+from jaxspeed.interop.peft_config import CONFIG as ADAPTER_CONFIG
+from jaxspeed.interop.peft_config import AdapterForm
+from jaxspeed.interop.peft_export import write_adapter
+from jaxspeed.interop.peft_layout import TENSORS as ADAPTER
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
 from jaxspeed.train.program import Program
@@ -46,6 +51,10 @@ class ExportSummary:
     tensors: int
     bytes: int
     left_out: list[str] = field(default_factory=list)  # variables that are not exported
+
+
+class NoHFForm(PretrainedError):
+    """A model is neither of a family nor has a mapping table."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ def export(
     file_bytes: int = 5 * 10**9,
     form: HFForm | None = None,
     ema: bool = False,
+    merge: bool = False,
 ) -> ExportSummary:
     """Write the weights of a valid checkpoint to `out/model*.safetensors`.
 
@@ -85,23 +95,135 @@ def export(
       dtype: of the floating tensors, such as "bfloat16"; None for their dtype in the checkpoint.
       file_bytes: larger exports are split into several files with an index.
       ema: write the moving averages of the parameters that have one.
+      merge: add the adapters to the weights that they adapt; needs a `form`.
 
     Raises:
       CheckpointError: no checkpoint is valid, it has no moving average, or `out` cannot be written
         to.
+      PretrainedError: the form is of another model, or has no place for adapters.
+    """
+    source, header = _checkpoint(folder, tag)
+    kinds = _KINDS if form is None else _KINDS[:1]
+    names = [n for n, leaf in header.leaves.items() if n.startswith(kinds) and not leaf.key]
+    left = sorted(_path(n) for n in header.leaves if n.startswith(_KINDS) and n not in names)
+    metadata = {"tag": header.tag, "step": str(header.step), "writer": "jaxspeed"}
+    stored = _stored(source, header, names, ema)
+    if form is not None and any(name in FILES for name in header.files):
+        others = [path for path in form.files if path.name not in BESIDE]
+        form = replace(form, files=[*others, *(source / SAVED / name for name in header.files)])
+    values = CheckpointValues(source, header, stored)
+    merged = _without_adapters(values, header.adapters, merge) if form else values
+    files, tensors = _write(merged, Path(out), dtype, file_bytes, metadata, form)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return ExportSummary(header.tag, header.step, files, len(tensors), total, left)
+
+
+def export_adapter(
+    folder: Any,
+    out: Any,
+    *,
+    tag: str | None = None,
+    dtype: str | None = None,
+    form: HFForm | None = None,
+    base: str | None = None,
+    ema: bool = False,
+) -> ExportSummary:
+    """Write the adapters of a valid checkpoint to a folder as PEFT does.
+
+    Args:
+      form: the base in Hugging Face's format; without one the keys are paths, and only jaxspeed
+        reads the folder.
+      base: the folder or the id of the base.
+      tag, dtype, ema: as of `export`.
+
+    Raises:
+      CheckpointError: no checkpoint is valid, it has no adapters, or `out` cannot be written to.
       PretrainedError: the form is of another model.
     """
+    source, header = _checkpoint(folder, tag)
+    if header.adapters is None:
+        raise CheckpointError(f"{source}: has no adapters: the config had no section lora")
+    names = [n for n, leaf in header.leaves.items() if n.startswith(_KINDS[0]) and not leaf.key]
+    values = CheckpointValues(source, header, _stored(source, header, names, ema))
+    return _write_adapter(values, out, header.adapters, form, base, dtype, header.tag, header.step)
+
+
+def save_adapter(
+    program: Program,
+    state: TrainState,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    form: HFForm | None = None,
+) -> ExportSummary:
+    """Write the adapters of a state to a folder as PEFT does; called on every process.
+
+    Arguments are those of `export_adapter`; without a form that of the config's model, if it has
+    one.
+    """
+    record = AdapterRecord.of(program)
+    if record is None:
+        raise PretrainedError("the model has no adapters: the config has no section lora")
+    model, section = program.source.model, program.config.model
+    if form is None:
+        with contextlib.suppress(NoHFForm):
+            form = hf_form(program.config, model)
+    base = section.pretrained if section else None
+    if base is None and isinstance(model, Pretrained) and isinstance(model.weights, FolderWeights):
+        base = str(model.weights.folder.path)
+    values = StateValues(program, state)
+    return _write_adapter(values, out, record, form, base, dtype, "", int(state.step))
+
+
+def _write_adapter(
+    values: Values,
+    out: Any,
+    record: AdapterRecord,
+    form: HFForm | None,
+    base: str | None,
+    dtype: str | None,
+    tag: str,
+    step: int,
+) -> ExportSummary:
+    own = AdapterForm(record, base=base)
+    if form is not None:
+        own = replace(own, table=form.table, config=form.config)
+    tensors = write_adapter(values, out, own, _floating(dtype))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return ExportSummary(tag, step, [ADAPTER_CONFIG, ADAPTER], len(tensors), total)
+
+
+def _without_adapters(values: Values, record: AdapterRecord | None, merge: bool) -> Values:
+    """The values of a model alone.
+
+    Raises:
+      PretrainedError: it has adapters that are not to be merged, or none that are.
+    """
+    if merge:
+        if record is None:
+            raise PretrainedError("there are no adapters to merge: the config had no section lora")
+        return MergedValues(values, record.adapters)
+    if record is not None:
+        raise PretrainedError(
+            "the model has adapters, which Hugging Face's format has no place for: merge them into "
+            "the weights (--merge, merge=True), or write them alone (--format peft, save_adapter)"
+        )
+    return values
+
+
+def _checkpoint(folder: Any, tag: str | None) -> tuple[epath.Path, Header]:
+    """A valid checkpoint; without a tag the newest."""
     store, processes = store_at(folder), Processes()
     if tag is None:
         tag = newest_valid(store, processes)
     else:
         check_valid(store, processes, existing(store, tag))
     source = store.root / tag
-    header = read_header(source, read_manifest(source).format)
-    kinds = _KINDS if form is None else _KINDS[:1]
-    names = [n for n, leaf in header.leaves.items() if n.startswith(kinds) and not leaf.key]
-    left = sorted(_path(n) for n in header.leaves if n.startswith(_KINDS) and n not in names)
-    metadata = {"tag": tag, "step": str(header.step), "writer": "jaxspeed"}
+    return source, read_header(source, read_manifest(source).format)
+
+
+def _stored(source: epath.Path, header: Header, names: Sequence[str], ema: bool) -> dict[str, str]:
+    """{path: name} of what is exported."""
     stored = {_path(name): name for name in names}
     if ema:
         averages = {_path(name): name for name in header.leaves if name.startswith("ema/")}
@@ -110,13 +232,7 @@ def export(
                 f"{source}: has no moving average of the weights: optimizer.ema_decay was not set"
             )
         stored |= averages
-    if form is not None and any(name in FILES for name in header.files):
-        others = [path for path in form.files if path.name not in BESIDE]
-        form = replace(form, files=[*others, *(source / SAVED / name for name in header.files)])
-    values = CheckpointValues(source, header, stored)
-    files, tensors = _write(values, Path(out), dtype, file_bytes, metadata, form)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    return ExportSummary(tag, header.step, files, len(tensors), total, left)
+    return stored
 
 
 def save_pretrained(
@@ -127,13 +243,14 @@ def save_pretrained(
     dtype: str | None = None,
     file_bytes: int = 5 * 10**9,
     form: HFForm | None = None,
+    merge: bool = False,
 ) -> ExportSummary:
     """Write the parameters of a state in Hugging Face's format; called on every process.
 
     Arguments are those of `export`; without a form that of the config's model.
     """
     form = form or hf_form(program.config, program.source.model)
-    values = StateValues(program, state)
+    values = _without_adapters(StateValues(program, state), AdapterRecord.of(program), merge)
     metadata = {"step": str(int(state.step)), "writer": "jaxspeed", "format": "pt"}
     files, tensors = _write(values, Path(out), dtype, file_bytes, metadata, form)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -145,7 +262,8 @@ def hf_form(config: Config, model: Any, files: Sequence[Path] = ()) -> HFForm:
     """The form of the model that a config names, or that was pretrained.
 
     Raises:
-      PretrainedError: it has none.
+      NoHFForm: it has none.
+      PretrainedError: its config has none.
     """
     if isinstance(model, Pretrained) and isinstance(model.weights, FolderWeights):
         folder, table, sizes = model.weights.folder, model.weights.table, model.config
@@ -160,7 +278,7 @@ def hf_form(config: Config, model: Any, files: Sequence[Path] = ()) -> HFForm:
         return HFForm(table, values, files)
     sizes = family_sizes(config)
     if sizes is None:
-        raise PretrainedError(
+        raise NoHFForm(
             "the model has no form in Hugging Face's format: give a mapping table, as "
             "form=jaxspeed.interop.HFForm(table)"
         )
@@ -174,7 +292,7 @@ def _family(sizes: Any) -> Any:
     try:  # by name, so that the package imports no model of its own
         return importlib.import_module(f"{module}_hf")
     except ModuleNotFoundError:
-        raise PretrainedError(f"{module} has no form in Hugging Face's format") from None
+        raise NoHFForm(f"{module} has no form in Hugging Face's format") from None
 
 
 def _config_json(form: Any, sizes: Any) -> dict[str, Any]:

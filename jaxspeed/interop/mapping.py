@@ -14,6 +14,8 @@ parameter's path and a layout in einops' notation, the file's dims first:
   it, and they may differ in size; as another factor it interleaves them.
 - Without a layout the dims are equal, after those of stacked numbers.
 - `sizes` has the sizes of factors that a parameter has not as a dim of its own.
+- `kind` says which dims of a weight are inputs, which the files of adapters need: in an "embedding"
+  and a "conv1d" they are first, in all others ("linear", convolutions too) the outputs are.
 
 A rule whose path the model lacks is inactive: one table serves models with and without biases.
 
@@ -29,7 +31,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +50,27 @@ class TensorRule:
     paths: str | tuple[str, ...]
     layout: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+
+    @property
+    def stacked(self) -> list[str]:
+        """The numbers that are dims of the parameter."""
+        first = self.paths if isinstance(self.paths, str) else self.paths[0]
+        inside = _NUMBER.findall(first)
+        return [n for n in dict.fromkeys(_NUMBER.findall(self.tensor)) if n not in inside]
+
+    def dims(self, shape: tuple[int, ...]) -> tuple[list[list[str]], list[list[str]]]:
+        """The dims of the tensor, and those of a parameter of this shape, each as its factors."""
+        if not self.layout:
+            own = [[f"dim{i}"] for i in range(len(shape) - len(self.stacked))]
+            return own, [*([name] for name in self.stacked), *own]
+        left, arrow, right = self.layout.partition("->")
+        if not arrow:
+            raise _Misfit(f"layout {self.layout!r} has no '->'")
+        file_dims, dims = _factors(left), _factors(right)
+        if len(dims) != len(shape):
+            raise _Misfit(f"layout {self.layout!r} has {len(dims)} dims, the parameter {shape}")
+        return file_dims, dims
 
 
 @dataclass(frozen=True)
@@ -149,7 +172,7 @@ def bind(
     problems: list[str] = []
     for rule in table.rules:
         try:
-            for numbers, paths in _matches(rule, parameters):
+            for numbers, paths in matches(rule, parameters):
                 for path in paths:
                     if owners.setdefault(path, rule) is not rule:
                         problems.append(
@@ -237,7 +260,7 @@ def _alternating(name: str) -> Iterable[tuple[str, str]]:
     return itertools.zip_longest(split[::2], split[1::2], fillvalue="")
 
 
-def _matches(
+def matches(
     rule: TensorRule, parameters: Mapping[str, Any]
 ) -> Iterable[tuple[dict[str, int], tuple[str, ...]]]:
     """(the numbers in the paths, the paths) for each use of a rule."""
@@ -264,9 +287,9 @@ def _applied(
     most: float,
 ) -> Iterable[tuple[str, tuple[int, ...], dict[str, TensorShare]]]:
     """(a tensor's name, its shape, {path: its piece}) for each number of stacked parameters."""
-    stacked = [n for n in dict.fromkeys(_NUMBER.findall(rule.tensor)) if n not in numbers]
+    stacked = rule.stacked
     shapes = [parameters[path] for path in paths]
-    layouts = [_Layout.of(rule, stacked, shape) for shape in shapes]
+    layouts = [_Layout.of(rule, shape) for shape in shapes]
     dims: list[int] = []
     for sizes in zip(*(layout.dims for layout in layouts), strict=True):
         if len(set(sizes)) > 1 and len(dims) != layouts[0].concatenated:
@@ -299,17 +322,8 @@ class _Layout:
     concatenated: int | None
 
     @classmethod
-    def of(cls, rule: TensorRule, stacked: Sequence[str], shape: tuple[int, ...]) -> _Layout:
-        if rule.layout:
-            left, arrow, right = rule.layout.partition("->")
-            if not arrow:
-                raise _Misfit(f"layout {rule.layout!r} has no '->'")
-            file_dims, dims = _factors(left), _factors(right)
-        else:
-            own = [[f"dim{i}"] for i in range(len(shape) - len(stacked))]
-            file_dims, dims = own, [*([name] for name in stacked), *own]
-        if len(dims) != len(shape):
-            raise _Misfit(f"layout {rule.layout!r} has {len(dims)} dims, the parameter {shape}")
+    def of(cls, rule: TensorRule, shape: tuple[int, ...]) -> _Layout:
+        file_dims, dims = rule.dims(shape)
         sizes = {**rule.sizes, "1": 1}
         if _PART in itertools.chain(*file_dims):
             sizes[_PART] = len(_paths(rule))
@@ -327,7 +341,7 @@ class _Layout:
                 raise _Misfit(f"{shape}: the factors ({' '.join(factors)}) do not give {size}")
         inside = [n for n in itertools.chain(*file_dims) if n not in ("1", _PART)]
         outside = [*itertools.chain(*dims)]
-        if sorted([*inside, *stacked]) != sorted(outside) or len(set(outside)) < len(outside):
+        if sorted([*inside, *rule.stacked]) != sorted(outside) or len(set(outside)) < len(outside):
             raise _Misfit(f"layout {rule.layout!r}: its two sides have different dims")
         concatenated = None
         for i, factors in enumerate(file_dims):

@@ -66,8 +66,15 @@ def check_dtype(name: str, dtype: str) -> None:
 class TensorFile:
     """A file of tensors; `array` is a view of the file, of which only used parts are read."""
 
-    def __init__(self, path: Path, start: int, places: Mapping[str, tuple[Tensor, int]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        start: int,
+        places: Mapping[str, tuple[Tensor, int]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
+        self.metadata = dict(metadata or {})
         self.tensors = {name: tensor for name, (tensor, _) in places.items()}
         self._places = places
         self._start = start
@@ -83,6 +90,7 @@ class TensorFile:
         places, offset = {}, 0
         try:
             with safe_open(path, framework="np") as file:
+                metadata = file.metadata()
                 for name in file.offset_keys():  # one after another, without gaps
                     stored = file.get_slice(name)
                     if (dtype := stored.get_dtype()) not in _DTYPES:
@@ -92,7 +100,7 @@ class TensorFile:
                     tensor = Tensor(name, tuple(stored.get_shape()), _DTYPES[dtype].name)
                     places[name] = tensor, offset
                     offset += tensor.nbytes
-            return cls(path, path.stat().st_size - offset, places)
+            return cls(path, path.stat().st_size - offset, places, metadata)
         except OSError as error:
             raise PretrainedError(f"{path}: {error.strerror or error}") from None
         except SafetensorError as error:

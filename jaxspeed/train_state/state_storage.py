@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.errors import ModelError
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored, StoredValue, pad, unpad
@@ -98,6 +99,8 @@ class StateStorage:
         at = self.shardings
         if self.model.weights is not None:
             params, master = self._read(self.model.weights)
+            adapters = self._adapters(seed, params, master)
+            params, master = params | adapters[0], master | adapters[1]
             draw = in_mesh(self.mesh, lambda seed: self.model.init(seed)[1])
             variables = staged_init(draw, at.variables, seed)
         elif self.model.needs_values:
@@ -170,12 +173,43 @@ class StateStorage:
     def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         params: Arrays = {}
         master: Arrays = {}
-        values = self.table.in_rows(values)
-        for row in self.table:
+        for path, value in self.table.in_rows(values).items():
+            row = self.table[path]
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is not None:
-                    stored[row.path] = self.table.stored(row, placement).encode(values[row.path])
+                    stored[path] = self.table.stored(row, placement).encode(value)
         return params, master, variables
+
+    def _adapters(self, seed: Any, params: Arrays, master: Arrays) -> tuple[Arrays, Arrays]:
+        """(params, masters) of first adapters, beside weights that were read."""
+        rows = [row for row in self.table if row.leaf.adapts]
+        if not isinstance(self.model, AdaptedModel) or not rows:
+            return {}, {}
+        model = self.model
+        measured = {path for path, adapter in model.adapters.items() if adapter.dora}
+
+        def drawn(seed: Any, stored: Arrays) -> tuple[Arrays, Arrays]:
+            weights = {
+                path: self.table[path].decoded(self.table[path].updated, on_device(x))
+                for path, x in stored.items()
+            }
+            made = self._as_stored(model.drawn(seed, self.table.joined(weights)), {})
+            return made[0], made[1]
+
+        stored = {
+            row.path: (master if row.master else params)[row.path]
+            for row in self.table
+            if row.leaf.parameter in measured
+        }
+        at = self.shardings
+        places = tuple(
+            {row.path: each[row.path] for row in rows if row.path in each}
+            for each in (at.params, at.master)
+        )
+        options = init_options(at.step)
+        draw = jax.jit(in_mesh(self.mesh, drawn), out_shardings=places, compiler_options=options)
+        found: tuple[Arrays, Arrays] = draw(seed, stored)
+        return found
 
     def _fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
         params, master = on_device((params, master))
@@ -199,10 +233,11 @@ class StateStorage:
 
     def _read(self, weights: Weights) -> tuple[Arrays, Arrays]:
         """(params, masters), each shard read by itself, once for the devices that have it."""
-        weights.check({path: self.table.shape_of(path) for path in self.table.parameters})
+        own = [row for row in self.table if not row.leaf.adapts]
+        weights.check({row.leaf.parameter: self.table.shape_of(row.leaf.parameter) for row in own})
         params: Arrays = {}
         master: Arrays = {}
-        for row in self.table:
+        for row in own:
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is None:
                     continue

@@ -1,0 +1,332 @@
+"""Adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
+
+Here they are read. `peft_layout` has the names and layouts of the tensors, `peft_config` the other
+file, and `peft_export` writes both as PEFT does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspeed.adapters.products import WeightDims
+from jaxspeed.errors import PretrainedError
+from jaxspeed.interop.mapping import MappingTable, TensorRule, TensorShare, bind, lines, matches
+from jaxspeed.interop.peft_config import CONFIG, MOST, matching_value, read_config
+from jaxspeed.interop.peft_layout import (
+    FOLDER,
+    LEAVES,
+    PARTS,
+    PREFIX,
+    TENSORS,
+    A,
+    AdaptedModule,
+    B,
+    Shape,
+    dims_of,
+    is_parameter,
+    modules_of,
+    path_table,
+    rank_spans,
+    ranks_of,
+    relative_scales,
+)
+from jaxspeed.interop.safetensors import Tensor, TensorFile
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A saved adapter, of whose tensors nothing has been read."""
+
+    folder: Path
+    config: Mapping[str, Any]  # in PEFT's words, with all of their defaults
+    file: TensorFile
+    parts: Mapping[str, Sequence[tuple[int, float]]]  # of modules in blocks: ranks and alphas
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """The rank and alpha of a weight, for each number in its stacked dims; of rank 0 is none."""
+
+    ranks: np.ndarray
+    alphas: np.ndarray
+
+
+def read_adapter(folder: str | Path) -> PeftAdapter:
+    """A folder that PEFT or jaxspeed saved.
+
+    Raises:
+      PretrainedError: it is none, or an adapter of another kind than LoRA.
+    """
+    path = Path(folder).expanduser()
+    config = read_config(path)
+    if not (path / TENSORS).is_file():
+        problem = f"{folder}: has no {TENSORS}"
+        if pickled := sorted(file.name for file in path.glob("*.bin")):
+            problem += (
+                f"; {pickled[0]} is a pickle, which could run any code: convert it where you trust "
+                "it, with PEFT: PeftModel.from_pretrained(...).save_pretrained(...)"
+            )
+        raise PretrainedError(problem)
+    file = TensorFile.open(path / TENSORS)
+    try:
+        stored = json.loads(file.metadata.get(PARTS, "{}"))
+        parts = {
+            str(name): [(int(rank), float(alpha)) for rank, alpha in of]
+            for name, of in stored.items()
+        }
+    except (ValueError, TypeError, AttributeError):
+        raise PretrainedError(f"{file.path}: its metadata {PARTS} is damaged") from None
+    return PeftAdapter(path, config, file, parts)
+
+
+class _Reader:
+    """The modules of an adapter, found by the names of its tensors."""
+
+    def __init__(
+        self, adapter: PeftAdapter, weights: Mapping[str, Shape], table: MappingTable | None
+    ) -> None:
+        self.adapter, self.weights = adapter, weights
+        self.there = adapter.file.tensors
+        by_path = table is None
+        if table is None:
+            table = path_table(weights, _stacks(self.there, weights))
+        self.table, self._by_path = table, by_path
+        prefix = self.table.prefix
+        bare = prefix and not any(name.startswith(PREFIX + prefix) for name in self.there)
+        self._removed = prefix if bare else ""
+        self.modules = self._found()
+        self.bound = bind(self.table, weights)
+
+    def base_name(self, key: str) -> str:
+        """The name of a tensor of the model itself, by its key in an adapter."""
+        name = self._removed + key.removeprefix(PREFIX)
+        module, _, last = name.rpartition(".")
+        return f"{module.removesuffix('.base_layer')}.{last}" if module else name
+
+    @property
+    def replaced(self) -> dict[str, list[tuple[TensorShare, str]]]:
+        """The parameters that are in the adapter itself, with the tensors of each.
+
+        PEFT saves the weight of an adapted embedding as well, which is the base's.
+        """
+        keys = {self.base_name(k): k for k in self.there if not k.endswith(".base_layer.weight")}
+        found = {}
+        for path, pieces in self.bound.pieces.items():
+            if there := [(piece, keys[piece.tensor]) for piece in pieces if piece.tensor in keys]:
+                found[path] = there
+        return found
+
+    def key(self, key: str) -> str:
+        """A key as the adapter has it: those of a bare model's lack the prefix."""
+        return PREFIX + key.removeprefix(PREFIX).removeprefix(self._removed)
+
+    def tensor(self, module: AdaptedModule, which: int) -> Tensor | None:
+        return self.there.get(self.key(module.keys[which]))
+
+    def rank(self, module: AdaptedModule) -> int:
+        """That of A, which has all of its ranks."""
+        a = self.tensor(module, A)
+        return a.shape[0] // module.experts if a is not None and a.shape else 0
+
+    def parts(self, module: AdaptedModule) -> list[tuple[int, float]]:
+        """(rank, alpha) of each part."""
+        if own := self.adapter.parts.get(module.name):
+            return list(own)
+        config = self.adapter.config
+        alpha = matching_value(config["alpha_pattern"], module.name, config["lora_alpha"])
+        return [(self.rank(module), alpha) for _ in module.parts]
+
+    def _found(self) -> list[AdaptedModule]:
+        parameters = self.adapter.config["target_parameters"] or ()
+        dims: dict[str, WeightDims] = {}
+        for rule in self.table.rules:
+            ends = (f".{rule.tensor}".endswith(f".{name}") for name in parameters)
+            if is_parameter(rule) and not any(ends):
+                continue
+            for _, paths in matches(rule, self.weights):
+                for path in paths:
+                    shape = self.weights[path]
+                    fits = partial(self._fits, rule, shape) if self._by_path else None
+                    if found := dims_of(rule, shape, fits):
+                        dims[path] = found
+        modules = modules_of(self.table, self.weights, dims)
+        for module in modules:  # which dim of a parameter has the inputs is seen in A
+            a = self.tensor(module, A)
+            if module.kind == "parameter" and a and a.shape[1:] != module.shapes[A][1:]:
+                for path in (part.path for part in module.parts):
+                    usual = dims[path]
+                    dims[path] = replace(usual, inputs=usual.outputs, outputs=usual.inputs)
+        modules = modules_of(self.table, self.weights, dims)
+        return [m for m in modules if self.tensor(m, A) or self.tensor(m, B)]
+
+    def _fits(self, rule: TensorRule, shape: Shape, dims: WeightDims) -> bool:
+        """Whether these inputs are those of A, of a weight that has no table."""
+        name = re.sub(r"\{\w+\}", "0", rule.tensor).removesuffix(".weight")
+        a = self.there.get(f"{PREFIX}{name}.lora_A.weight")
+        return a is None or a.shape[1:] == tuple(shape[dim] for dim in dims.inputs)
+
+
+def _stacks(there: Mapping[str, Tensor], weights: Mapping[str, Shape]) -> dict[str, int]:
+    """The adapted weights of a model without a table: how many numbers follow their paths."""
+    found = {}
+    ends = re.compile(r"((?:\.\d+)*)\.lora_A\.weight")
+    for path in weights:
+        begin = PREFIX + path.replace("/", ".")
+        for name in there:
+            if name.startswith(begin) and (end := ends.fullmatch(name, len(begin))):
+                found[path] = end[1].count(".")
+                break
+    return found
+
+
+def adapted_weights(
+    adapter: PeftAdapter, weights: Mapping[str, Shape], table: MappingTable | None
+) -> dict[str, AdaptedWeight]:
+    """The weights that an adapter adapts, by path.
+
+    Args:
+      weights: the shapes of the model's parameters.
+      table: the model's mapping table; None: the adapter was saved from a model without one.
+
+    Raises:
+      PretrainedError: it is an adapter of another model; lists the first differences.
+    """
+    reader = _Reader(adapter, weights, table)
+    _check(reader)
+    found: dict[str, AdaptedWeight] = {}
+    for module in reader.modules:
+        for part, (rank, alpha) in zip(module.parts, reader.parts(module), strict=True):
+            if rank:
+                stack = weights[part.path][: len(part.stack)]
+                blank = AdaptedWeight(np.zeros(stack, np.int32), np.ones(stack))
+                weight = found.setdefault(part.path, blank)
+                weight.ranks[part.stack], weight.alphas[part.stack] = rank, alpha
+    return found
+
+
+def adapter_values(
+    adapter: PeftAdapter, leaves: Mapping[str, Shape], table: MappingTable | None
+) -> dict[str, np.ndarray]:
+    """The values of an adapter by path: of its factors, and of parameters that it replaces.
+
+    Args:
+      leaves: the shapes of the model's parameters, `lora/P/A` and the others among them. Ranks
+        that differ within a stack are padded with zeros.
+
+    Raises:
+      PretrainedError: it is an adapter of another model; lists the first differences.
+    """
+    weights = {path: shape for path, shape in leaves.items() if not path.startswith(FOLDER)}
+    reader = _Reader(adapter, weights, table)
+    _check(reader)
+    values: dict[str, np.ndarray] = {}
+
+    factors = range(3 if adapter.config["use_dora"] else 2)
+    for module in reader.modules:
+        parts = reader.parts(module)
+        spans = rank_spans([rank for rank, _ in parts], reader.rank(module))
+        scales = relative_scales(parts, adapter.config["use_rslora"])
+        for part, span, scale in zip(module.parts, spans, scales, strict=True):
+            rank = span.stop - span.start
+            for which in factors if rank else ():
+                path = f"{FOLDER}{part.path}/{LEAVES[which]}"
+                if path not in leaves:
+                    raise PretrainedError(
+                        f"{adapter.folder}: adapts {part.path}, but the model has no {path}"
+                    )
+                if path not in values:
+                    values[path] = np.zeros(leaves[path], np.float32)
+                tensor = reader.tensor(module, which)
+                assert tensor is not None, "checked"
+                view = module.view(which, part, adapter.file.array(tensor.name), span)
+                into = values[path][part.stack][ranks_of(which, part, rank)]
+                if into.size != view.size:
+                    raise PretrainedError(
+                        f"{adapter.folder}: {tensor.name} has rank {rank}, of which {path} "
+                        f"{list(leaves[path])} has no room"
+                    )
+                into[...] = view.reshape(into.shape)
+                if which == B and scale != 1:
+                    into /= np.float32(scale)
+    for path, pieces in reader.replaced.items():
+        values[path] = np.empty(weights[path], np.float32)
+        index = tuple(slice(0, n) for n in weights[path])
+        for piece, name in pieces:
+            piece.read(adapter.file.array(name), index, values[path])
+    adapter.file.release()
+    return values
+
+
+def _check(reader: _Reader) -> None:
+    """Raise PretrainedError unless all tensors are those of the model."""
+    config = reader.adapter.config
+    problems: list[str] = []
+    known = set()
+    for module in reader.modules:
+        rank, parts = reader.rank(module), reader.parts(module)
+        asked = matching_value(config["rank_pattern"], module.name, config["r"])
+        if rank and rank != asked:
+            problems.append(f"{module.name} has rank {rank}, but {CONFIG} says {asked}")
+        if len(parts) != len(module.parts) or sum(r for r, _ in parts) not in (
+            rank,
+            rank * len(parts),
+        ):
+            problems.append(f"{module.name}: its parts {parts} are not those of rank {rank}")
+        for which in range(3 if config["use_dora"] else 2):
+            key = reader.key(module.keys[which])
+            shape = module.shape(which, rank or asked)
+            known.add(key)
+            if key not in reader.there:
+                problems.append(f"{key} {list(shape)} is missing")
+            elif reader.there[key].shape != shape:
+                there = list(reader.there[key].shape)
+                problems.append(f"{key} has shape {there}, expected {list(shape)}")
+    for key, tensor in reader.there.items():
+        if key in known:
+            continue
+        own = reader.bound.tensors.get(reader.base_name(key))
+        if own is None:
+            near = difflib.get_close_matches(key, known, n=1)
+            problems.append(f"{key} {list(tensor.shape)} is of no module of the model")
+            problems[-1] += f" (nearest: {near[0]})" if near else ""
+        elif own != tensor.shape:
+            problems.append(f"{key} has shape {list(tensor.shape)}, expected {list(own)}")
+    for path, pieces in reader.replaced.items():
+        if len(pieces) != (all_of := len(reader.bound.pieces[path])):
+            problems.append(f"{path}: {len(pieces)} of its {all_of} tensors are there")
+    if not problems and not reader.modules:
+        problems = ["it adapts nothing"]
+    if problems:
+        base = config["base_model_name_or_path"]
+        what = f"an adapter of {base!r}" if base else "an adapter"
+        raise PretrainedError(
+            f"{reader.adapter.file.path}: {what}, but not of this model:{lines(problems, MOST)}"
+        )
+
+
+def lora_section(
+    adapter: PeftAdapter, weights: Mapping[str, Shape], table: MappingTable | None
+) -> dict[str, Any]:
+    """What an adapter says in the words of the section `lora`, but for what is adapted.
+
+    That is `adapted_weights`, of which arguments and errors are the same. `modules_to_save` has the
+    paths of the parameters that are in the adapter itself.
+    """
+    reader = _Reader(adapter, weights, table)
+    _check(reader)
+    config = adapter.config
+    keys = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "bias")
+    section = {key: config[key] for key in keys}
+    biases = {path for path in reader.replaced if path.rpartition("/")[2] == "bias"}
+    if saved := [p for p in reader.replaced if config["bias"] == "none" or p not in biases]:
+        section["modules_to_save"] = saved
+    return section

@@ -1,0 +1,256 @@
+"""A model's adapters written as PEFT writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspeed.adapters.products import WeightDims
+from jaxspeed.errors import CheckpointError, PretrainedError
+from jaxspeed.interop.export_values import Values, full_array
+from jaxspeed.interop.mapping import Bound, MappingTable, bind, lines, matches
+from jaxspeed.interop.peft_config import (
+    CONFIG,
+    SAVED_EMBEDDINGS,
+    AdapterForm,
+    WrittenModule,
+    config_of,
+    saved_modules,
+)
+from jaxspeed.interop.peft_layout import (
+    FOLDER,
+    LEAVES,
+    MAGNITUDE,
+    PARTS,
+    PREFIX,
+    TENSORS,
+    A,
+    AdaptedModule,
+    B,
+    ModulePart,
+    Shape,
+    dims_of,
+    is_parameter,
+    modules_of,
+    path_table,
+    rank_spans,
+    ranks_of,
+    relative_scales,
+)
+from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
+
+
+class _Leaves:
+    """Arrays that are written; those of one module's weights are in memory at a time."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._read: dict[str, np.ndarray] = {}
+        self._of: tuple[str, ...] = ()
+
+    def of(self, module: AdaptedModule, part: ModulePart, which: int) -> np.ndarray:
+        """A part's factor, for its numbers in the stack."""
+        path = f"{FOLDER}{part.path}/{LEAVES[which]}"
+        return self._cached(module, path, partial(full_array, self._values, path))[part.stack]
+
+    def norms(self, module: AdaptedModule, part: ModulePart, dims: WeightDims) -> np.ndarray:
+        """The norms of a part's outputs: the magnitude of a weight that is not adapted."""
+
+        def norms() -> np.ndarray:
+            shape, _ = self._values.leaves[part.path]
+            kept = [dim for dim in range(len(shape)) if dim not in dims.inputs]
+            squares = np.zeros([shape[dim] for dim in kept])  # so exact that no block is seen
+            for index, block in self._values.blocks(part.path):
+                own = np.square(block.astype(np.float64)).sum(axis=dims.inputs)
+                squares[tuple(index[dim] for dim in kept)] += own
+            return np.sqrt(squares).astype(np.float32)
+
+        return self._cached(module, part.path, norms)[part.stack]
+
+    def _cached(
+        self, module: AdaptedModule, name: str, make: Callable[[], np.ndarray]
+    ) -> np.ndarray:
+        if (paths := tuple(part.path for part in module.parts)) != self._of:
+            self._of, self._read = paths, {}
+        if name not in self._read:
+            self._read[name] = make()
+        return self._read[name]
+
+
+def write_adapter(
+    values: Values, out: str | Path, form: AdapterForm, dtype: str | None = None
+) -> dict[str, Tensor]:
+    """Write the adapters of a model to a folder; called on every process, of which one writes.
+
+    The factors of one weight, or of those that are one module, are in memory at a time. Of the
+    base nothing is read but the parameters that are saved.
+
+    Returns:
+      The tensors.
+
+    Raises:
+      CheckpointError: the folder cannot be written to, or has an adapter.
+      PretrainedError: the mapping table is of another model, or modules have other inputs there.
+    """
+    target = Path(out)
+    weights = {p: shape for p, (shape, _) in values.leaves.items() if not p.startswith(FOLDER)}
+    dims = {path: adapter.dims for path, adapter in form.record.adapters.items()}
+    table = form.table or path_table(weights, {p: len(d.stack) for p, d in dims.items()})
+    if form.table is not None:
+        _check_dims(form.table, weights, dims)
+    bound, leaves = bind(table, weights), _Leaves(values)
+    modules = [_written(module, leaves, form) for module in modules_of(table, weights, dims)]
+    modules = [each for each in modules if each.rank]
+    config = config_of(form, modules, bound)
+    saved = _saved(form, modules, bound, config)
+    tensors = {}
+    for each in modules:
+        first = _adapted(each)
+        for which, key in zip(form.factors, each.module.keys, strict=False):
+            stored = values.leaves[f"{FOLDER}{first.path}/{LEAVES[which]}"][1]
+            tensors[key] = Tensor(key, each.module.shape(which, each.rank), dtype or stored)
+    pieces = {
+        path: [piece for piece in of if piece.tensor in saved] for path, of in bound.pieces.items()
+    }
+    for path, of in pieces.items():
+        for piece in of:
+            key, stored = saved[piece.tensor], values.leaves[path][1]
+            tensors[key] = Tensor(key, bound.tensors[piece.tensor], dtype or stored)
+    for tensor in tensors.values():
+        check_dtype(tensor.name, tensor.dtype)
+    wide_first = sorted(tensors.values(), key=lambda t: (-jnp.dtype(t.dtype).itemsize, t.name))
+    tensors = {tensor.name: tensor for tensor in wide_first}
+    in_blocks = {each.module.name: each.parts for each in modules if _in_blocks(each)}
+    metadata = {"format": "pt", **({PARTS: json.dumps(in_blocks)} if in_blocks else {})}
+    first_process = jax.process_index() == 0
+    try:
+        file = None
+        if first_process:
+            target.mkdir(parents=True, exist_ok=True)
+            if (target / TENSORS).exists() or (target / CONFIG).exists():
+                raise CheckpointError(f"{target}: contains an adapter already")
+            file = TensorFile.create(target / TENSORS, tensors, metadata)
+        for each in modules:
+            _write_module(each, leaves, form, file)
+        for path, of in pieces.items():
+            for index, block in values.blocks(path) if of else ():
+                if file is not None:
+                    for piece in of:
+                        array = file.array(saved[piece.tensor])
+                        piece.write(array, index, block.astype(array.dtype, copy=False))
+        if file is not None:
+            file.finish(target / TENSORS)
+            (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+    except OSError as error:
+        raise CheckpointError(f"{target}: export failed: {error.strerror or error}") from error
+    return tensors
+
+
+def _check_dims(
+    table: MappingTable, weights: Mapping[str, Shape], dims: Mapping[str, WeightDims]
+) -> None:
+    """Raise PretrainedError if a weight's inputs here are not its module's inputs there."""
+    problems = [
+        f"{path} {list(weights[path])}: the inputs of its adapter are the dims "
+        f"{list(dims[path].inputs)}, those of {rule.tensor} are {list(usual.inputs)}"
+        for rule in table.rules
+        if not is_parameter(rule)
+        for _, paths in matches(rule, weights)
+        for path in paths
+        if path in dims and (usual := dims_of(rule, weights[path]))
+        if {*usual.inputs} != {*dims[path].inputs}
+    ]
+    if problems:
+        raise PretrainedError(f"these adapters have no form in PEFT's files:{lines(problems)}")
+
+
+def _adapted(each: WrittenModule) -> ModulePart:
+    """The first part that is adapted."""
+    pairs = zip(each.module.parts, each.parts, strict=True)
+    return next(part for part, (rank, _) in pairs if rank)
+
+
+def _in_blocks(each: WrittenModule) -> bool:
+    """Whether its ranks are its parts', one after another."""
+    return any(rank != each.rank for rank, _ in each.parts)
+
+
+def _written(module: AdaptedModule, leaves: _Leaves, form: AdapterForm) -> WrittenModule:
+    """The rank and alpha of a module, from those of its parts."""
+    rslora = form.section["use_rslora"]
+
+    def divisor(rank: int) -> float:
+        return math.sqrt(rank) if rslora else rank
+
+    known = [form.section["lora_alpha"], *(form.section["alpha_pattern"] or {}).values()]
+    parts: list[tuple[int, float]] = []
+    for part in module.parts:
+        if (adapter := form.record.adapters.get(part.path)) is None:
+            parts.append((0, 0.0))
+            continue
+        at = (adapter.per_layer(numbers)[part.stack] for numbers in (adapter.ranks, adapter.scales))
+        rank, scale = (np.unique(of_part)[-1].item() for of_part in at)
+        alphas = (alpha for alpha in known if rank and alpha / divisor(rank) == scale)
+        parts.append((rank, next(alphas, scale * divisor(rank)) if rank else 0.0))
+    adapted = [(rank, alpha) for rank, alpha in parts if rank]
+    if len(adapted) < 2:
+        return WrittenModule(module, parts, *(adapted[0] if adapted else (0, 0.0)))
+    rank, alpha = adapted[0]
+    if all(each == parts[0] for each in parts):
+        first, *others = (
+            leaves.of(module, part, A)[ranks_of(A, part, rank)] for part in module.parts
+        )
+        if all(np.array_equal(first, other) for other in others):
+            return WrittenModule(module, parts, rank, alpha)
+    total = sum(rank for rank, _ in parts)
+    scaled = alpha * math.sqrt(total / rank) if rslora else alpha * total / rank
+    return WrittenModule(module, parts, total, scaled)
+
+
+def _write_module(
+    each: WrittenModule, leaves: _Leaves, form: AdapterForm, file: TensorFile | None
+) -> None:
+    """Write the tensors of a module; without a file only take part in reading."""
+    module = each.module
+    spans = rank_spans([rank for rank, _ in each.parts], each.rank)
+    scales = relative_scales(each.parts, form.section["use_rslora"])
+    for part, span, scale in zip(module.parts, spans, scales, strict=True):
+        rank = span.stop - span.start
+        for which in form.factors:
+            if rank:
+                own = leaves.of(module, part, which)[ranks_of(which, part, rank)]
+            elif which == MAGNITUDE:
+                own = leaves.norms(module, part, form.record.adapters[_adapted(each).path].dims)
+            else:
+                continue
+            if file is not None:
+                own = own * np.float32(scale) if which == B and scale != 1 else own
+                view = module.view(which, part, file.array(module.keys[which]), span)
+                view[...] = own.reshape(view.shape)
+
+
+def _saved(
+    form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound, config: Mapping[str, Any]
+) -> dict[str, str]:
+    """The key of each of the model's own tensors that PEFT saves beside the factors."""
+    adapted = {each.module.name for each in modules}
+    kept = saved_modules(form, bound) if form.table else set()  # each complete
+    targets = config["target_modules"] or ()
+    trained = {piece.tensor for path in form.record.trained for piece in bound.pieces[path]}
+    last = {name: name.rpartition(".")[2] for name in adapted}
+    embeddings = {name for name, end in last.items() if end in targets and end in SAVED_EMBEDDINGS}
+    found = {}
+    for tensor in bound.tensors:
+        module, _, name = tensor.rpartition(".")
+        if tensor in trained or module in kept or module in embeddings:
+            inside = ".base_layer" if module in adapted else ""
+            found[tensor] = f"{PREFIX}{module}{inside}.{name}" if module else PREFIX + name
+    return found

@@ -1,0 +1,265 @@
+"""Adapters in PEFT's files, against PEFT: keys, config, logits, in both directions."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspeed.adapters.adapter import Adapter
+from jaxspeed.checkpoint.header import AdapterRecord
+from jaxspeed.config.lora_section import Lora
+from jaxspeed.interop.peft import adapted_weights, adapter_values, lora_section, read_adapter
+from jaxspeed.interop.peft_config import AdapterForm
+from jaxspeed.interop.peft_export import write_adapter
+from jaxspeed.models import from_pretrained
+from tests.interop import peft_values
+from tests.interop.test_transformers import CASES, PHI3, SIZES, bound_model, folder_of, read
+
+SMALL = {"num_hidden_layers": 2, "vocab_size": 67, "max_position_embeddings": 64}
+MODELS = {
+    "gpt2": ("GPT2", "GPT2LMHeadModel", {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 67, "n_positions": 64,
+        "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.15,
+    }),
+    "llama": ("Llama", "LlamaForCausalLM", SIZES | SMALL | {"attention_bias": True}),
+    "phi3": ("Phi3", "Phi3ForCausalLM", SIZES | SMALL | PHI3),
+}  # fmt: skip
+CASES |= {f"small {name}": case for name, case in MODELS.items()}
+NAMES = {
+    "gpt2": ["c_attn", "c_proj"],
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+}
+LAYER = {"gpt2": "h.1.attn.c_attn", "llama": "layers.1.self_attn.v_proj"}
+TABLE = {"gpt2": "wpe", "llama": "embed_tokens", "phi3": "embed_tokens"}
+HEAD = {"llama": "lm_head", "phi3": "lm_head", "gpt2": "ln_f"}
+
+
+def options(model, kind):
+    made = {"r": 4, "lora_alpha": 12, "target_modules": NAMES[model], "task_type": "CAUSAL_LM"}
+    at = LAYER.get(model, "layers.1.self_attn.qkv_proj")
+    return made | {
+        "plain": {},
+        "rslora": {"use_rslora": True, "lora_alpha": 3, "lora_dropout": 0.25},
+        "dora": {"use_dora": True},
+        "patterns": {
+            "rank_pattern": {at: 6, NAMES[model][1]: 2}, "alpha_pattern": {at: 5},
+            "layers_to_transform": [1] if model == "phi3" else None,
+        },
+        "embeddings": {"target_modules": [*NAMES[model], TABLE[model]], "use_dora": True},
+        "saved": {"modules_to_save": [HEAD[model]], "bias": "lora_only"},
+        "biases": {"bias": "all", "init_lora_weights": "gaussian"},
+    }[kind]  # fmt: skip
+
+
+KINDS = ("plain", "rslora", "dora", "patterns", "embeddings", "saved", "biases")
+BY_DEFAULT = {("gpt2", "embeddings"), ("llama", "patterns"), ("llama", "saved"), ("phi3", "dora"),
+              ("gpt2", "rslora"), ("llama", "embeddings")}  # fmt: skip
+both = pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        pytest.param(m, k, marks=() if (m, k) in BY_DEFAULT else pytest.mark.full)
+        for m in MODELS
+        for k in KINDS
+    ],
+)
+TOKENS = np.random.default_rng(0).integers(0, 67, (2, 40))
+__all__ = ["folder_of"]
+
+
+def logits_of(model, params):
+    return jax.jit(lambda params: bound_model(model, params)(jnp.asarray(TOKENS)))(params)
+
+
+def adapters_of(weights, shapes, section, dims):
+    """Adapters with the ranks and alphas of an adapter that was read."""
+    made = {}
+    for path, weight in weights.items():
+        ranks = np.broadcast_to(weight.ranks, weight.ranks.shape).ravel().tolist()
+        divisor = (
+            np.sqrt(np.maximum(weight.ranks, 1))
+            if section.use_rslora
+            else np.maximum(weight.ranks, 1)
+        )
+        scales = (weight.alphas / divisor).ravel().tolist()
+        made[path] = Adapter(
+            path, shapes[path], dims[path], tuple(ranks), tuple(scales), dora=section.use_dora
+        )
+    return made
+
+
+def merged(params, values, adapters):
+    """W + s A B, with DoRA m (W + s A B) / |W + s A B|, written out."""
+    made = {**params, **{path: x for path, x in values.items() if not path.startswith("lora/")}}
+    for path, adapter in adapters.items():
+        of = {name: values.get(f"lora/{path}/{name}") for name in ("A", "B", "magnitude")}
+        made[path] = peft_values.merged(made[path], of, adapter)
+    return made
+
+
+@pytest.fixture(scope="module")
+def theirs(references, folder_of, tmp_path_factory):
+    """(base folder, adapter folder, logits) of PEFT's own adapter."""
+    made = {}
+
+    def of(model, kind):
+        if (model, kind) not in made:
+            base, folder = folder_of(f"small {model}"), tmp_path_factory.mktemp("adapter")
+            logits = references.call(
+                "adapter_files.save", case=MODELS[model], options=options(model, kind), base=base,
+                folder=folder, arguments={"input_ids": TOKENS},
+            )  # fmt: skip
+            made[model, kind] = base, folder, logits
+        return made[model, kind]
+
+    return of
+
+
+def opened(base, folder):
+    """(our model, its parameters, shapes of all leaves, the adapter, its section, adapters)."""
+    pretrained = from_pretrained(base)
+    model, params = read(pretrained)
+    shapes = {path: x.shape for path, x in params.items()}
+    table = pretrained.weights.table
+    adapter = read_adapter(folder)
+    section = Lora(**lora_section(adapter, shapes, table))
+    weights = adapted_weights(adapter, shapes, table)
+    dims = peft_values.usual_dims(table, shapes)
+    adapters = adapters_of(weights, shapes, section, dims)
+    leaves = shapes | {p: s for a in adapters.values() for p, s in a.shapes.items()}
+    return model, params, leaves, table, adapter, section, adapters
+
+
+@both
+def test_peft_s_adapter_is_read_and_written_again_as_it_was(theirs, model, kind, tmp_path):
+    base, folder, expected = theirs(model, kind)
+    ours, params, leaves, table, adapter, section, adapters = opened(base, folder)
+    values = adapter_values(adapter, leaves, table)
+    found = logits_of(ours, merged(params, values, adapters))
+    assert np.abs(expected - logits_of(ours, params)).max() > 0.05
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+    before = json.loads((folder / "adapter_config.json").read_text())
+    own = {**section.model_dump(), **{k: before[k] for k in (
+        "target_modules", "rank_pattern", "alpha_pattern", "layers_to_transform",
+        "modules_to_save", "init_lora_weights",
+    )}}  # fmt: skip
+    record = AdapterRecord(own, adapters, [p for p in values if not p.startswith("lora/")])
+    config = json.loads((base / "config.json").read_text())
+    form = AdapterForm(record, table, config, str(base))
+    write_adapter(peft_values.ArrayValues(params | values), tmp_path, form)
+    after = json.loads((tmp_path / "adapter_config.json").read_text())
+    for config in (before, after):
+        config["target_modules"].sort()
+    assert after == before
+    mine, other = (load_file(f / "adapter_model.safetensors") for f in (tmp_path, folder))
+    assert mine.keys() == other.keys()
+    for name in other:
+        np.testing.assert_array_equal(mine[name], other[name], err_msg=name)
+
+
+# Ours have factors of their own for queries, keys and values, which are one module there: ranks by
+# the end of the path, for each layer.
+OURS = {
+    "gpt2": ({"use_dora": True}, {"q_proj": [4, 4], "v_proj": [0, 4], "up": [0, 2]}),
+    "phi3": (
+        {"use_rslora": True, "alpha_pattern": {"v_proj": 3}},
+        {"q_proj": [4, 4], "k_proj": [2, 2], "v_proj": [4, 4], "gate": [3, 4], "up": [3, 4]},
+    ),
+    "llama": ({"bias": "lora_only"}, {"q_proj": [4, 0], "down": [4, 4], "embed": [5]}),
+}  # fmt: skip
+
+
+def random_adapters(model, shapes, table):
+    """(the section, adapters, their values)."""
+    changed, ranks = OURS[model]
+    section = Lora(r=4, lora_alpha=8, **changed)
+    dims = peft_values.usual_dims(table, shapes)
+    adapters, values, rng = {}, {}, np.random.default_rng(3)
+    for path in dims:
+        name = path.split("/")[-2]
+        if name not in ranks or path.endswith("bias"):
+            continue
+        alpha = section.alpha_pattern.get(name, 8)
+        divisors = np.maximum(1, ranks[name]) ** (0.5 if section.use_rslora else 1)
+        adapter = adapters[path] = Adapter(
+            path, shapes[path], dims[path], tuple(ranks[name]), tuple(alpha / divisors),
+            dora=section.use_dora,
+        )  # fmt: skip
+        for leaf, shape in adapter.shapes.items():
+            values[leaf] = 0.1 * rng.normal(size=shape).astype(np.float32)
+        for at, rank in np.ndenumerate(adapter.per_layer(adapter.ranks)):  # as padded ones are
+            values[adapter.leaf("A")][at][..., rank:] = 0
+            values[adapter.leaf("B")][at][rank:] = 0
+        if section.use_dora:
+            values[adapter.leaf("magnitude")] = np.abs(values[adapter.leaf("magnitude")]) + 1
+    return section, adapters, values
+
+
+@pytest.mark.parametrize("model", ["gpt2", "phi3", pytest.param("llama", marks=pytest.mark.full)])
+def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_path):
+    base = folder_of(f"small {model}")
+    pretrained = from_pretrained(base)
+    ours, own = read(pretrained)
+    table, shapes = pretrained.weights.table, {path: x.shape for path, x in own.items()}
+    section, adapters, values = random_adapters(model, shapes, table)
+    biases = [p for p in own if p.rpartition("/")[0] + "/kernel" in adapters and "bias" in p]
+    trained = biases if section.bias == "lora_only" else []
+    params = own | values | {path: own[path] + 0.5 for path in trained}
+    config = json.loads((base / "config.json").read_text())
+    record = AdapterRecord(section.model_dump(), adapters, trained)
+    arrays = peft_values.ArrayValues(params)
+    write_adapter(arrays, tmp_path / "adapter", AdapterForm(record, table, config, str(base)))
+
+    expected = logits_of(ours, merged(own, params, adapters))
+    arguments = {"input_ids": TOKENS}
+    found = references.call(
+        "adapter_files.loaded", base=base, folder=tmp_path / "adapter", arguments=arguments,
+        again=tmp_path / "again",
+    )  # fmt: skip
+    assert np.abs(expected - logits_of(ours, own)).max() > 0.05
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+    there, again = (
+        json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("adapter", "again")
+    )
+    for config in (there, again):
+        config["target_modules"].sort()
+    assert there == again
+    mine, other = (
+        load_file(tmp_path / f / "adapter_model.safetensors") for f in ("adapter", "again")
+    )
+    # A stack's bias is trained in all layers; PEFT loads those of others, and saves them not again.
+    assert {
+        name.removesuffix("layers.1.self_attn.q_proj.bias") for name in mine.keys() - other
+    } <= {"base_model.model.model."}
+    assert mine.keys() >= other.keys()
+    for name in other:
+        np.testing.assert_array_equal(mine[name], other[name], err_msg=name)
+
+    leaves = {path: x.shape for path, x in params.items()}
+    adapter = read_adapter(tmp_path / "adapter")
+    found = adapter_values(adapter, leaves, table)
+    assert found.keys() == {*values, *trained}
+    # B of a part with another scale than the first one's is multiplied, so it is rounded twice.
+    rescaled = ("k_proj/kernel/B", "v_proj/kernel/B") if model == "phi3" else ()
+    for path, x in found.items():
+        if path.endswith(rescaled):
+            np.testing.assert_allclose(x, params[path], rtol=2e-7, err_msg=path)
+        elif not path.endswith("magnitude"):
+            np.testing.assert_array_equal(x, params[path], err_msg=path)
+    weights = adapted_weights(adapter, shapes, table)
+    assert weights.keys() == adapters.keys()
+    for path, weight in weights.items():
+        ranks, scales = (
+            adapters[path].per_layer(of) for of in (adapters[path].ranks, adapters[path].scales)
+        )
+        np.testing.assert_array_equal(weight.ranks, ranks, err_msg=path)
+        divisors = np.maximum(1, ranks) ** (0.5 if section.use_rslora else 1)
+        there = (weight.alphas / divisors)[ranks > 0]
+        np.testing.assert_array_equal(there, scales[ranks > 0], err_msg=path)
+        for at in zip(*np.nonzero(ranks), strict=True) if section.use_dora else ():
+            name = adapters[path].leaf("magnitude")
+            np.testing.assert_array_equal(found[name][at], values[name][at], err_msg=name)

@@ -1,0 +1,58 @@
+"""PEFT's adapters of transformers' models: made, saved, loaded and run.
+
+A case is that of `families`; the options are arguments of `LoraConfig`.
+"""
+
+import copy
+from typing import Any
+
+import families
+import peft
+import torch
+import transformers
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _adapted(case: families.Case, options: dict[str, Any], base: str) -> Any:
+    """A model with adapters, of which all that is trained is random."""
+    model = copy.deepcopy(families._model(case))
+    model.name_or_path = base
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            scale = 1.0 if "magnitude" in name else 0.1
+            change = torch.randn_like(parameter) * 0.1
+            parameter.data = parameter.data * scale + change.abs() * (scale == 1) + change
+    return adapted.eval()
+
+
+@torch.no_grad()
+def save(
+    case: families.Case, options: dict[str, Any], base: str, folder: str, arguments: Tensors
+) -> torch.Tensor:
+    """Save random adapters as PEFT does; their logits."""
+    adapted = _adapted(case, options, base)
+    adapted.save_pretrained(folder)
+    return adapted(**arguments).logits
+
+
+@torch.no_grad()
+def loaded(base: str, folder: str, arguments: Tensors, again: str) -> torch.Tensor:
+    """The logits of a folder's adapters of a base, which are saved once more."""
+    model = _base(base)
+    adapted = peft.PeftModel.from_pretrained(model, folder).eval()
+    adapted.save_pretrained(again)
+    return adapted(**arguments).logits
+
+
+@torch.no_grad()
+def logits(base: str, arguments: Tensors) -> torch.Tensor:
+    return _base(base)(**arguments).logits
+
+
+def _base(folder: str) -> Any:
+    (name,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    model = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager")
+    return model.float().eval()
