@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxspeed.adapters.adapter import Adapter
@@ -488,12 +489,16 @@ class _Walk(Rewriter[View | None]):
             parts["magnitude"] = parameters[adapter.leaf("magnitude")]
         if not adapter.is_uniform:
             ranks, scales = adapter.per_layer(adapter.ranks), adapter.per_layer(adapter.scales)
-            used = (jnp.arange(adapter.rank) < ranks[..., None]).astype(jnp.float32)
-            constants = {"mask": used, "scale": jnp.asarray(scales, jnp.float32)}
-            if adapter.dora:
-                constants["adapted"] = jnp.asarray(ranks > 0, jnp.float32)
-            for name, x in constants.items():  # a variable, as other inputs of a scan are
-                (parts[name],) = program.splice(lambda x=x: 1.0 * x, [], None)
+            constants = {
+                "mask": np.arange(adapter.rank) < ranks[..., None],
+                "scale": scales,
+                "adapted": ranks > 0,
+            }
+            for name, x in constants.items():
+                if name != "adapted" or adapter.dora:
+                    own = np.asarray(x, np.float32)
+                    # A variable, as other inputs of a scan are.
+                    (parts[name],) = program.splice(lambda own=own: jnp.asarray(own) * 1, [], None)
         if key is not None and adapter.dropout:
 
             def keys(*args: Any) -> Any:

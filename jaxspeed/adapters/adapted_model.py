@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxspeed.adapters.adapter import Adapter, leaves_with_adapters
+from jaxspeed.adapters.choose_adapters import SavedAdapter
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.user_models.pretrained_model import Weights
 from jaxspeed.user_models.protocol import SEED, Arrays, CachedModel, Model, nested
@@ -26,12 +27,18 @@ class AdaptedModel:
       leaves: its parameters, trained or not.
       adapters: by the paths of the weights.
       how: `lora.init_lora_weights`.
+      saved: an adapter whose values replace those of `init`.
     """
 
     def __init__(
-        self, base: Model, leaves: Sequence[Leaf], adapters: Mapping[str, Adapter], how: Any
+        self,
+        base: Model,
+        leaves: Sequence[Leaf],
+        adapters: Mapping[str, Adapter],
+        how: Any,
+        saved: SavedAdapter | None = None,
     ) -> None:
-        self.base, self.adapters, self._how = base, adapters, how
+        self.base, self.adapters, self._how, self.saved = base, adapters, how, saved
         self.leaves = leaves_with_adapters(leaves, adapters)
         self._own = frozenset(leaf.path for leaf in leaves)
         self._dtypes = {leaf.adapts: leaf.dtype for leaf in self.leaves if leaf.adapts}

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import WeightDims
@@ -25,6 +26,19 @@ TABLES = frozenset({"embedding", "table"})  # Flax's and the families' names
 Uses = Mapping[str, Sequence[WeightDims]]  # of weights by path, in a traced loss
 
 
+class SavedAdapter(Protocol):
+    """An adapter in files, of a model whose parameters have the shapes that are given."""
+
+    def settings(self, shapes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Keys of the section `lora` that it has, but for those of what is adapted."""
+
+    def ranks(self, shapes: Mapping[str, Any]) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
+        """(ranks, alphas) of each weight, for its stacked dims; of rank 0 is none."""
+
+    def values(self, shapes: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
+        """The values of its leaves, and of the parameters that it replaces."""
+
+
 @dataclass(frozen=True)
 class ChosenAdapters:
     """The adapters by weight, and the model's own parameters that are trained beside them."""
@@ -33,17 +47,22 @@ class ChosenAdapters:
     trained: frozenset[str]
 
 
-def choose_adapters(section: Lora, leaves: Sequence[Leaf], uses: Uses | None) -> ChosenAdapters:
+def choose_adapters(
+    section: Lora, leaves: Sequence[Leaf], uses: Uses | None, saved: SavedAdapter | None = None
+) -> ChosenAdapters:
     """The adapters of the parameters of a model.
 
     Args:
       uses: the dims of each weight in the products that read it; None if the loss is not traced.
+      saved: the adapter of `lora.adapter`, which decides what is adapted.
 
     Raises:
       ConfigError: lists all that names nothing, and the ranks that are too large.
     """
+    if saved is not None:
+        section = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
     choosing = _Choosing(section, leaves, uses)
-    choice = choosing.choice()
+    choice = choosing.choice() if saved is None else choosing.of_saved(saved)
     if choosing.problems:
         raise ConfigError("\n".join(choosing.problems))
     return choice
@@ -62,6 +81,29 @@ def experts_dim(leaf: Leaf, of_parameter: bool = False) -> tuple[int, ...]:
     return (leaf.stacked,) if stacks else ()
 
 
+def refuse_unlike(
+    saved: SavedAdapter, adapters: Mapping[str, Adapter], shapes: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError unless a saved adapter has the weights, ranks and scales of `adapters`."""
+    root = saved.settings(shapes)["use_rslora"]
+    found = saved.ranks(shapes)
+    unlike = sorted(found.keys() ^ adapters.keys())
+    for path, adapter in adapters.items():
+        if path not in found:
+            continue
+        ranks, alphas = found[path]
+        scales = np.where(ranks > 0, alphas / np.maximum(np.sqrt(ranks) if root else ranks, 1), 0)
+        own = np.where(adapter.per_layer(adapter.ranks) > 0, adapter.per_layer(adapter.scales), 0)
+        same_ranks = np.array_equal(ranks, adapter.per_layer(adapter.ranks))
+        if not (same_ranks and np.allclose(scales, own)):
+            unlike.append(path)
+    if unlike:
+        raise ConfigError(
+            "load_adapter: its weights, ranks and alphas have to be those of the config's section "
+            f"lora, and differ in {listed(unlike)}; start another engine with lora.adapter"
+        )
+
+
 def usual_dims(leaf: Leaf) -> WeightDims:
     """The dims of a weight by its name and shape, as Flax's layers have them."""
     names = by_dim(leaf.names, len(leaf.shape))
@@ -75,6 +117,25 @@ def usual_dims(leaf: Leaf) -> WeightDims:
     inputs = leaf.matrix_inputs or len(rest) - 1
     kind: Any = "product" if len(rest) == 2 or leaf.matrix_inputs else "convolution"
     return WeightDims(stack, tuple(rest[:inputs]), tuple(rest[inputs:]), kind)
+
+
+def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
+    """The section with the settings of a saved adapter.
+
+    Raises:
+      ConfigError: the config says something else.
+    """
+    free = {"adapter", "lora_dropout"}  # dropout is of training alone
+    given = {key: getattr(section, key) for key in section.model_fields_set - free}
+    unlike = [key for key, x in given.items() if key not in settings or settings[key] != x]
+    if unlike:
+        found = ", ".join(f"lora.{key} is {given[key]!r}" for key in sorted(unlike))
+        raise ConfigError(
+            f"lora.adapter: {section.adapter} has its own settings, and {found}; remove "
+            + ("it" if len(unlike) == 1 else "them")
+        )
+    own = {key: x for key, x in settings.items() if key not in section.model_fields_set}
+    return section.model_copy(update=own)
 
 
 class _Choosing:
@@ -109,7 +170,7 @@ class _Choosing:
                 and (not wanted or self._number(leaf, layer) in wanted)
             }
             if layers:
-                adapters[leaf.path] = self._adapter(leaf, layers, leaf.path in parameters)
+                adapters[leaf.path] = self._adapter_of(leaf, layers, leaf.path in parameters)
         if wanted:
             self._check_layers(wanted)
         for key in ("rank_pattern", "alpha_pattern"):
@@ -202,16 +263,47 @@ class _Choosing:
                 f"has {layers}{self.named.hint('layers[0:1]') if not known else ''}"
             )
 
-    def _adapter(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
+    def of_saved(self, saved: SavedAdapter) -> ChosenAdapters:
+        """The adapters that a saved one has."""
+        found = saved.ranks({leaf.path: leaf.shape for leaf in self.leaves})
+        adapters: dict[str, Adapter] = {}
+        for leaf in self.leaves:
+            if leaf.path not in found:
+                continue
+            of_layers = [
+                np.reshape(x, (x.shape[0] if x.shape else 1, -1)) for x in found[leaf.path]
+            ]
+            if any((x != x[:, :1]).any() for x in of_layers):
+                self.problems.append(
+                    f"lora.adapter: the experts of {leaf.path} have adapters of different ranks"
+                )
+                continue
+            ranks, alphas = (x[:, 0].tolist() for x in of_layers)
+            adapters[leaf.path] = self._adapter(leaf, ranks, alphas, bool(experts_dim(leaf)))
+        saves = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
+        return ChosenAdapters(adapters, frozenset((*saves, *self._biases(adapters))))
+
+    def _adapter_of(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
+        section = self.section
+        pairs = [
+            (
+                int(self._of_layer(section.rank_pattern, leaf, layer, section.r)),
+                self._of_layer(section.alpha_pattern, leaf, layer, section.lora_alpha),
+            )
+            for layer in self.named.layers(leaf)
+        ]
+        ranks = [rank if layer in layers else 0 for layer, (rank, _) in enumerate(pairs)]
+        return self._adapter(leaf, ranks, [alpha for _, alpha in pairs], of_parameter)
+
+    def _adapter(
+        self, leaf: Leaf, ranks: list[int], alphas: list[float], of_parameter: bool
+    ) -> Adapter:
         section = self.section
         dims, is_assumed = self._dims(leaf, of_parameter)
-        ranks: list[int] = []
-        scales: list[float] = []
-        for layer in self.named.layers(leaf):
-            rank = self._of_layer(section.rank_pattern, leaf, layer, section.r)
-            alpha = self._of_layer(section.alpha_pattern, leaf, layer, section.lora_alpha)
-            ranks.append(int(rank) if layer in layers else 0)
-            scales.append(alpha / (math.sqrt(rank) if section.use_rslora else rank))
+        scales = [
+            alpha / (math.sqrt(rank) if section.use_rslora else rank) if rank else 0.0
+            for rank, alpha in zip(ranks, alphas, strict=True)
+        ]
         inputs, outputs = (
             math.prod(leaf.shape[d] for d in each) for each in (dims.inputs, dims.outputs)
         )

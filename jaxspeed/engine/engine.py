@@ -11,8 +11,10 @@ from typing import Any, Concatenate, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.adapters.choose_adapters import refuse_unlike
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
@@ -29,7 +31,7 @@ from jaxspeed.engine.step_report import compiled_report
 from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
+from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained, saved_adapter
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.placement.codec import Stored, unpad
@@ -96,6 +98,7 @@ class Engine(DeepSpeedHabits):
         self._gathered = Gathered(program, self._processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
+        self._adapter, self._adapters = "default", dict[str, Mapping[str, Any]]()
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -330,6 +333,46 @@ class Engine(DeepSpeedHabits):
         return save_pretrained(self.program, state, folder, dtype=dtype, form=form, merge=merge)
 
     @watched("save")
+    def load_adapter(self, folder: str | Path, name: str) -> None:
+        """Read an adapter that PEFT or jaxspeed saved, for `use_adapter(name)`.
+
+        Its weights, ranks and alphas have to be those of the config's section `lora`.
+
+        Raises:
+          ConfigError, PretrainedError: it is of another config or of another model.
+        """
+        program = self.program
+        if not isinstance(program.model, AdaptedModel):
+            raise ConfigError("load_adapter: the config has no section lora")
+        saved = saved_adapter(folder, program.config, program.source.model)
+        table = program.table
+        shapes = {path: table.shape_of(path) for path in table.parameters}
+        own = {path: shape for path, shape in shapes.items() if not path.startswith("lora/")}
+        refuse_unlike(saved, program.model.adapters, own)
+        self._adapters[name] = saved.values(shapes)
+
+    def use_adapter(self, name: str) -> None:
+        """Train, evaluate and generate with an adapter of `load_adapter` from now on.
+
+        The one in use is kept, with what it has learned: that of the start has the name "default".
+        The optimizer's state and the step stay as they are.
+
+        Raises:
+          ConfigError: no adapter of this name is loaded.
+        """
+        if name == self._adapter:
+            return
+        if name not in self._adapters:
+            raise ConfigError(
+                f"use_adapter: {name!r} is not loaded; there are "
+                + ", ".join(sorted({self._adapter, *self._adapters}))
+            )
+        trained = {row.leaf.parameter for row in self.placements if row.leaf.trainable}
+        current = self.parameters
+        self._adapters[self._adapter] = {path: np.asarray(current[path]) for path in trained}
+        self.parameters = self._adapters.pop(name)
+        self._adapter = name
+
     def save_adapter(
         self,
         folder: str | Path,

@@ -7,6 +7,7 @@ from jaxspeed.interop.exporting import (
     export_adapter,
     save_adapter,
     save_pretrained,
+    saved_adapter,
 )
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 from jaxspeed.interop.pretrained import pretrained
@@ -21,4 +22,5 @@ __all__ = [
     "pretrained",
     "save_adapter",
     "save_pretrained",
+    "saved_adapter",
 ]

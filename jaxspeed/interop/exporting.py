@@ -26,6 +26,7 @@ from jaxspeed.errors import CheckpointError, PretrainedError
 from jaxspeed.interop.export_values import CheckpointValues, MergedValues, StateValues, Values
 from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
+from jaxspeed.interop.peft import AdapterFolder, read_adapter
 from jaxspeed.interop.peft_config import CONFIG as ADAPTER_CONFIG
 from jaxspeed.interop.peft_config import AdapterForm
 from jaxspeed.interop.peft_export import write_adapter
@@ -146,6 +147,18 @@ def export_adapter(
     names = [n for n, leaf in header.leaves.items() if n.startswith(_KINDS[0]) and not leaf.key]
     values = CheckpointValues(source, header, _stored(source, header, names, ema))
     return _write_adapter(values, out, header.adapters, form, base, dtype, header.tag, header.step)
+
+
+def saved_adapter(folder: str | Path, config: Config, model: Any) -> AdapterFolder:
+    """An adapter that PEFT or jaxspeed saved, for this model, which a config may name.
+
+    Raises:
+      PretrainedError: the folder has none.
+    """
+    table = None
+    with contextlib.suppress(NoHFForm):
+        table = hf_form(config, model).table
+    return AdapterFolder(read_adapter(folder), table)
 
 
 def save_adapter(

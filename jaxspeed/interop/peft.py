@@ -175,6 +175,24 @@ class _Reader:
         return a is None or a.shape[1:] == tuple(shape[dim] for dim in dims.inputs)
 
 
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A saved adapter of a model with this mapping table, for `lora.adapter`."""
+
+    adapter: PeftAdapter
+    table: MappingTable | None
+
+    def settings(self, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+        return lora_section(self.adapter, shapes, self.table)
+
+    def ranks(self, shapes: Mapping[str, Shape]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        found = adapted_weights(self.adapter, shapes, self.table)
+        return {path: (weight.ranks, weight.alphas) for path, weight in found.items()}
+
+    def values(self, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+        return adapter_values(self.adapter, shapes, self.table)
+
+
 def _stacks(there: Mapping[str, Tensor], weights: Mapping[str, Shape]) -> dict[str, int]:
     """The adapted weights of a model without a table: how many numbers follow their paths."""
     found = {}

@@ -20,6 +20,7 @@ from jaxspeed.axes import axis_names
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, PlacementError
+from jaxspeed.interop import saved_adapter
 from jaxspeed.parameter_server.bucketed_update import bucket_paths
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
@@ -217,6 +218,9 @@ def build(
     **given: Any,
 ) -> Program:
     """The program of any config; `given` are the other arguments of `build_program`."""
+
+    if config.lora and config.lora.adapter:
+        given["saved"] = saved_adapter(config.lora.adapter, config, model)
 
     def built(config: Config, devices: Sequence[jax.Device] | None) -> Program:
         return build_program(config, model, loss_fn, devices=devices, **given)

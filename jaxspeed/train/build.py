@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.adapters.adapt_loss import weight_dims
 from jaxspeed.adapters.adapted_model import AdaptedModel
-from jaxspeed.adapters.choose_adapters import choose_adapters
+from jaxspeed.adapters.choose_adapters import SavedAdapter, choose_adapters
 from jaxspeed.axes import AXES, PIPE, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
@@ -60,10 +60,12 @@ def build_program(
     init_with: Callable[[Any, Any], Any] | None = None,
     codecs: Sequence[CodecRule] = (),
     exchange: Exchange = BY_CONSTRAINT,
+    saved: SavedAdapter | None = None,
 ) -> Program:
     """The program of a run on one mesh.
 
-    `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded.
+    `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded;
+    `saved` is the adapter that `lora.adapter` names.
 
     `parameter_server.build` takes any config, those with a parameter server too.
     """
@@ -93,7 +95,7 @@ def build_program(
     if example_batch is not None and (config.lora or trained.names_layers(leaves)):
         leaves = with_scanned_layers(leaves, example())
     trace = None if example_batch is None else example
-    adapted, leaves = _with_adapters(config, base, leaves, trace)
+    adapted, leaves = _with_adapters(config, base, leaves, trace, saved)
     leaves = trained.over(leaves)
     trained.check(leaves)
     _check_patterns(config, leaves, adapted.variables)
@@ -128,6 +130,7 @@ def build_program(
         exchange,
         autocast_of(config, table),
     )
+    build = functools.partial(build_program, saved=saved) if saved else build_program
     update_device = _update_device_of(config)
     streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)
     update = Update(
@@ -154,7 +157,7 @@ def build_program(
             config.parallel.batch_parts,
         ),
         update,
-        BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with),
+        BuildInputs(build, model, optimizer, example_batch, trainable, init_with),
         proposal,
     )
 
@@ -164,6 +167,7 @@ def _with_adapters(
     base: Model,
     leaves: tuple[Leaf, ...],
     trace: Callable[[], LossProgram] | None,
+    saved: SavedAdapter | None,
 ) -> tuple[Model, tuple[Leaf, ...]]:
     """The model with the config's adapters, and its leaves, of which these are trained."""
     if config.lora is None:
@@ -173,9 +177,9 @@ def _with_adapters(
         program = trace()
         weights = {v: path for path, v in program.parameters.items()}
         uses = weight_dims(program.closed.jaxpr, weights)
-    choice = choose_adapters(config.lora, leaves, uses)
+    choice = choose_adapters(config.lora, leaves, uses, saved)
     own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
-    adapted = AdaptedModel(base, own, choice.adapters, config.lora.init_lora_weights)
+    adapted = AdaptedModel(base, own, choice.adapters, config.lora.init_lora_weights, saved)
     return adapted, adapted.leaves
 
 

@@ -112,6 +112,10 @@ class StateStorage:
             if not is_traced(seed):
                 _ = self.rest  # compiled beside the others
             params, master, variables = drawn(seed)
+        if isinstance(self.model, AdaptedModel) and self.model.saved and not is_traced(params):
+            shapes = {path: self.table.shape_of(path) for path in self.table.parameters}
+            saved = self.placed(self.model.saved.values(shapes))
+            params, master = params | saved[0], master | saved[1]
         rest = (self._traced_rest if is_traced(params) else self.rest)(params, master)
         return TrainState(params=params, master=master, variables=variables, **rest)
 

@@ -119,8 +119,8 @@ def nnx_case(model: Any, loss: Any, sample: Any, **lora: Any) -> AdaptedCase:
     return AdaptedCase(model, loss, sample, bound, lora)
 
 
-class Experts(nnx.Module):
-    """Two stacked layers of three experts each, scanned, of which a router weighs the results."""
+class ExpertStack(nnx.Module):
+    """Parameters of two stacked layers of three experts each."""
 
     def __init__(self, rngs: nnx.Rngs):
         def param(*dims: tuple[str, int]) -> nnx.Param:
@@ -133,6 +133,13 @@ class Experts(nnx.Module):
         self.up = param(layers, experts, embed, mlp)
         self.down = param(layers, experts, mlp, embed)
 
+
+class Experts(nnx.Module):
+    """Scanned layers, in each of which a router weighs the results of all experts."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = ExpertStack(rngs)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             router, up, down = layer
@@ -140,7 +147,8 @@ class Experts(nnx.Module):
             made = jnp.einsum("ebm,emd->ebd", hidden, down)
             return x + jnp.einsum("be,ebd->bd", jax.nn.softmax(x @ router), made), None
 
-        return jax.lax.scan(block, x, (self.router[...], self.up[...], self.down[...]))[0]
+        own = self.blocks
+        return jax.lax.scan(block, x, (own.router[...], own.up[...], own.down[...]))[0]
 
 
 class LinenBlock(nn.Module):
@@ -181,7 +189,9 @@ def adapted_cases() -> dict[str, AdaptedCase]:
     return {
         "gpt2": nnx_case(gpt2.model, gpt2.loss, gpt2.sample),
         "llama": nnx_case(llama.model, llama.loss, llama.sample),
-        "experts": nnx_case(Experts, weighted_error, pair.sample, target_parameters=["up", "down"]),
+        "experts": nnx_case(
+            Experts, weighted_error, pair.sample, target_parameters=["blocks.up", "blocks.down"]
+        ),
         "linen": AdaptedCase(LinenBlocks(), weighted_error, pair.sample, _BoundLinen, {}),
         "pair": AdaptedCase(pair.model, weighted_error, pair.sample, _bound_pair, {}),
     }
