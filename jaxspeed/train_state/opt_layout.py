@@ -81,7 +81,7 @@ class OptLayout:
         return jax.tree.unflatten(self.tree, [stored(p, value, x) for (p, value), x in pairs])
 
     def moved(self, opt: Any, stored: "OptLayout") -> Any:
-        """The optimizer's state of another layout, without rounding what has the same codec again."""
+        """The state of another layout; what has the same codec is not rounded again."""
         rest = self.flat(self.stored(stored.logical(opt)))
         for path, x in stored.flat(opt).items():
             value = self.values[path]
