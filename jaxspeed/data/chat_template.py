@@ -152,7 +152,8 @@ def _environment() -> Any:
 
         def _marked(self, caller: Any) -> str:
             text: str = caller()
-            marked = self.environment.marked  # type: ignore[attr-defined]
+            environment: Any = self.environment
+            marked = environment.marked
             marked.spans.append((marked.length, marked.length + len(text)))
             return text
 
@@ -193,9 +194,9 @@ def _environment() -> Any:
         return json.dumps(x, sort_keys=sort_keys, **form)
 
     def strftime_now(form: str) -> str:
-        return (environment.today or datetime.datetime.now()).strftime(form)  # type: ignore[attr-defined]
+        return (environment.today or datetime.datetime.now()).strftime(form)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
