@@ -109,13 +109,18 @@ def build(
 
 
 # Keys that only conversations have an effect of.
-_OF_CHATS = (
-    *("chat_template", "chat_template_kwargs", "train_on", "truncate", "untrained", "packing"),
-)
+_OF_CHATS = {
+    key: Data.model_fields[key].get_default(call_default_factory=True)
+    for key in (
+        *("chat_template", "chat_template_kwargs", "train_on", "truncate"),
+        *("untrained", "packing"),
+    )
+}
 
 
 def _check_keys(data: Data, has_chats: bool) -> None:
-    if not has_chats and (given := [key for key in _OF_CHATS if key in data.model_fields_set]):
+    given = [key for key, default in _OF_CHATS.items() if getattr(data, key) != default]
+    if given and not has_chats:
         raise DataError(
             f"data.{given[0]}: only conversations have it, and the sources hold none; "
             "docs/data.md has their fields"
@@ -264,9 +269,8 @@ def known_shapes(
     if own or reads.sample is None:
         return None
     made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0, "eval": None}
-    made |= {key: Data.model_fields[key].get_default() for key in _OF_CHATS} | {"format": None}
-    without = data.model_copy(update=made)
-    first = build(without.model_copy(), **vars(reads), seed=0).train.batch(0, 1)
+    made |= {**_OF_CHATS, "format": None}
+    first = build(data.model_copy(update=made), **vars(reads), seed=0).train.batch(0, 1)
     found = {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
     }
