@@ -27,6 +27,7 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"  # of a tokenizer's several template
 DATE = datetime.datetime(2024, 7, 26)
 # Roles of which a template need not have the name, because many write any role.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_PROBE = "jaxspeed probes"
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -275,6 +276,21 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
+    """Tokens and texts that end a turn: what the template writes after an assistant's message."""
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    _, found, tail = template.render(said).text.rpartition(_PROBE)
+    tokens, texts = [], []
+    for text in filter(None, (tail if found else "", special_tokens(tokenizer).get("eos_token"))):
+        ids = tokenizer.encode(text).tolist()
+        special = [i for i in ids if tokenizer.spell([i]) and not tokenizer.decode([i])]
+        if special:
+            tokens.append(special[0])
+        elif text.strip():
+            texts.append(text.strip())
+    return tokens, texts
 
 
 def _json_beside(tokenizer: Tokenizer, file: str) -> dict[str, Any]:

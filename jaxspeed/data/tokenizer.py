@@ -145,11 +145,6 @@ class LibraryTokenizer:
             for x in found
         ]
 
-    def is_special(self, token: int) -> bool:
-        """Whether `decode` leaves the token out."""
-        added = self._tokenizer.get_added_tokens_decoder().get(token)
-        return added is not None and added.special
-
     def decode(self, ids: Iterable[int]) -> str:
         return self._text(ids, without_special=True)
 
