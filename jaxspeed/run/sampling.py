@@ -94,8 +94,14 @@ class Chat:
         ids = self._tokenizer.encode(self.prompt(text)).tolist()
         options = dict(self._options)
         stop = [*options.pop("stop", ()), *self._texts]
+        seed = (options.pop("seed", 0) + len(self.messages)) % 2**31  # other draws in each turn
         pieces = self._engine.stream(
-            [ids], tokenizer=self._tokenizer, stop=stop, stop_tokens=self._tokens, **options
+            [ids],
+            tokenizer=self._tokenizer,
+            stop=stop,
+            stop_tokens=self._tokens,
+            seed=seed,
+            **options,
         )
         answer = ""
         for piece in pieces:

@@ -117,7 +117,9 @@ _TEMPLATES = {
 
 
 def template(name: str, marked: bool = False) -> str:
-    mark = {"<<": "{% generation %}", ">>": "{% endgeneration %}"} if marked else {"<<": "", ">>": ""}
+    mark = (
+        {"<<": "{% generation %}", ">>": "{% endgeneration %}"} if marked else {"<<": "", ">>": ""}
+    )
     text = _TEMPLATES[name]
     for tag, jinja in mark.items():
         text = text.replace(tag, jinja)
@@ -144,12 +146,15 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "weather",
-            "description": "The weather <now> & \"here\"",
+            "description": 'The weather <now> & "here"',
             "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
         },
     }
 ]
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "b": 1}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Zürich", "b": 1}},
+}
 CONVERSATIONS = [
     chat("hi", "the fox"),
     chat("hi there", " the of\n\nto ", "and <b>?", "für 狐 \N{FOX FACE}"),

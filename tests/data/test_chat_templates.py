@@ -98,7 +98,11 @@ def test_templates_of_a_folder_are_those_of_transformers(references, tmp_path):
     ]
     tools = chat_examples.TOOLS
     for number, (own, file) in enumerate(
-        [(named[0]["template"], None), (named, None), (named[1]["template"], "file {{ pad_token }}")]
+        [
+            (named[0]["template"], None),
+            (named, None),
+            (named[1]["template"], "file {{ pad_token }}"),
+        ]
     ):
         folder = chat_examples.tokenizer_folder(tmp_path / str(number), chat_template=own)
         if file:

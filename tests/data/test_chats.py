@@ -1,20 +1,19 @@
 """Conversations as a corpus: formats, masks, packing, truncation, and what is wrong with files."""
 
 import gzip
+import io
 import json
+import sys
+import types
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jaxspeed
 from jaxspeed.config import Config
-from jaxspeed.data import ByteTokenizer, known_shapes, limits_of, read_tokenizer, tokenize
-from jaxspeed.data.complete_documents import CompleteDocuments, Packing, best_fit, pack_documents
+from jaxspeed.data import ByteTokenizer, known_shapes, tokenize
+from jaxspeed.data.complete_documents import Packing, best_fit, pack_documents
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.token_store import Masked, in_memory
@@ -23,6 +22,7 @@ from tests.data import chat_examples
 from tests.data.chat_examples import chat, message, write_lines
 from tests.data.corpora import opened
 
+pytestmark = pytest.mark.fast
 TALKS = [chat(f"{i} the of to", f"{'and in ' * (1 + i % 5)}{i}") for i in range(40)]
 MESSAGES = [{"messages": talk} for talk in TALKS]
 PAIRS = [(talk[0]["content"], talk[1]["content"]) for talk in TALKS]
@@ -74,7 +74,6 @@ def chatml(talk):
 
 @pytest.mark.parametrize("written", ["jsonl", "jsonl.gz", "json", "parquet"])
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.fast
 def test_each_format_is_recognized_and_holds_the_same_documents(tmp_path, kind, written):
     file, records = tmp_path / f"a.{written}", FORMATS[kind]
     if written == "parquet":
@@ -92,7 +91,6 @@ def test_each_format_is_recognized_and_holds_the_same_documents(tmp_path, kind, 
     assert "40 conversations" in corpus.summary
 
 
-@pytest.mark.fast
 def test_texts_with_completions_and_alpacas_prompt(tmp_path):
     texts = [{"prompt": f"{a} ->", "completion": f" {b}"} for a, b in PAIRS]
     corpus = opened(
@@ -111,7 +109,9 @@ def test_texts_with_completions_and_alpacas_prompt(tmp_path):
     file = write_lines(tmp_path / "b.jsonl", lines)
     corpus = opened({"source": "jsonl", "path": str(file), "held_out": 0}, seq_len=400)
     begin = "Below is an instruction that describes a task"
-    then = "Write a response that appropriately completes the request.\n\n### Instruction:\nDo it.\n\n"
+    then = (
+        "Write a response that appropriately completes the request.\n\n### Instruction:\nDo it.\n\n"
+    )
     heads = (
         f"{begin}, paired with an input that provides further context. {then}### Input:\nx\n\n"
         "### Response:\n",
@@ -125,7 +125,6 @@ def test_texts_with_completions_and_alpacas_prompt(tmp_path):
     assert b"### Response" in corpus.tokenizer.beside["chat_template.jinja"]
 
 
-@pytest.mark.fast
 def test_parts_tools_and_share_gpts_names_are_read(tmp_path):
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "of"}]
     lines = [
@@ -159,7 +158,6 @@ def test_parts_tools_and_share_gpts_names_are_read(tmp_path):
     assert b'{"name": "f", "arguments": {"x": 1}}' in text and b'<tools>\n{"name": "f"}\n' in text
 
 
-@pytest.mark.fast
 def test_variables_of_the_config_and_of_a_record_reach_the_template(tmp_path):
     source = "{{ messages[0].content }}{{ mood }}{% generation %}{{ messages[1].content }}"
     source += "{% endgeneration %}"
@@ -186,7 +184,6 @@ def masked(lengths, seed=0):
     st.sampled_from([0.0, 0.3, 1.0]),
     st.booleans(),
 )
-@pytest.mark.fast
 def test_packing_holds_each_document_once_and_mixes_none(lengths, seq_len, how, held_out, together):
     documents, size = masked(lengths), seq_len + 1
     packing = Packing(seq_len, True, how, together)
@@ -216,9 +213,7 @@ def test_packing_holds_each_document_once_and_mixes_none(lengths, seq_len, how, 
                 at = segments[row] == number
                 assert (np.diff(np.flatnonzero(at)) == 1).all()
                 assert batch["positions"][row][at].tolist() == [*range(at.sum())]
-                found.append(
-                    (batch["tokens"][row][at].tolist(), (mask[row][at] > 0).tolist())
-                )
+                found.append((batch["tokens"][row][at].tolist(), (mask[row][at] > 0).tolist()))
             assert not mask[row][segments[row] == 0].any()
     assert sorted(found) == sorted(wanted)
     assert counts.trained == trained
@@ -232,7 +227,6 @@ def test_packing_holds_each_document_once_and_mixes_none(lengths, seq_len, how, 
 
 
 @given(st.lists(st.integers(1, 50), max_size=60))
-@pytest.mark.fast
 def test_bins_hold_each_document_once_and_are_at_least_half_full(lengths):
     bins = best_fit(np.asarray(lengths, np.int64), 50)
     assert sorted(i for each in bins for i in each) == [*range(len(lengths))]
@@ -241,7 +235,6 @@ def test_bins_hold_each_document_once_and_are_at_least_half_full(lengths):
     assert sum(total <= 25 for total in sums) <= 1  # two such would be one
 
 
-@pytest.mark.fast
 def test_long_conversations_are_truncated_by_the_policy_and_counted(tmp_path):
     talks = [chat("a", "b"), chat("a" * 50, "b" * 50), chat("a" * 200, "b" * 10)]
     file = write_lines(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
@@ -262,7 +255,6 @@ def test_long_conversations_are_truncated_by_the_policy_and_counted(tmp_path):
         assert f"{dropped} dropped" in corpus.summary or not dropped
 
 
-@pytest.mark.fast
 def test_one_conversation_a_sample_and_a_share_of_few_held_out(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", MESSAGES[:7])
     corpus = start(file, packing=False, held_out=0.05)
@@ -270,7 +262,6 @@ def test_one_conversation_a_sample_and_a_share_of_few_held_out(tmp_path):
     assert documents_of(corpus) == sorted(map(chatml, TALKS[:7]))
 
 
-@pytest.mark.fast
 def test_the_order_is_a_function_of_seed_and_step_and_the_identity_of_the_data(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", MESSAGES)
     first, again = start(file, 300), start(file, 300)
@@ -286,18 +277,22 @@ def test_the_order_is_a_function_of_seed_and_step_and_the_identity_of_the_data(t
     assert len({*found, first.fingerprint}) == 5
 
 
-@pytest.mark.fast
 def test_tokenized_conversations_are_those_of_their_file(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", MESSAGES)
     folder = chat_examples.tokenizer_folder(tmp_path / "tokenizer")
     data = {"source": "jsonl", "path": str(file), "tokenizer": str(folder), **DATA}
     tokenize(Config(data=data).data, tmp_path / "tokens")
-    there = opened({"source": "tokens", "path": str(tmp_path / "tokens"), "held_out": 0}, seq_len=64)
+    there = opened(
+        {"source": "tokens", "path": str(tmp_path / "tokens"), "held_out": 0}, seq_len=64
+    )
     here = opened(data, seq_len=64)
     assert (there.conversations, there.train.samples) == (here.conversations, here.train.samples)
     for name, x in here.train.batch(0, 4).items():
         assert (there.train.batch(0, 4)[name] == x).all()
-    assert there.tokenizer.beside["chat_template.jinja"] == here.tokenizer.beside["chat_template.jinja"]
+    assert (
+        there.tokenizer.beside["chat_template.jinja"]
+        == here.tokenizer.beside["chat_template.jinja"]
+    )
     trained = np.load(tmp_path / "tokens" / "trained.npy")
     trained[3] ^= True
     np.save(tmp_path / "tokens" / "trained.npy", trained)
@@ -305,14 +300,15 @@ def test_tokenized_conversations_are_those_of_their_file(tmp_path):
         opened({"source": "tokens", "path": str(tmp_path / "tokens")}, seq_len=64)
 
 
-@pytest.mark.fast
 def test_evaluation_data_are_conversations_by_their_fields(tmp_path):
     file = write_lines(tmp_path / "a.json", [])
     file.write_text(json.dumps(MESSAGES))
     text = tmp_path / "b.json"
     text.write_text('{"no": "conversation"}')
     data = Config(data={**DATA, "source": "jsonl", "path": "unused.jsonl"}).data
-    section = data.model_copy(update={"source": None, "path": None, "paths": [str(file), str(text)]})
+    section = data.model_copy(
+        update={"source": None, "path": None, "paths": [str(file), str(text)]}
+    )
     limits = ModelLimits("tokens", 64, 256)
     parts = evaluation_parts(data, section, limits, ByteTokenizer())
     batch = parts[str(file)].read(np.arange(3))
@@ -321,7 +317,6 @@ def test_evaluation_data_are_conversations_by_their_fields(tmp_path):
     assert bytes(plain["tokens"][0][:23].astype(np.uint8)) == b'{"no": "conversation"}\0'
 
 
-@pytest.mark.fast
 def test_a_plan_knows_the_arrays_of_a_batch(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", MESSAGES)
     limits = ModelLimits("tokens", 64, 256)
@@ -371,17 +366,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-@pytest.mark.fast
 def test_a_bad_record_is_named_with_its_line(tmp_path, what):
     line, match = BAD[what]
     (tmp_path / "a.jsonl").write_text(f"{GOOD}\n{line}\n{GOOD}\n")
-    with pytest.raises(DataError, match=rf"a.jsonl: 1 of 3 records cannot.*\n  line 2: .*{match[:0]}"):
+    with pytest.raises(DataError, match=match) as error:
         start(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=match):
-        start(tmp_path / "a.jsonl")
+    assert error.match(r"a.jsonl: 1 of 3 records cannot be used:\n  line 2: ")
 
 
-@pytest.mark.fast
 def test_all_bad_records_of_a_file_are_one_error_with_the_first_ten_and_the_count(tmp_path):
     lines = [GOOD, *(f'{{"messages": {i}}}' for i in range(30)), GOOD, GOOD[:40]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -393,21 +385,19 @@ def test_all_bad_records_of_a_file_are_one_error_with_the_first_ten_and_the_coun
     assert last == "  and 21 more"
 
 
-@pytest.mark.fast
 def test_a_torn_last_line_is_named(tmp_path):
-    for content, source in ((GOOD, "jsonl"), (json.dumps(MESSAGES), "json")):
-        (tmp_path / f"a.{source}").write_text(f"{GOOD}\n{content[:-9]}" if source == "jsonl" else content[:-9])
-        with pytest.raises(DataError, match="not JSON") as error:
-            start(tmp_path / f"a.{source}", source=source)
-        torn = "line 2: not JSON: .*: the file ends within this line, so it was truncated"
-        if source == "jsonl":
-            assert error.match(torn)
+    (tmp_path / "a.jsonl").write_text(f"{GOOD}\n{GOOD[:-9]}")
+    torn = "line 2: not JSON: .*: the file ends within this line, so it was truncated"
+    with pytest.raises(DataError, match=torn):
+        start(tmp_path / "a.jsonl")
+    (tmp_path / "a.json").write_text(json.dumps(MESSAGES)[:-9])
+    with pytest.raises(DataError, match=r"1 of 1 records cannot be used:\n  the array: not JSON"):
+        start(tmp_path / "a.json", source="json", format="messages")
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n{"text": "b')
     with pytest.raises(DataError, match="the file ends within this line"):
         opened({"source": "jsonl", "path": str(tmp_path / "b.jsonl")})
 
 
-@pytest.mark.fast
 def test_a_template_that_raises_or_ignores_a_role_is_an_error_of_each_record(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"messages": chat("a", "b", system="c")}] * 3)
     with pytest.raises(DataError, match=r"3 of 3(.|\n)*line 1: the chat template .* raises: never"):
@@ -417,34 +407,28 @@ def test_a_template_that_raises_or_ignores_a_role_is_an_error_of_each_record(tmp
         start(file, chat_template=silent)
     with pytest.raises(DataError, match=r"^data.chat_template: conversations need one"):
         start(file, chat_template=None)
-    wordless = "{% generation %}{% endgeneration %}{{ messages[-1].content }}{{ messages | length }}"
+    silent = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r"no token of it is trained: all are masked"):
-        start(write_lines(file, [{"messages": chat("a", "b")}][:1]), chat_template=(
-            "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
-        ))
-    assert wordless
+        start(write_lines(file, MESSAGES[:1]), chat_template=silent)
 
 
-@pytest.mark.fast
 def test_untrained_conversations_can_be_dropped_and_are_counted(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [*MESSAGES[:3], {"messages": [message("user", "a")]}])
     corpus = start(file, untrained="drop")
     assert (corpus.conversations.samples, corpus.conversations.dropped) == (3, 1)
-    with pytest.raises(DataError, match="holds no text|not one training sample"):
+    with pytest.raises(DataError, match=r"holds no text|not one training sample"):
         start(write_lines(file, [{"messages": [message("user", "a")]}]), untrained="drop")
 
 
-@pytest.mark.fast
 def test_keys_of_conversations_need_some(tmp_path):
     (tmp_path / "a.txt").write_text("the of to " * 99)
     text = {"source": "text", "path": str(tmp_path / "a.txt")}
-    with pytest.raises(DataError, match="data.train_on: only conversations have it"):
+    with pytest.raises(DataError, match=r"data.train_on: only conversations have it"):
         opened({**text, "train_on": "last_turn"})
-    with pytest.raises(DataError, match="data.format: source text has no records"):
+    with pytest.raises(DataError, match=r"data.format: source text has no records"):
         opened({**text, "format": "messages"})
 
 
-@pytest.mark.fast
 def test_text_beside_conversations_is_read_as_before_with_a_warning(tmp_path, caplog):
     file = write_lines(tmp_path / "a.jsonl", [{"text": "the of to", **m} for m in MESSAGES])
     data = {"source": "jsonl", "path": str(file), "held_out": 0}
@@ -455,11 +439,7 @@ def test_text_beside_conversations_is_read_as_before_with_a_warning(tmp_path, ca
     assert documents_of(named) == sorted(map(chatml, TALKS))
 
 
-@pytest.mark.fast
 def test_an_iterable_of_records_and_a_folder_of_datasets(tmp_path, monkeypatch):
-    import sys
-    import types
-
     module = types.ModuleType("my_chats")
     module.records = MESSAGES
     monkeypatch.setitem(sys.modules, "my_chats", module)
@@ -469,9 +449,10 @@ def test_an_iterable_of_records_and_a_folder_of_datasets(tmp_path, monkeypatch):
     call = {"function": {"name": "f", "arguments": {"x": "1"}}, "id": None}
     calls = [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     table = pyarrow.Table.from_pylist([{"messages": calls}, {"messages": chat("a", "b")}])
-    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as out, pyarrow.ipc.new_file(
-        out, table.schema
-    ) as writer:
+    with (
+        pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as out,
+        pyarrow.ipc.new_file(out, table.schema) as writer,
+    ):
         writer.write_table(table)
     corpus = start(tmp_path / "a.arrow", source="arrow", chat_template="qwen", seq_len=300)
     texts = [text.decode() for text, _ in documents_of(corpus)]
@@ -479,12 +460,8 @@ def test_an_iterable_of_records_and_a_folder_of_datasets(tmp_path, monkeypatch):
     assert not any("null" in text or "None" in text for text in texts)
 
 
-@pytest.mark.fast
 def test_a_sentencepiece_model_is_refused(tmp_path):
-    import io
-
-    import sentencepiece as spm
-
+    spm = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(["the of to and in is it you"] * 9), model_writer=model,
@@ -494,49 +471,3 @@ def test_a_sentencepiece_model_is_refused(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", MESSAGES)
     with pytest.raises(DataError, match=r"conversations need a tokenizer.json"):
         start(file, tokenizer=str(tmp_path))
-
-
-# -- training -------------------------------------------------------------------------------------
-
-MODEL = {
-    "family": "llama",
-    "config": {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 256,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
-    },
-}  # fmt: skip
-
-
-def test_a_run_trains_and_its_loss_counts_the_trained_tokens_of_each_conversation_alone(tmp_path):
-    """Against each conversation on its own, unpacked and unpadded, by the model's plain logits."""
-    from jaxspeed.run import open_run, source_of
-
-    file = write_lines(tmp_path / "a.jsonl", MESSAGES)
-    config = {
-        "model": MODEL, "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "data": {"source": "jsonl", "path": str(file), **DATA, "held_out": 0.2},
-        "run": {"steps": 6, "sample_tokens": 0, "output": str(tmp_path / "run")},
-    }  # fmt: skip
-    trainer = open_run(source_of(config))
-    module = trainer.engine.module
-    batch = trainer.corpus.train.batch(0, 8)
-    total, weight = 0.0, 0
-    for tokens, segments, mask in zip(batch["tokens"], batch["segment_ids"], batch["mask"]):
-        for number in range(1, segments.max() + 1):
-            at = segments == number
-            ids, counts = jnp.asarray(tokens[at])[None], mask[at]
-            logp = jax.nn.log_softmax(module(ids[:, :-1]))[0]
-            losses = -jnp.take_along_axis(logp, ids[0, 1:, None], 1)[:, 0]
-            total += float(losses @ counts[1:])
-            weight += int(counts[1:].sum())
-    trainer.run()
-    trainer.close()
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    first, last = records[0], [r for r in records if "loss" in r][-1]
-    assert first["weight"] == weight
-    np.testing.assert_allclose(first["loss"], total / weight, rtol=2e-5)
-    assert last["loss"] < first["loss"]
-    evaluated = [r["eval_loss"] for r in records if "eval_loss" in r]
-    assert evaluated and np.isfinite(evaluated).all()
-    saved = (tmp_path / "run" / "chat_template.jinja").read_text()
-    assert "im_start" in saved
