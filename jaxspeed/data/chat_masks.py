@@ -157,7 +157,7 @@ class ChatEncoder:
                 self.untrained += 1
                 yield ""
             else:
-                why = "all are masked" if text.spans else "the assistant says nothing in it"
+                why = "all are masked" if text.spans else "the assistant has no message in it"
                 yield f"no token of it is trained: {why} (data.untrained: drop leaves it out)"
 
     def _check_roles(self, template: ChatTemplate, found: Conversation) -> None:

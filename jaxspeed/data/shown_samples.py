@@ -21,7 +21,7 @@ from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
 
 
-class Piece(NamedTuple):
+class ShownPart(NamedTuple):
     """A part of a document's text that the loss counts, or that it does not."""
 
     text: str
@@ -34,7 +34,7 @@ class ShownSample:
 
     tokens: int
     trained: int
-    pieces: list[Piece]
+    pieces: list[ShownPart]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _shown(documents: Documents, start: int, length: int, tokenizer: Tokenizer) 
     return ShownSample(length, int(trained.sum()), [*_pieces(ids, trained, tokenizer)])
 
 
-def _pieces(ids: list[int], trained: np.ndarray, tokenizer: Tokenizer) -> Iterator[Piece]:
+def _pieces(ids: list[int], trained: np.ndarray, tokenizer: Tokenizer) -> Iterator[ShownPart]:
     """The text in runs of equal masks. A run is what it adds to the text: decoders drop spaces."""
     text = ""
     edges = [*(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
@@ -112,7 +112,7 @@ def _pieces(ids: list[int], trained: np.ndarray, tokenizer: Tokenizer) -> Iterat
         longer = tokenizer.spell(ids[:edge])
         new = longer[len(text) :] if longer.startswith(text) else longer
         text = longer
-        yield Piece(new, bool(trained[edge - 1]))
+        yield ShownPart(new, bool(trained[edge - 1]))
 
 
 _DIRECTIONS = {*"\u061c\u200e\u200f", *map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A)))}

@@ -257,7 +257,7 @@ def test_long_conversations_are_truncated_by_the_policy_and_counted(tmp_path):
 
 def test_one_conversation_a_sample_and_a_share_of_few_held_out(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", MESSAGES[:7])
-    corpus = start(file, packing=False, held_out=0.05)
+    corpus = start(file, 300, packing=False, held_out=0.05)
     assert (corpus.train.samples, corpus.held_out.samples) == (6, 1)
     assert documents_of(corpus) == sorted(map(chatml, TALKS[:7]))
 
@@ -359,7 +359,7 @@ BAD = {
     ),
     "nothing trained": (
         json.dumps({"messages": [message("user", "a")]}),
-        r"no token of it is trained: the assistant says nothing in it \(data.untrained: drop",
+        r"no token of it is trained: the assistant has no message in it \(data.untrained: drop",
     ),
     "tools": (json.dumps(MESSAGES[0] | {"tools": "a"}), "tools is neither a list nor the JSON"),
 }  # fmt: skip
@@ -471,3 +471,21 @@ def test_a_sentencepiece_model_is_refused(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", MESSAGES)
     with pytest.raises(DataError, match=r"conversations need a tokenizer.json"):
         start(file, tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("of", ["one source", "a mixture's", "evaluation's"])
+def test_a_source_has_the_format_that_its_key_says(tmp_path, of):
+    """Of records that have texts too, which are read without it."""
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "the of to", **m} for m in MESSAGES])
+    asked = {"source": "jsonl", "path": str(file), "format": "messages"}
+    data = {
+        "one source": asked,
+        "a mixture's": {"mixture": [asked, asked]},
+        "evaluation's": {"source": "synthetic", "tokenizer": "bytes", "eval": asked},
+    }[of]
+    if of == "evaluation's":
+        data |= {"mixture": [{"source": "jsonl", "path": str(file), "format": "messages"}]}
+        del data["source"]
+    corpus = opened({**data, "chat_template": "chatml"}, seq_len=128)
+    for split in (corpus.train, corpus.held_out):
+        assert b"<|im_start|>" in bytes(split.padded(0, 2)["tokens"].astype(np.uint8))
