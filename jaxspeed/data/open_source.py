@@ -25,6 +25,7 @@ from jaxspeed.data.synthetic import Blots, Counting
 from jaxspeed.errors import DataError
 
 TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "json", "parquet", "huggingface")
+RECORDS = ("jsonl", "json", "parquet", "arrow", "huggingface")  # in which conversations can be
 SYNTHETIC_SAMPLES = 1 << 16
 log = logging.getLogger("jaxspeed")
 _LONG_READ = 30.0  # seconds after which it is reported that an iterable is still read
@@ -83,7 +84,7 @@ def is_chat(source: SourceSection) -> bool:
         given = files.given_paths(source.path, source.paths)
         if source.source == "tokens":
             return any((path / token_store.TRAINED).is_file() for path in _token_paths(given))
-        if source.source not in ("jsonl", "json", "arrow", "parquet"):
+        if source.source not in RECORDS or source.source == "huggingface":  # on a network
             return False
         return isinstance(open_source(source, ModelLimits()), Chats)
     except DataError:  # a plan needs no data
@@ -118,10 +119,13 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
                 for file in each
                 if kind or file.name != token_store.RAW_META or file.parent not in raw
             }
-    return {
-        name: source.model_copy(update={"source": kind, "path": name, "paths": None})
-        for name, kind in found.items()
-    }
+    sections = {}
+    for name, its_kind in found.items():
+        changed: dict[str, Any] = {"source": its_kind, "path": name, "paths": None}
+        if kind is None and its_kind not in RECORDS:
+            changed["format"] = None
+        sections[name] = source.model_copy(update=changed)
+    return sections
 
 
 def _kind_of(file: Path) -> str:

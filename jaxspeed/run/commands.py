@@ -62,7 +62,8 @@ def evaluate_run(
     if not all(path and "\0" not in path for path in data):
         raise DataError("data: an empty path, or one with a NUL character; each needs a name")
     if data:
-        apart = SourceSection(paths=[*data], text_field=section.text_field, dtype=section.dtype)
+        keys = ("text_field", "dtype", "format")
+        apart = SourceSection(paths=[*data], **{key: getattr(section, key) for key in keys})
     parts: dict[str, Split | None] = {}
     if apart is not None:
         most, extra = None, {}

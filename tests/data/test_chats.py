@@ -315,6 +315,12 @@ def test_evaluation_data_are_conversations_by_their_fields(tmp_path):
     assert {"mask", "positions"} <= batch.keys() and batch["mask"].any()
     plain = parts[str(text)].read(np.arange(1))
     assert bytes(plain["tokens"][0][:23].astype(np.uint8)) == b'{"no": "conversation"}\0'
+    # The format of a config is that of files which have records.
+    both = write_lines(tmp_path / "c.jsonl", [{"text": "the of", **each} for each in MESSAGES])
+    named = section.model_copy(update={"format": "messages", "paths": [str(both), str(text)]})
+    parts = evaluation_parts(data, named, limits, ByteTokenizer())
+    assert "positions" in parts[str(both)].read(np.arange(1))
+    assert "positions" not in parts[str(text)].read(np.arange(1))
 
 
 def test_a_plan_knows_the_arrays_of_a_batch(tmp_path):
