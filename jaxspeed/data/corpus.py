@@ -204,7 +204,7 @@ def _check_sizes(
                 "larger fraction, more data, or 0 would do"
             )
     check_batch(train, batch_size)
-    first, *others = (_shape(part.train) for part in parts)
+    first, *others = map(_shape, train.parts)
     for shape, part in zip(others, parts[1:]):
         if shape != first:
             raise DataError(

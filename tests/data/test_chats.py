@@ -339,6 +339,27 @@ def test_a_plan_knows_the_arrays_of_a_batch(tmp_path):
     assert none.keys() == {"tokens", "segment_ids"}
 
 
+def test_texts_can_be_mixed_with_conversations_and_count_entirely(tmp_path):
+    chats = write_lines(tmp_path / "a.jsonl", MESSAGES)
+    texts = write_lines(
+        tmp_path / "b.jsonl", [{"text": "the of " * (1 + i % 9)} for i in range(60)]
+    )
+    sources = [{"source": "jsonl", "path": str(file)} for file in (chats, texts)]
+    corpus = opened({"mixture": sources, "chat_template": "chatml", "held_out": 0.2}, seq_len=128)
+    for split in (corpus.train, corpus.held_out):
+        of_chats, of_texts = (part.read(np.arange(len(part))) for part in split.parts)
+        assert of_chats.keys() == of_texts.keys()
+        segments, positions, mask = (of_texts[x] for x in ("segment_ids", "positions", "mask"))
+        assert mask[segments > 0].all()
+        for row, places in zip(segments, positions):
+            for number in range(1, row.max() + 1):
+                assert places[row == number].tolist() == [*range((row == number).sum())]
+    assert corpus.conversations.samples == len(TALKS)
+    data = {"mixture": sources, "chat_template": "chatml", "document_masks": False}
+    (batch,) = [opened(data, seq_len=128).train.batch(0, 8)]
+    assert batch.keys() == {"tokens", "mask"}
+
+
 # -- bad input ------------------------------------------------------------------------------------
 
 GOOD = json.dumps(MESSAGES[0])
