@@ -356,7 +356,7 @@ def test_texts_can_be_mixed_with_conversations_and_count_entirely(tmp_path):
                 assert places[row == number].tolist() == [*range((row == number).sum())]
     assert corpus.conversations.samples == len(TALKS)
     data = {"mixture": sources, "chat_template": "chatml", "document_masks": False}
-    (batch,) = [opened(data, seq_len=128).train.batch(0, 8)]
+    batch = opened(data, seq_len=128).train.batch(0, 8)
     assert batch.keys() == {"tokens", "mask"}
 
 
