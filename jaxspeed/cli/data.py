@@ -1,21 +1,36 @@
-"""`jaxspeed data tokenize|verify`: write the config's data as token files, verify such files."""
+"""`jaxspeed data show|tokenize|verify`: print the config's data, write and verify token files."""
 
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
+
+if TYPE_CHECKING:
+    from jaxspeed.data.shown_samples import ShownData
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "data",
-        help="prepare and verify data",
-        description="Prepare and verify data.",
-        epilog="example: jaxspeed data tokenize config.yaml tokens/",
+        help="show, prepare and verify data",
+        description="Show, prepare and verify data.",
+        epilog="example: jaxspeed data show config.yaml",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verb = command(
+        verbs,
+        "show",
+        "print documents with what the loss does not count dimmed, and the sums of all",
+        "jaxspeed data show config.yaml -n 2",
+        devices=False,
+    )
+    verb.add_argument(
+        "-n", type=_natural, default=3, metavar="N", help="documents of each source; 3 by default"
+    )
+    verb.add_argument("--output", metavar="DIR", help="a run's folder, whose tokenizer is used")
+    verb.set_defaults(run=_show)
     verb = command(
         verbs,
         "tokenize",
@@ -35,6 +50,68 @@ def add(commands: Any) -> None:
     )
     verb.add_argument("folders", metavar="DIR", nargs="+", help="a folder that tokenize wrote")
     verb.set_defaults(run=_verify)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0")
+    return int(text)
+
+
+def _show(given: argparse.Namespace) -> int:
+    config = loaded(given)
+    from jaxspeed.data import limits_of, read_tokenizer
+    from jaxspeed.data.shown_samples import as_json, show_data
+    from jaxspeed.interop.pretrained import data_section
+    from jaxspeed.user_models.config_model import family_sizes
+
+    limits = limits_of(family_sizes(config))
+    tokenizer = read_tokenizer(given.output) if given.output else None
+    shown = show_data(data_section(config), limits, tokenizer, given.n)
+    if given.json:
+        print_json(as_json(shown))
+    else:
+        _print_samples(shown)
+    return 0
+
+
+def _print_samples(shown: "ShownData") -> None:
+    """Documents with the masked part dimmed, or between marks where there is no style."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from jaxspeed.data.complete_documents import DocumentCounts
+    from jaxspeed.data.shown_samples import harmless
+
+    console = out()
+    plain = not console.is_terminal or console.no_color
+    if plain and shown.samples:
+        console.print("what the loss counts is between {+ and +}", markup=False)
+    for number, sample in enumerate(shown.samples, 1):
+        counts = f"{sample.tokens:,} tokens, {sample.trained:,} trained"
+        console.print(f"--- {number}: {counts} ---", markup=False, highlight=False)
+        text = Text()
+        for piece in sample.pieces:
+            if plain:
+                text.append(
+                    f"{{+{harmless(piece.text)}+}}" if piece.trained else harmless(piece.text)
+                )
+            else:
+                text.append(harmless(piece.text), style="" if piece.trained else "dim")
+        console.print(text, highlight=False)
+    table = Table(box=None)
+    table.add_column("")
+    for name in vars(DocumentCounts()):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [*shown.counts.items()]
+    if len(rows) > 1:
+        rows.append(("all", sum(shown.counts.values(), DocumentCounts())))
+    for name, each in rows:
+        table.add_row(Text(harmless(name)), *(f"{value:,}" for value in vars(each).values()))
+    console.print(table, highlight=False)
+    if shown.seq_len is not None:
+        size = f"a sample holds {shown.seq_len + 1:,} tokens"
+        console.print(f"{size} (data.seq_len + 1)", markup=False, highlight=False)
 
 
 def _tokenize(given: argparse.Namespace) -> int:

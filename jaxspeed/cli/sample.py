@@ -1,12 +1,15 @@
-"""`jaxspeed sample CONFIG`: generate text from a checkpoint."""
+"""`jaxspeed sample CONFIG`: generate text from a checkpoint, or chat with its model."""
 
 import argparse
+import contextlib
+import importlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxspeed.cli.common import add_checkpoint, command, loaded, print_json
+from jaxspeed.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -21,6 +24,15 @@ def add(commands: Any) -> None:
         action="append",
         help="start of a text (overrides run.sample_prompt); may be repeated, for a batch",
     )
+    parser.add_argument(
+        "--chat",
+        metavar="TEXT",
+        nargs="?",
+        const="",
+        help="a message to the model, by its chat template; without a text, each line of the "
+        "standard input is one",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message of --chat")
     parser.add_argument("--tokens", type=int, help="number of tokens (overrides run.sample_tokens)")
     parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens")
@@ -52,7 +64,13 @@ def run(given: argparse.Namespace) -> int:
     ):
         if value is not None:
             given.overrides.append(f"run.{name}={json.dumps(value)}")
+    if given.chat is not None and given.prompt:
+        raise ConfigError("--chat: set together with --prompt; a prompt is continued as it is")
+    if given.chat is None and given.system is not None:
+        raise ConfigError("--system: only --chat has a system message")
     config = loaded(given)
+    if given.chat is not None:
+        return _chat(given, config)
     from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.generation import Request, Sampling
     from jaxspeed.run import sample_run, source_of
@@ -79,6 +97,45 @@ def run(given: argparse.Namespace) -> int:
         for number, text in enumerate(collected(pieces, len(prompts)), 1):
             sys.stdout.write(f"--- {number} ---\n{text}\n")
     return 0
+
+
+def _chat(given: argparse.Namespace, config: Any) -> int:
+    """Answer one message, or each line of the standard input."""
+    from jaxspeed.checkpoint.process_agreement import is_first
+    from jaxspeed.run import chat_run, source_of
+
+    rules = {name: getattr(given, name) for name in RULES}
+    options = {**rules, "stop": given.stop, "seed": given.seed, "system": given.system}
+    source = source_of(config, name=given.config)
+    import jax
+
+    if not given.chat and jax.process_count() > 1:
+        raise ConfigError("--chat: several processes need a text, since one alone reads the input")
+    chat = chat_run(source, given.tag, ema=given.ema, **options)
+    shows = is_first() and not given.json
+    for text in [given.chat] if given.chat else _lines():
+        for piece in chat.reply(text):
+            if shows:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        if shows:
+            sys.stdout.write("\n")
+    if given.json and is_first():
+        print_json({"messages": chat.messages})
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Lines of the standard input that are not blank, with a prompt on a terminal."""
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # with it, `input` edits lines
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input("> ").strip():
+                yield line
 
 
 RULES = ("top_k", "top_p", "min_p", "repetition_penalty")

@@ -262,7 +262,7 @@ def _run(settings: Settings) -> Iterator[Problem]:
         yield Problem("run.output", f'"{settings.run.output}"', works)
 
 
-FILES = ("text", "jsonl", "parquet", "arrow", "huggingface", "tokens", "images")
+FILES = ("text", "jsonl", "json", "parquet", "arrow", "huggingface", "tokens", "images")
 
 
 def _data(settings: Settings) -> Iterator[Problem]:

@@ -392,6 +392,7 @@ class Autotuning(Lenient):
 
 
 IdDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+ChatFormat = Literal["messages", "prompt_completion", "conversations", "alpaca"]
 
 
 class SourceSection(Section):
@@ -399,8 +400,13 @@ class SourceSection(Section):
 
     source: Text | None = honoured(
         None,
-        "stdlib (the default), text, jsonl, parquet, arrow, huggingface, tokens, images, "
+        "stdlib (the default), text, jsonl, json, parquet, arrow, huggingface, tokens, images, "
         "synthetic, or the import path of an array or iterable, package.module:name.",
+    )
+    format: ChatFormat | None = honoured(
+        None,
+        "Conversations in records: messages, prompt_completion, conversations (ShareGPT) or alpaca "
+        "(instruction, input, output); by default what the fields of each file's first record are.",
     )
     path: Text | None = honoured(
         None, "A file, a folder or a glob; the name of a data set on Hugging Face."
@@ -438,6 +444,27 @@ class Data(SourceSection):
     seq_len: Count | None = honoured(None, "Tokens per sample; the model's positions by default.")
     document_masks: Flag = honoured(
         True, "No attention and no prediction across documents in one sample."
+    )
+    chat_template: Text | None = honoured(
+        None,
+        "Of conversations: a template's name (chatml, llama3, qwen, gemma, mistral, alpaca, or one "
+        "of the tokenizer's), the path of a Jinja file, or a template; the tokenizer's by default.",
+    )
+    chat_template_kwargs: Opaque = honoured({}, "Variables for the chat template.")
+    train_on: Literal["assistant", "last_turn", "everything"] = honoured(
+        "assistant",
+        "What the loss of a conversation counts: all turns of the assistant (a completion is one), "
+        "the last of them, or every token.",
+    )
+    truncate: Literal["end", "start", "drop"] = honoured(
+        "end",
+        "What of a conversation longer than seq_len is truncated; drop leaves all of it out.",
+    )
+    untrained: Literal["error", "drop"] = honoured(
+        "error", "Whether a conversation of which no token is trained is an error or dropped."
+    )
+    packing: Flag = honoured(
+        True, "Several complete conversations in one sample; false: each is padded to seq_len."
     )
     held_out: Share = honoured(
         0.05, "The share of the samples held out for evaluation; none where data.eval is set."

@@ -41,9 +41,22 @@ _MEANT = {
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "bfp16": "bf16",
 }
-_MEANT_HERE = {"scheduler.params.warmup_steps": "warmup_num_steps"}
+_MEANT_HERE = {
+    "scheduler.params.warmup_steps": "warmup_num_steps",
+    "data.sample_packing": "packing",
+    "data.max_length": "seq_len",
+    "data.max_seq_length": "seq_len",
+    "data.sequence_len": "seq_len",
+}
+_OF_ASSISTANT = (
+    "By default a conversation's loss counts what the assistant says, or the completion; "
+    "data.train_on changes that: remove the key."
+)
 _SCALE = "fp16 alone scales the loss, since bf16 has the range of fp32: remove the key."
 _REMOVED = {
+    "data.assistant_only_loss": _OF_ASSISTANT,
+    "data.completion_only_loss": _OF_ASSISTANT,
+    "data.train_on_inputs": _OF_ASSISTANT,
     "flash_attention": "The model calls its attention itself: remove the key.",
     "fp16.opt_level": "It is Apex's, which has no other setting here: remove the key.",
     "bf16.auto_cast": _SCALE,

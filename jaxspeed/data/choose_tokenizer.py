@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from jaxspeed.config.run_sections import Data
+from jaxspeed.data.chats import Chats
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import TEXT_SOURCES, Opened
 from jaxspeed.data.sources import Texts
@@ -16,7 +17,7 @@ def choose_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer saved with the run, or of token files that are read, or of the config."""
     documents = [d for each in opened if isinstance(each, list) for d in each]
-    if not documents and not any(isinstance(each, Texts) for each in opened):
+    if not documents and not any(isinstance(each, Texts | Chats) for each in opened):
         return None
     tokenizer = saved
     for each in documents:
@@ -28,7 +29,7 @@ def choose_tokenizer(
                 f"({each.tokenizer.name}) than the rest ({tokenizer.name})"
             )
         tokenizer = tokenizer or each.tokenizer
-    if tokenizer is None and any(isinstance(each, Texts) for each in opened):
+    if tokenizer is None and any(isinstance(each, Texts | Chats) for each in opened):
         tokenizer = _configured(data, limits, opened)
     if tokenizer and limits.vocab_size and tokenizer.vocab_size > limits.vocab_size:
         raise DataError(
@@ -66,4 +67,4 @@ def _named(name: str) -> Tokenizer:
 
 
 def texts_of(opened: Sequence[Opened]) -> itertools.chain[str]:
-    return itertools.chain.from_iterable(each for each in opened if isinstance(each, Texts))
+    return itertools.chain.from_iterable(each for each in opened if isinstance(each, Texts | Chats))

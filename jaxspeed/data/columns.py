@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files, token_records, token_store
+from jaxspeed.data.chats import COLUMNS, Chats, RecordFile, chats_in
 from jaxspeed.data.sources import SUFFIXES, Texts, needs_extra
 from jaxspeed.errors import DataError
 
@@ -71,8 +73,8 @@ def _json_of(file: Path, key: str, of: str | None = None, default: Any = None) -
     raise DataError(f"data: {str(file)!r} cannot be read: {problem}")
 
 
-def open_columns(source: SourceSection, kind: str) -> Texts | list[token_store.Documents]:
-    """The texts in the column `text_field`, or else the documents in `tokens` or `input_ids`."""
+def open_columns(source: SourceSection, kind: str) -> Texts | Chats | list[token_store.Documents]:
+    """The texts in the column `text_field`, or documents in `tokens` or `input_ids`, or chats."""
     given = files.given_paths(source.path, source.paths)
     found = [file for name in given for file in column_files(name, kind, source.split)]
     tables = []
@@ -80,11 +82,15 @@ def open_columns(source: SourceSection, kind: str) -> Texts | list[token_store.D
         with _opened(file, kind) as (names, _):
             tables.append(names)
     shown, field = f"{kind} {', '.join(given)}", source.text_field
+    ids = token_records.token_field(tables[0])
+    if source.format is not None or ids is None or field in tables[0]:
+        records = [RecordFile(str(f), partial(_records, f, kind)) for f in found]
+        if chats := chats_in(source, shown, records, tables[0]):
+            return chats
     if all(field in names for names in tables):
         return Texts(
             shown, lambda: itertools.chain.from_iterable(_texts(f, kind, field) for f in found)
         )
-    ids = token_records.token_field(tables[0])
     for file, names in zip(found, tables):
         if ids is None or ids not in names:
             raise DataError(
@@ -101,6 +107,22 @@ def _texts(file: Path, kind: str, field: str) -> Iterator[str]:
         rows = itertools.chain.from_iterable(b.column(0).to_pylist() for b in batches([field]))
         for i, text in enumerate(rows):
             yield files.text_of({field: text}, field, f"{file}, row {i}")
+
+
+def _records(file: Path, kind: str) -> Iterator[files.Record]:
+    """The columns of conversations, as records."""
+    with _opened(file, kind) as (names, batches):
+        rows = itertools.count()
+        for batch in batches([name for name in names if name in COLUMNS]):
+            for row in batch.to_pylist():
+                yield files.Record(f"row {next(rows)}", _without_none(row))
+
+
+def _without_none(value: Any) -> Any:
+    """A value without the fields of structs that another row has: a column has one type."""
+    if isinstance(value, dict):
+        return {key: _without_none(x) for key, x in value.items() if x is not None}
+    return [*map(_without_none, value)] if isinstance(value, list) else value
 
 
 def _documents(file: Path, kind: str, field: str) -> Iterator[np.ndarray]:

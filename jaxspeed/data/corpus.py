@@ -1,20 +1,25 @@
 """Build a corpus from the config's section `data`: train and held-out splits, one tokenizer."""
 
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspeed.config.run_sections import Data, MixtureSource
 from jaxspeed.data import token_store
-from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
+from jaxspeed.data.chat_masks import ChatEncoder, remember_template
+from jaxspeed.data.chats import Chats
+from jaxspeed.data.choose_tokenizer import choose_tokenizer
+from jaxspeed.data.complete_documents import DocumentCounts
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import Kind, ModelLimits
-from jaxspeed.data.open_source import OpenSource, open_source, samples_of
+from jaxspeed.data.open_source import OpenSource, encoded, is_chat, open_source, samples_of
 from jaxspeed.data.packing import entropy
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
@@ -33,6 +38,7 @@ class Corpus:
     fingerprint: str  # changes with the data or its order; a run resumes only with the same one
     unigram_entropy: float | None  # nats per training token
     summary: str  # one line for people
+    conversations: DocumentCounts | None = None  # of all, training and held-out
 
 
 def build(
@@ -65,9 +71,15 @@ def build(
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
     if data.eval is not None:  # nothing of the training data is held out
         data = data.model_copy(update={"held_out": 0.0})
+    encoder = None if tokenizer is None else ChatEncoder(tokenizer, data)
     parts = [
-        samples_of(data, source, limits, each, tokenizer) for source, each in zip(sources, opened)
+        samples_of(data, source, limits, each, encoder) for source, each in zip(sources, opened)
     ]
+    chats = [each for each in opened if isinstance(each, Chats)]
+    if encoder is not None:
+        remember_template(encoder, [kind for each in chats for kind in each.formats()])
+    counted = [part.conversations for part in parts if part.conversations is not None]
+    _check_keys(data, bool(counted))
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
     train = Split([p.train for p in parts], seed=seed, shuffle=data.shuffle, weights=weights)
@@ -77,12 +89,14 @@ def build(
         held = [samples for samples in apart.values() if samples is not None]
     held_out = Split(held, seed=seed, shuffle=False) if held else None
     _check_sizes(data, parts, train, batch_size)
-    identity = {
+    identity: dict[str, Any] = {
         "parts": [[p.digest, w] for p, w in zip(parts, weights)],
         "tokenizer": tokenizer.to_bytes().decode(errors="surrogateescape") if tokenizer else None,
         "seq_len": train.tokens_each,
         "order": [seed, data.shuffle, data.held_out, data.document_masks],
     }
+    if counted:
+        identity["conversations"] = [data.truncate, data.packing]
     return Corpus(
         train,
         held_out,
@@ -90,7 +104,27 @@ def build(
         hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest(),
         _entropy(parts, weights),
         _summary(parts, weights, train, held_out, tokenizer),
+        sum(counted, DocumentCounts(dropped=encoder.untrained)) if counted and encoder else None,
     )
+
+
+# Keys that only conversations have an effect of.
+_OF_CHATS = {
+    key: Data.model_fields[key].get_default(call_default_factory=True)
+    for key in (
+        *("chat_template", "chat_template_kwargs", "train_on", "truncate"),
+        *("untrained", "packing"),
+    )
+}
+
+
+def _check_keys(data: Data, has_chats: bool) -> None:
+    given = [key for key, default in _OF_CHATS.items() if getattr(data, key) != default]
+    if given and not has_chats:
+        raise DataError(
+            f"data.{given[0]}: only conversations have it, and the sources hold none; "
+            "docs/data.md has their fields"
+        )
 
 
 @dataclass(frozen=True)
@@ -124,12 +158,21 @@ def tokenize(
     is the model's, if known.
     """
     texts = [open_source(source, ModelLimits()) for source in data.sources]
-    if not all(isinstance(each, Texts) for each in texts):
+    if not all(isinstance(each, Texts | Chats) for each in texts):
         raise DataError("data tokenize: the source holds no text")
     chosen = tokenizer or choose_tokenizer(data, ModelLimits(vocab_size=vocab_size), texts, None)
     assert chosen is not None
-    name = ", ".join(each.name for each in texts if isinstance(each, Texts))
-    documents = token_store.encode_all(texts_of(texts), chosen)
+    found = [each for each in texts if isinstance(each, Texts | Chats)]
+    if len({type(each) for each in found}) > 1:
+        raise DataError("data tokenize: some sources hold texts and others conversations")
+    name = ", ".join(each.name for each in found)
+    encoder = ChatEncoder(chosen, data)
+    documents: Iterable[np.ndarray | token_store.Masked] = itertools.chain.from_iterable(
+        encoded(each, encoder) for each in found
+    )
+    remember_template(
+        encoder, [kind for each in found if isinstance(each, Chats) for kind in each.formats()]
+    )
     written = token_store.write(Path(out_folder), name, documents, chosen)
     return Tokenized(
         name,
@@ -161,7 +204,7 @@ def _check_sizes(
                 "larger fraction, more data, or 0 would do"
             )
     check_batch(train, batch_size)
-    first, *others = (_shape(part.train) for part in parts)
+    first, *others = map(_shape, train.parts)
     for shape, part in zip(others, parts[1:]):
         if shape != first:
             raise DataError(
@@ -226,7 +269,12 @@ def known_shapes(
     if own or reads.sample is None:
         return None
     made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0, "eval": None}
+    made |= {**_OF_CHATS, "format": None}
     first = build(data.model_copy(update=made), **vars(reads), seed=0).train.batch(0, 1)
-    return {
+    found = {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
     }
+    if reads.sample == "tokens" and any(map(is_chat, data.sources)):
+        also = ["positions"] * data.document_masks + ["mask"]
+        found |= dict.fromkeys(also, found["tokens"])
+    return found

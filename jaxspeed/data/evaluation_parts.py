@@ -1,10 +1,11 @@
 """Data to evaluate on: every sample of each file, once and in order, apart from training data."""
 
 from jaxspeed.config.run_sections import Data, SourceSection
-from jaxspeed.data import token_store
+from jaxspeed.data.chat_masks import ChatEncoder
+from jaxspeed.data.chats import Chats
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, tokenizer_of_section
 from jaxspeed.data.model_limits import ModelLimits
-from jaxspeed.data.open_source import by_file, open_source, samples_of
+from jaxspeed.data.open_source import by_file, encoded_in_memory, open_source, samples_of
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ def evaluation_parts(
     sections = by_file(source)
     opened = {name: open_source(section, limits) for name, section in sections.items()}
     if limits.sample != "images":  # for which `samples_of` refuses texts
-        if tokenizer is None and any(isinstance(each, Texts) for each in opened.values()):
+        if tokenizer is None and any(isinstance(each, Texts | Chats) for each in opened.values()):
             tokenizer = tokenizer_of_section(data)
             if tokenizer is None:
                 raise DataError(
@@ -35,16 +36,16 @@ def evaluation_parts(
                     "no tokenizer; set data.tokenizer, or give files of ids"
                 )
         tokenizer = choose_tokenizer(data, limits, [*opened.values()], tokenizer)
+    encoder = None if tokenizer is None else ChatEncoder(tokenizer, data)
     all_of_it = data.model_copy(update={"held_out": 1.0})
     parts: dict[str, Samples | None] = {}
     for name, each in opened.items():
-        if isinstance(each, Texts) and tokenizer is not None:
-            encoded = token_store.encode_all(each, tokenizer)
-            each = [token_store.in_memory(each.name, encoded, tokenizer)]
+        if isinstance(each, Texts | Chats) and encoder is not None:
+            each = [encoded_in_memory(each, encoder)]
         if isinstance(each, list) and not any(len(documents.tokens) for documents in each):
             parts[name] = None
             continue
-        found = samples_of(all_of_it, sections[name], limits, each, tokenizer).held_out
+        found = samples_of(all_of_it, sections[name], limits, each, encoder).held_out
         parts[name] = found if found is not None and len(found) else None
     if not any(parts.values()):
         raise DataError(f"data: {', '.join(parts)}: nothing to predict; two tokens would do")

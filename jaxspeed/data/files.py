@@ -12,7 +12,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -166,15 +166,61 @@ def decode_text(content: bytes, name: str) -> str:
         ) from None
 
 
-def read_json_lines(file: Path, field: str) -> Iterator[str]:
-    """The text of each record, one record per line; blank lines are skipped."""
+class Record(NamedTuple):
+    """A record of a file, or what is wrong with it, and where it is."""
+
+    where: str
+    value: Any
+    problem: str = ""
+
+
+def json_records(file: Path) -> Iterator[Record]:
+    """The records of a file: of a JSON array, or one per line; blank lines are skipped."""
+    is_first = True
     with opened(file) as lines:
-        # Files of this kind are large: line by line.
+        # Files of lines are large: line by line.
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), 1):
             if len(line) > LONGEST:
                 raise DataError(f"data: {file}, line {number}: more than {LONGEST:,} bytes")
-            if line.strip():
-                yield _field_of(line, field, f"{file}, line {number}")
+            if not (start := line.removeprefix(b"\xef\xbb\xbf").strip()):
+                continue
+            if is_first and start.startswith(b"["):
+                break
+            is_first = False
+            value, problem = _json_of(line)
+            if problem and not line.endswith(b"\n"):
+                problem += ": the file ends within this line, so it was truncated"
+            yield Record(f"line {number}", value, problem)
+        else:
+            return
+    value, problem = _json_of(read_bytes(file))
+    if problem:
+        yield Record("the array", None, problem)
+    else:
+        yield from (Record(f"record {i}", each) for i, each in enumerate(value))
+
+
+def read_json_texts(file: Path, field: str) -> Iterator[str]:
+    """The text of each record of a JSON array or of JSON lines."""
+    for where, value, problem in json_records(file):
+        if problem:
+            raise DataError(f"data: {file}, {where}: {problem}")
+        yield text_of(value, field, f"{file}, {where}")
+
+
+def _json_of(content: bytes) -> tuple[Any, str]:
+    """A value, or what is wrong with it."""
+    try:
+        return json.loads(content), ""
+    except RecursionError:
+        return None, "the nesting is too deep"
+    except UnicodeDecodeError:
+        return None, "not JSON: not UTF-8"
+    except ValueError as error:
+        if not isinstance(error, json.JSONDecodeError):
+            return None, f"not JSON: {error}"
+        at = f", in line {error.lineno}" if error.lineno > 1 else ""
+        return None, f"not JSON: {error.msg}{at}"
 
 
 def read_array(file: Path) -> np.ndarray:
@@ -186,18 +232,6 @@ def read_array(file: Path) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise DataError(f"data: {str(file)!r} cannot be read: it is no .npy file")
     return array
-
-
-def _field_of(line: bytes, field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except RecursionError:
-        raise DataError(f"data: {where}: the nesting is too deep") from None
-    except ValueError as error:
-        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
-        raise DataError(f"data: {where}: not JSON: {reason}") from None
-    return text_of(record, field, where)
 
 
 def text_of(record: Any, field: str, where: str) -> str:

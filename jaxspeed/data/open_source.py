@@ -12,16 +12,20 @@ import numpy as np
 
 from jaxspeed.config.run_sections import Data, SourceSection
 from jaxspeed.data import array_sources, columns, files, token_records, token_store
+from jaxspeed.data.chat_formats import format_of
+from jaxspeed.data.chat_masks import ChatEncoder
+from jaxspeed.data.chats import Chats, chats_in, numbered
+from jaxspeed.data.complete_documents import DocumentCounts, Packing, pack_documents
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
 from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
 from jaxspeed.data.sources import SUFFIXES, Texts, import_source, iterations, text_source
 from jaxspeed.data.synthetic import Blots, Counting
-from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
 
-TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "parquet", "huggingface")
+TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "json", "parquet", "huggingface")
+RECORDS = ("jsonl", "json", "parquet", "arrow", "huggingface")  # in which conversations can be
 SYNTHETIC_SAMPLES = 1 << 16
 log = logging.getLogger("jaxspeed")
 _LONG_READ = 30.0  # seconds after which it is reported that an iterable is still read
@@ -35,15 +39,7 @@ class SyntheticSource:
 
 
 # The contents of a source, before there is a tokenizer.
-Opened = Texts | list[token_store.Documents] | array_sources.Arrays | SyntheticSource
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How token documents become samples."""
-
-    seq_len: int
-    segments: bool
+Opened = Texts | Chats | list[token_store.Documents] | array_sources.Arrays | SyntheticSource
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,7 @@ class OpenSource:
     digest: str
     counts: np.ndarray | None  # of each id in the training tokens, or proportional to it
     summary: str
+    conversations: DocumentCounts | None = None
 
 
 def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
@@ -67,6 +64,8 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
         return columns.open_columns(source, kind)
     if kind in TEXT_SOURCES:
         return text_source(source)
+    if source.format is not None and (kind in ("tokens", "images", "synthetic")):
+        raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "tokens":
         return [token_store.read(path, source.dtype) for path in _token_paths(given)]
     if kind == "images":
@@ -75,6 +74,21 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
         return SyntheticSource(source.samples or SYNTHETIC_SAMPLES)
     assert kind is not None
     return _user_iterable(kind, source, limits)
+
+
+def is_chat(source: SourceSection) -> bool:
+    """Whether a source holds conversations, as far as that is known without reading all of it."""
+    if source.format is not None:
+        return True
+    try:
+        given = files.given_paths(source.path, source.paths)
+        if source.source == "tokens":
+            return any((path / token_store.TRAINED).is_file() for path in _token_paths(given))
+        if source.source not in RECORDS or source.source == "huggingface":  # on a network
+            return False
+        return isinstance(open_source(source, ModelLimits()), Chats)
+    except DataError:  # a plan needs no data
+        return False
 
 
 def by_file(source: SourceSection) -> dict[str, SourceSection]:
@@ -105,15 +119,23 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
                 for file in each
                 if kind or file.name != token_store.RAW_META or file.parent not in raw
             }
-    return {
-        name: source.model_copy(update={"source": kind, "path": name, "paths": None})
-        for name, kind in found.items()
-    }
+    sections = {}
+    for name, its_kind in found.items():
+        changed: dict[str, Any] = {"source": its_kind, "path": name, "paths": None}
+        if kind is None and its_kind not in RECORDS:
+            changed["format"] = None
+        sections[name] = source.model_copy(update=changed)
+    return sections
 
 
 def _kind_of(file: Path) -> str:
     ends = (kind for kind, suffixes in SUFFIXES.items() if file.name.endswith(suffixes))
-    return next(ends, "text")
+    kind = next(ends, "text")
+    if kind == "json":  # of records, or else a text as any other
+        first = next(files.json_records(file), None)
+        is_chat = first is not None and isinstance(first.value, dict) and format_of(first.value)
+        return "json" if is_chat else "text"
+    return kind
 
 
 def _token_paths(given: Sequence[str]) -> list[Path]:
@@ -157,6 +179,10 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
             path,
             lambda: (files.text_of(r, field, f"{path}, item {i}") for i, r in enumerate(begin())),
         )
+    if isinstance(first, Mapping) or source.format is not None:
+        names = first if isinstance(first, Mapping) else ()
+        if chats := chats_in(source, path, [numbered(path, begin, "item")], names):
+            return chats
     items = _all_of(begin(), path)
     if isinstance(first, Mapping):
         return _records(items, path, limits, getattr(found, "batch_size", None) is not None)
@@ -215,9 +241,13 @@ def samples_of(
     source: SourceSection,
     limits: ModelLimits,
     opened: Opened,
-    tokenizer: Tokenizer | None,
+    encoder: ChatEncoder | None,
 ) -> OpenSource:
-    """The samples of an opened source, for a model with these limits."""
+    """The samples of an opened source, for a model with these limits.
+
+    Args:
+      encoder: with the tokenizer, if there is one.
+    """
     if isinstance(opened, dict):
         if limits.sample == "tokens":
             raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
@@ -231,10 +261,9 @@ def samples_of(
             f"data: source {kind} holds text, but the model reads images; sources images and "
             "synthetic have some"
         )
-    if isinstance(opened, Texts):
-        assert tokenizer is not None
-        encoded = token_store.encode_all(opened, tokenizer)
-        opened = [token_store.in_memory(opened.name, encoded, tokenizer)]
+    if isinstance(opened, Texts | Chats):
+        assert encoder is not None
+        opened = [encoded_in_memory(opened, encoder)]
     for each in opened:
         if not len(each.tokens):
             raise DataError(f"data: {each.name} holds no text")
@@ -246,6 +275,19 @@ def samples_of(
     return documents_part(opened, _packing(data, limits), data.held_out, limits.vocab_size)
 
 
+def encoded_in_memory(opened: Texts | Chats, encoder: ChatEncoder) -> token_store.Documents:
+    """The documents of texts or of conversations."""
+    return token_store.in_memory(opened.name, encoded(opened, encoder), encoder.tokenizer)
+
+
+def encoded(
+    opened: Texts | Chats, encoder: ChatEncoder
+) -> Iterable[np.ndarray] | Iterable[token_store.Masked]:
+    if isinstance(opened, Texts):
+        return token_store.encode_all(opened, encoder.tokenizer)
+    return opened.encoded(encoder)
+
+
 def _packing(data: Data, limits: ModelLimits) -> Packing:
     seq_len = data.seq_len or limits.seq_len
     if seq_len is None:
@@ -255,7 +297,7 @@ def _packing(data: Data, limits: ModelLimits) -> Packing:
             f"data.seq_len is {seq_len:,}, but the model has {limits.seq_len:,} positions; "
             f"{limits.seq_len:,} or less would do"
         )
-    return Packing(seq_len, data.document_masks)
+    return Packing(seq_len, data.document_masks, data.truncate, data.packing)
 
 
 def documents_part(
@@ -268,28 +310,39 @@ def documents_part(
 
     `vocab_size` is the model's; by default ids up to the largest of each source are read.
     """
-    train, held, counts = [], [], np.zeros(0, np.int64)
+    train: list[Samples] = []
+    held: list[Samples] = []
+    counts, conversations = np.zeros(0, np.int64), DocumentCounts()
     for each in documents:
+        known = vocab_size or each.largest + 1
+        if each.trained is not None:
+            kept, out, ids, found = pack_documents(each, packing, held_out, known)
+            train.append(kept)
+            held += [] if out is None else [out]
+            counts, conversations = add_counts(counts, ids), conversations + found
+            continue
         if held_out:
-            spans, out = hold_out_documents(each.offsets, held_out)
+            spans, beyond = hold_out_documents(each.offsets, held_out)
+            last = Stream(each.tokens, beyond, known, each.name)
+            held.append(_windows(last, packing, pad_last=True))
         else:
-            spans, out = Spans(np.asarray(each.offsets[:-1]), each.lengths), None
-        known = vocab_size or each.largest + 1, each.name
-        stream = Stream(each.tokens, spans, *known)
+            spans = Spans(np.asarray(each.offsets[:-1]), each.lengths)
+        stream = Stream(each.tokens, spans, known, each.name)
         train.append(_windows(stream, packing, pad_last=False))
-        if out is not None:
-            held.append(_windows(Stream(each.tokens, out, *known), packing, pad_last=True))
         counts = add_counts(counts, stream.counts())
     number = sum(len(each.offsets) - 1 for each in documents)
     tokens = sum(int(each.offsets[-1]) for each in documents)
     plural = "" if number == 1 else "s"
     name = ", ".join(each.name for each in documents)
+    counted = f"{number:,} document{plural}, {tokens:,} tokens"
+    has_chats = any(each.trained is not None for each in documents)
     return OpenSource(
         Chain(train),
         Chain(held) if held else None,
         " ".join(each.digest for each in documents),
         counts,
-        f"{name}: {number:,} document{plural}, {tokens:,} tokens",
+        f"{name}: {conversations if has_chats else counted}",
+        conversations if has_chats else None,
     )
 
 

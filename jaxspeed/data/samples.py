@@ -93,11 +93,41 @@ class Subset:
         return self._samples.read(self._ids[ids])
 
 
+class Marked:
+    """Samples of tokens with the mask and positions of conversations: every token counts."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.tokens_each: int | None = samples.tokens_each
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, ids: np.ndarray) -> Batch:
+        batch = self._samples.read(ids)
+        if "segment_ids" in batch:
+            segments, places = batch["segment_ids"], np.arange(batch["tokens"].shape[1])
+            begins = np.diff(segments, axis=1, prepend=-1) != 0
+            first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            batch["positions"] = (places - first).astype(np.int32)
+        return {"mask": np.ones_like(batch["tokens"]), **batch}
+
+
+def _alike(parts: Sequence[Samples]) -> list[Samples]:
+    """The parts, those of texts with the arrays of conversations where others are of these."""
+    names = [part.read(np.zeros(0, np.int64)).keys() for part in parts] if len(parts) > 1 else []
+    wanted = {name for each in names for name in each} & {"mask", "positions"}
+    if not wanted:
+        return list(parts)
+    lack = ["tokens" in each and not wanted <= each for each in names]
+    return [Marked(part) if lacks else part for part, lacks in zip(parts, lack)]
+
+
 class Chain:
     """Concatenation of several parts."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
-        self.parts = list(parts)
+        self.parts = _alike(parts)
         self.edges = np.cumsum([0, *map(len, self.parts)])
         self.tokens_each: int | None = self.parts[0].tokens_each
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
+from jaxspeed.data.chats import Chats, chats_in, json_file, numbered
 from jaxspeed.errors import DataError
 
 # How the files of a folder end that a kind of source reads; the kind `text` reads all.
@@ -22,6 +23,7 @@ SUFFIXES = {
     "jsonl": tuple(
         name + by for by in ("", files.GZIP, files.ZSTD) for name in (".jsonl", ".ndjson")
     ),
+    "json": tuple(f".json{by}" for by in ("", files.GZIP, files.ZSTD)),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "tokens": (".npy", ".bin"),
@@ -52,23 +54,34 @@ class Texts:
         return self.read()
 
 
-def text_source(source: SourceSection) -> Texts:
-    """The documents of `stdlib`, `text`, `jsonl` or `huggingface`."""
+def text_source(source: SourceSection) -> Texts | Chats:
+    """The documents of `stdlib`, `text`, `jsonl`, `json` or `huggingface`."""
     given = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if given else "stdlib")
+    if kind in ("stdlib", "text") and source.format is not None:
+        raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "stdlib":
         return stdlib()
     shown = f"{kind} {', '.join(given)}"
     field = source.text_field
-    if kind == "huggingface":
-        return Texts(shown, lambda: _hub_texts(given, source.split, field))
     if kind == "text":
         found = files.find_files(given)
         return Texts(shown, lambda: map(files.read_text, found))
-    found = files.find_files(given, SUFFIXES["jsonl"])
-    return Texts(
+    if kind == "huggingface":
+        hub = [(name, lambda name=name: _hub_records(name, source.split)) for name in given]
+        records = [numbered(name, read, "record") for name, read in hub]
+        return chats_in(source, shown, records) or Texts(
+            shown,
+            lambda: (
+                files.text_of(record, field, f"{name}, record {i}")
+                for name, read in hub
+                for i, record in enumerate(read())
+            ),
+        )
+    found = files.find_files(given, SUFFIXES[kind])
+    return chats_in(source, shown, [*map(json_file, found)]) or Texts(
         shown,
-        lambda: itertools.chain.from_iterable(files.read_json_lines(f, field) for f in found),
+        lambda: itertools.chain.from_iterable(files.read_json_texts(f, field) for f in found),
     )
 
 
@@ -125,15 +138,13 @@ def needs_extra(library: str, what: str, extra: str) -> Any:
         ) from None
 
 
-def _hub_texts(given: list[str], split: str, field: str) -> Iterator[str]:
+def _hub_records(name: str, split: str) -> Iterator[Any]:
     datasets = needs_extra("datasets", "source huggingface", "hf")
-    for name in given:
-        try:
-            records = datasets.load_dataset(name, split=split)
-        except Exception as error:  # of many kinds: network, names, scripts, formats
-            raise DataError(f"data: the data set {name!r}, split {split!r}: {error}") from error
-        for i, record in enumerate(records):
-            yield files.text_of(record, field, f"{name}, record {i}")
+    try:
+        records = datasets.load_dataset(name, split=split)
+    except Exception as error:  # of many kinds: network, names, scripts, formats
+        raise DataError(f"data: the data set {name!r}, split {split!r}: {error}") from error
+    yield from records
 
 
 # -- user iterables -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,11 +25,19 @@ from jaxspeed.data.tokenizer import FILES, Tokenizer, files_of, read_tokenizer, 
 from jaxspeed.errors import DataError
 
 log = logging.getLogger("jaxspeed")
-FORMAT = 1
-HEADER, TOKENS, OFFSETS = "header.json", "tokens.npy", "offsets.npy"
+# The format of folders with a mask has a number of its own: earlier versions would ignore the mask.
+FORMAT, MASKED_FORMAT = 1, 2
+HEADER, TOKENS, OFFSETS, TRAINED = "header.json", "tokens.npy", "offsets.npy", "trained.npy"
 VERIFIED = ".verified.json"
 _BLOCK = 1 << 24  # tokens that are hashed at once
 _LONG = 1 << 30  # bytes that take so long to read that it is logged
+
+
+class Masked(NamedTuple):
+    """The tokens of a document, of which the loss counts some."""
+
+    ids: np.ndarray  # unsigned [tokens]
+    trained: np.ndarray  # bool [tokens]
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Documents:
     digest: str  # changes with any token or offset
     largest: int  # the largest id
     tokenizer: Tokenizer | None
+    trained: np.ndarray | None = None  # bool [tokens]: those that the loss counts; None: all
 
     @property
     def lengths(self) -> np.ndarray:
@@ -53,18 +62,26 @@ def id_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
-def in_memory(name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer | None) -> Documents:
+def in_memory(
+    name: str, documents: Iterable[np.ndarray | Masked], tokenizer: Tokenizer | None
+) -> Documents:
     """Concatenate encoded documents in memory; empty ones are dropped."""
-    filled = [ids for ids in documents if len(ids)]
-    offsets = np.cumsum([0, *map(len, filled)], dtype=np.int64)
-    largest = max((int(ids.max()) for ids in filled), default=0)
+    filled = [each for each in documents if len(_ids_of(each))]
+    ids = [*map(_ids_of, filled)]
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    largest = max((int(each.max()) for each in ids), default=0)
     dtype = id_dtype(tokenizer.vocab_size if tokenizer else largest + 1)
     tokens = np.empty(offsets[-1], dtype)
-    for ids, at in zip(filled, offsets):
-        tokens[at : at + len(ids)] = ids
-    digest = _Digest(dtype)
-    digest.add(tokens)
-    return Documents(name, tokens, offsets, digest.end(offsets), largest, tokenizer)
+    for each, at in zip(ids, offsets):
+        tokens[at : at + len(each)] = each
+    masks = [each.trained for each in filled if isinstance(each, Masked)]
+    trained = np.concatenate(masks) if masks else None
+    digest = _digest_of(tokens, offsets, trained)
+    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained)
+
+
+def _ids_of(document: np.ndarray | Masked) -> np.ndarray:
+    return document.ids if isinstance(document, Masked) else document
 
 
 def encode_all(texts: Iterable[str], tokenizer: Tokenizer) -> Iterable[np.ndarray]:
@@ -83,22 +100,26 @@ class _Digest:
     def add(self, tokens: np.ndarray) -> None:
         self._hash.update(np.ascontiguousarray(tokens).data)
 
-    def end(self, offsets: np.ndarray) -> str:
+    def end(self, offsets: np.ndarray, trained: np.ndarray | None = None) -> str:
         self._hash.update(np.ascontiguousarray(offsets, np.int64).data)
+        if trained is not None:
+            self._hash.update(np.packbits(trained).data)
         return self._hash.hexdigest()
 
 
-def _digest_of(tokens: np.ndarray, offsets: np.ndarray) -> str:
+def _digest_of(tokens: np.ndarray, offsets: np.ndarray, trained: np.ndarray | None = None) -> str:
     digest = _Digest(tokens.dtype)
     for start in range(0, tokens.size, _BLOCK):
         digest.add(tokens[start : start + _BLOCK])
-    return digest.end(offsets)
+    return digest.end(offsets, trained)
 
 
 # -- files --------------------------------------------------------------------------------------
 
 
-def write(out: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Documents:
+def write(
+    out: Path, name: str, documents: Iterable[np.ndarray | Masked], tokenizer: Tokenizer
+) -> Documents:
     """Write documents one at a time into a new folder, which appears when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"data tokenize: {str(out)!r} already exists; name a new folder")
@@ -118,14 +139,17 @@ def write(out: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Toke
 
 
 def _write_files(
-    folder: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer
+    folder: Path, name: str, documents: Iterable[np.ndarray | Masked], tokenizer: Tokenizer
 ) -> None:
     dtype = id_dtype(tokenizer.vocab_size)
     digest, largest, ends = _Digest(dtype), 0, [0]
+    masks: list[np.ndarray] = []
     with (folder / TOKENS).open("wb") as file:
         _npy_header(file, dtype, 0)
-        for ids in documents:
-            if len(ids):
+        for document in documents:
+            if len(ids := _ids_of(document)):
+                if isinstance(document, Masked):
+                    masks.append(document.trained)
                 largest = max(largest, int(ids.max()))
                 narrow = ids.astype(dtype)
                 digest.add(narrow)
@@ -138,17 +162,20 @@ def _write_files(
         raise DataError(f"data tokenize: {name} holds no text")
     offsets = np.asarray(ends, np.int64)
     np.save(folder / OFFSETS, offsets)
+    trained = np.concatenate(masks) if masks else None
+    if trained is not None:
+        np.save(folder / TRAINED, trained)
     for written, content in files_of(tokenizer).items():
         (folder / written).write_bytes(content)
     header = {
-        "format": FORMAT,
+        "format": FORMAT if trained is None else MASKED_FORMAT,
         "name": name,
         "tokenizer": tokenizer.name,
         "documents": len(offsets) - 1,
         "tokens": ends[-1],
         "dtype": dtype.str,
         "largest": largest,
-        "digest": digest.end(offsets),
+        "digest": digest.end(offsets, trained),
     }
     (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n")
 
@@ -193,13 +220,15 @@ def _read_folder(folder: Path) -> Documents:
         )
     try:
         header = json.loads((folder / HEADER).read_text())
-        if header["format"] != FORMAT:
+        if header["format"] not in (FORMAT, MASKED_FORMAT):
             raise DataError(
                 f"data: {str(folder)!r} has format {header['format']}; this version of jaxspeed "
-                f"reads {FORMAT}"
+                f"reads {FORMAT} and {MASKED_FORMAT}"
             )
+        is_masked = header["format"] == MASKED_FORMAT
         try:
             tokens, offsets = read_array(folder / TOKENS), read_array(folder / OFFSETS)
+            trained = read_array(folder / TRAINED) if is_masked else None
         except DataError as error:
             raise ValueError(str(error).removeprefix("data: ")) from None
         file = tokenizer_file(folder)
@@ -207,13 +236,15 @@ def _read_folder(folder: Path) -> Documents:
         name, digest = f"{header['name']}, tokenized", str(header["digest"])
         largest = int(header["largest"])
         problem = _problem(folder, header, tokens, offsets) if file else f"it has no {FILES[0]}"
+        if trained is not None and (trained.dtype, trained.shape) != (np.bool_, tokens.shape):
+            problem = f"{TRAINED} holds {trained.dtype}{list(trained.shape)}, not bool [tokens]"
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         problem = str(error)
     if problem:
         raise DataError(f"data: {str(folder)!r} is damaged: {problem}")
-    return Documents(name, tokens, offsets, digest, largest, tokenizer)
+    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained)
 
 
 def _problem(folder: Path, header: Any, tokens: np.ndarray, offsets: np.ndarray) -> str:
@@ -251,7 +282,8 @@ def _check_digest(folder: Path, documents: Documents) -> None:
     before = _stamp(folder, documents)
     if documents.tokens.nbytes >= _LONG:
         log.info("%s: comparing all tokens with the digest, which is done once", folder)
-    if _digest_of(documents.tokens, documents.offsets) != documents.digest:
+    found = _digest_of(documents.tokens, documents.offsets, documents.trained)
+    if found != documents.digest:
         raise DataError(
             f"data: {str(folder)!r} is damaged: its tokens or offsets are not those that were "
             "written (the digest in its header differs); tokenize the text again"
@@ -282,7 +314,8 @@ def _is_verified(folder: Path, documents: Documents) -> bool:
 
 def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
     """What changes with the folder's files: digest, sizes and times of modification."""
-    found = {name: (folder / name).stat() for name in (TOKENS, OFFSETS)}
+    names = (TOKENS, OFFSETS) if documents.trained is None else (TOKENS, OFFSETS, TRAINED)
+    found = {name: (folder / name).stat() for name in names}
     files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
     return {"digest": documents.digest, **files}
 

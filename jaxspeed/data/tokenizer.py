@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
@@ -23,6 +23,7 @@ from jaxspeed.errors import DataError
 END = 0
 TRAINED_ON = 32 << 20
 FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
+CHAT_TEMPLATE = "chat_template.jinja"
 # What a folder's tokenizer has beside it, for other libraries.
 BESIDE = (
     *FILES,
@@ -32,7 +33,7 @@ BESIDE = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 
@@ -41,7 +42,8 @@ class Tokenizer(Protocol):
     """Encodes text to ids and back; `end` is the end-of-document id, if there is one.
 
     `file` is the name of the file that holds `to_bytes()`: one of FILES. `beside` has the contents
-    of the other files of its folder, by name: a chat template, for example.
+    of the other files of its folder, by name: a chat template, for example. `end_text` is the text
+    that is encoded as `end`. `spell` decodes special tokens too, which `decode` leaves out.
     """
 
     beside: Mapping[str, bytes]
@@ -54,9 +56,20 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def end(self) -> int | None: ...
+    @property
+    def end_text(self) -> str | None: ...
     def encode(self, text: str) -> np.ndarray: ...
+    def encode_with_offsets(self, texts: Sequence[str]) -> list["Encoded"]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
+    def spell(self, ids: Iterable[int]) -> str: ...
     def to_bytes(self) -> bytes: ...
+
+
+class Encoded(NamedTuple):
+    """A text's tokens, and which of its characters each is of."""
+
+    ids: np.ndarray  # unsigned [tokens]
+    offsets: np.ndarray  # int64 [tokens, 2]: [start, end)
 
 
 class ByteTokenizer:
@@ -66,13 +79,20 @@ class ByteTokenizer:
     file = "tokenizer.json"
     vocab_size = 256
     end = END
+    end_text = chr(END)
     beside: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), np.uint8)
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoded]:
+        return [Encoded(self.encode(text), _byte_offsets(text)) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if END < i < 256).decode("utf-8", errors="replace")
+
+    def spell(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def to_bytes(self) -> bytes:
         return _tokenizer_json(_byte_ids(), [])
@@ -107,15 +127,34 @@ class LibraryTokenizer:
         ids = map(self._tokenizer.token_to_id, ENDS)
         self.end: int | None = next((i for i in ids if i is not None), None)
 
+    @property
+    def end_text(self) -> str | None:
+        return None if self.end is None else self._tokenizer.id_to_token(self.end)
+
     def encode(self, text: str) -> np.ndarray:
         with _library_errors(f"{self.name!r} cannot encode {text[:40]!r}"):
             (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoded.ids, np.uint32)
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoded]:
+        clean = [_SURROGATE.sub("\ufffd", text) for text in texts]
+        with _library_errors(f"{self.name!r} cannot encode {texts[0][:40]!r}"):
+            found = self._tokenizer.encode_batch(clean, add_special_tokens=False)
+        return [
+            Encoded(np.asarray(x.ids, np.uint32), np.asarray(x.offsets, np.int64).reshape(-1, 2))
+            for x in found
+        ]
+
     def decode(self, ids: Iterable[int]) -> str:
+        return self._text(ids, without_special=True)
+
+    def spell(self, ids: Iterable[int]) -> str:
+        return self._text(ids, without_special=False)
+
+    def _text(self, ids: Iterable[int], without_special: bool) -> str:
         known = [int(i) for i in ids if i < self.vocab_size]
         with _library_errors(f"{self.name!r} cannot decode {known[:10]}"):
-            return self._tokenizer.decode(known, skip_special_tokens=True)
+            return self._tokenizer.decode(known, skip_special_tokens=without_special)
 
     def to_bytes(self) -> bytes:
         return self._content
@@ -147,12 +186,22 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._model.vocab_size()
         end = self._model.eos_id()
         self.end: int | None = end if end >= 0 else None
+        self.end_text: str | None = self._model.id_to_piece(end) if end >= 0 else None
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._model.encode(_SURROGATE.sub("\ufffd", text)), np.uint32)
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoded]:
+        raise DataError(
+            f"data.tokenizer: conversations need a {FILES[0]}: {self.name!r} is a SentencePiece "
+            "model, which does not find special tokens in a text; write one with transformers: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids if i < self.vocab_size])
+
+    spell = decode
 
     def to_bytes(self) -> bytes:
         return self._content
@@ -168,6 +217,10 @@ class BPETokenizer(LibraryTokenizer):
         super().__init__(content, "bpe")
         self.name = f"bpe, {self.vocab_size} ids"
         self.end = END
+
+    @property
+    def end_text(self) -> str | None:
+        return chr(END)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
@@ -193,6 +246,17 @@ class BPETokenizer(LibraryTokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([self._encode_part(part) for part in _parts(text)])
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoded]:
+        return [self._encode_parts(text) for text in texts]
+
+    def _encode_parts(self, text: str) -> Encoded:
+        parts = [part for part in _parts(text) if part]
+        found = super().encode_with_offsets(parts) if parts else []
+        starts = itertools.accumulate(map(len, parts), initial=0)
+        none = Encoded(np.zeros(0, np.uint32), np.zeros((0, 2), np.int64))
+        moved = [none, *(Encoded(x.ids, x.offsets + start) for x, start in zip(found, starts))]
+        return Encoded(*(np.concatenate(each) for each in zip(*moved)))
 
     def decode(self, ids: Iterable[int]) -> str:
         return super().decode(i for i in ids if i > END)
@@ -368,6 +432,14 @@ def _printable() -> tuple[str, ...]:
 
 def _byte_ids() -> dict[str, int]:
     return {token: byte for byte, token in enumerate(_printable())}
+
+
+def _byte_offsets(text: str) -> np.ndarray:
+    """The character of each byte of UTF-8: [start, end)."""
+    codes = np.fromiter(map(ord, text), np.int64, len(text))
+    sizes = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
+    starts = np.repeat(np.arange(len(text)), sizes)
+    return np.stack([starts, starts + 1], 1)
 
 
 def _utf8(text: str) -> bytes:

@@ -413,6 +413,7 @@ class Engine(DeepSpeedHabits):
         min_p: float | None = None,
         repetition_penalty: float | None = None,
         stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
         seed: int = 0,
         context: int | None = None,
         tokenizer: TextTokenizer | None = None,
@@ -423,6 +424,7 @@ class Engine(DeepSpeedHabits):
           temperature: 0 takes the most likely token.
           top_k, top_p, min_p, repetition_penalty: see `jaxspeed.generation.Sampling`.
           stop: texts before which a text ends; it also ends where the tokenizer's document does.
+          stop_tokens: tokens before which it ends too, as the end of a turn in a chat.
           seed: prompt i draws from `fold_in(key(seed), i)`, whatever else is in the batch.
           context: tokens that the model sees at most, by default its max_position_embeddings; a
             longer text is continued from its last half.
@@ -434,7 +436,7 @@ class Engine(DeepSpeedHabits):
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         program, state = self.runnable
         tokenizer = tokenizer or tokenizer_of(program.model.weights)
-        request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer)
+        request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
         if self._generator is None or self._generator.program is not program:
             self._generator = Generator(program, once=self._gathered.once(program))
         generation = self._generator.start(state, request)

@@ -50,6 +50,7 @@ class Request:
     seed: int = 0  # prompt i draws from fold_in(key(seed), i), whatever else is in the batch
     context: int | None = None  # tokens that the model sees at most; None: by its config
     tokenizer: TextTokenizer | None = None
+    stop_tokens: Sequence[int] = ()  # tokens before which a text ends, as at the end of a document
 
     def __post_init__(self) -> None:
         if isinstance(self.prompts, str) or not self.prompts:
@@ -63,6 +64,8 @@ class Request:
                 raise ConfigError(f"{name}: {value!r}; it is an integer from {least}")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop: {self.stop!r}; it is a list of texts that are not empty")
+        if not all(type(token) is int and token >= 0 for token in self.stop_tokens):
+            raise ConfigError(f"stop_tokens: {self.stop_tokens!r}; it is a list of tokens")
 
     def encoded(self) -> list[list[int]]:
         """The tokens of each prompt; an empty one begins after the end of a document.
@@ -95,7 +98,9 @@ class Generated(NamedTuple):
 
     text: str  # without the stop string; empty without a tokenizer
     tokens: tuple[int, ...]
-    ended_by: str  # "tokens" (their number), "stop" (a stop string) or "end" (of the document)
+    ended_by: (
+        str  # "tokens" (their number), "stop" (a stop string) or "end" (of the document or turn)
+    )
 
 
 class TextPiece(NamedTuple):
@@ -112,7 +117,7 @@ class BatchRow:
     def __init__(self, ids: list[int], request: Request) -> None:
         self.ids, self._prompt, self._request = ids, len(ids), request
         tokenizer = request.tokenizer
-        self._end = end_of(tokenizer)
+        self._ends = {end_of(tokenizer), *request.stop_tokens}
         self._stream = None if tokenizer is None else TextStream(tokenizer, ids, request.stop)
         self.ended_by = None if request.tokens else "tokens"
 
@@ -122,7 +127,7 @@ class BatchRow:
 
     def add(self, token: int) -> str:
         """The text that the token makes certain."""
-        if token == self._end:
+        if token in self._ends:
             self.ended_by = "end"
             return ""
         self.ids.append(token)

@@ -18,7 +18,7 @@ from jaxspeed.engine import CheckReport, Engine
 from jaxspeed.errors import ConfigError, DataError, ModelError
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.run.evaluation import Evaluated, evaluate
-from jaxspeed.run.sampling import sample_texts
+from jaxspeed.run.sampling import Chat, sample_texts
 from jaxspeed.run.start import Source, checkpointer_of, open_run, source_of
 from jaxspeed.run.trainer import Trainer
 
@@ -62,7 +62,8 @@ def evaluate_run(
     if not all(path and "\0" not in path for path in data):
         raise DataError("data: an empty path, or one with a NUL character; each needs a name")
     if data:
-        apart = SourceSection(paths=[*data], text_field=section.text_field, dtype=section.dtype)
+        keys = ("text_field", "dtype", "format")
+        apart = SourceSection(paths=[*data], **{key: getattr(section, key) for key in keys})
     parts: dict[str, Split | None] = {}
     if apart is not None:
         most, extra = None, {}
@@ -132,6 +133,21 @@ def sample_run(
     engine, _, _ = checkpoint.restored(ema)
     context = source.config.data.seq_len or source.reads.seq_len
     return sample_texts(engine, tokenizer, prompts, context=context, **options)
+
+
+def chat_run(source: Source, tag: str | None = None, *, ema: bool = False, **options: Any) -> Chat:
+    """A conversation with the model of a checkpoint; `options` are those of `Chat`."""
+    checkpoint, config = ChosenCheckpoint(source, tag), source.config
+    tokenizer = source.tokenizer(checkpoint.files())
+    if tokenizer is None:
+        raise ModelError("sample: the model has no tokenizer, so it cannot generate text")
+    engine, _, _ = checkpoint.restored(ema)
+    given = {
+        "tokens": config.run.sample_tokens,
+        "temperature": config.run.sample_temperature,
+        "context": config.data.seq_len or source.reads.seq_len,
+    }
+    return Chat(engine, tokenizer, config.data, **given | options)
 
 
 def check_run(source: Source, *, layers: int | None = None) -> CheckReport:

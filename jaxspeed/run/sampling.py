@@ -8,7 +8,14 @@ from typing import Any
 
 import jax
 
+from jaxspeed.config.run_sections import Data
 from jaxspeed.data import Corpus, Tokenizer
+from jaxspeed.data.chat_template import (
+    Message,
+    MissingTemplateError,
+    end_of_turn,
+    find_template,
+)
 from jaxspeed.engine import Engine
 from jaxspeed.errors import JaxspeedError, ModelError
 
@@ -45,6 +52,63 @@ def sample_texts(
         **options,
     )
     return itertools.chain(enumerate(prompts), ((piece.prompt, piece.text) for piece in pieces))
+
+
+class Chat:
+    """A conversation with a model: what it has been, and its next answer.
+
+    Args:
+      engine: with the model's state.
+      tokenizer: that of its training.
+      data: the config's section, whose chat template is used, or else the tokenizer's.
+      system: the first message.
+      options: those of `Engine.stream`, and its number of tokens and temperature.
+
+    Raises:
+      DataError: there is no chat template.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        data: Data,
+        system: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._engine, self._tokenizer, self._options = engine, tokenizer, options
+        variables = data.chat_template_kwargs
+        self._template = find_template(tokenizer, data.chat_template, variables, today=None)
+        self._tokens, self._texts = end_of_turn(self._template, tokenizer)
+        self.messages: list[Message] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    def prompt(self, text: str) -> str:
+        """The text of the conversation and of a user's next message, where the answer begins."""
+        said = [*self.messages, {"role": "user", "content": text}]
+        return self._template.render(said, add_generation_prompt=True).text
+
+    def reply(self, text: str) -> Iterator[str]:
+        """The answer to a user's message, in pieces; both are then part of the conversation."""
+        ids = self._tokenizer.encode(self.prompt(text)).tolist()
+        options = dict(self._options)
+        stop = [*options.pop("stop", ()), *self._texts]
+        seed = (options.pop("seed", 0) + len(self.messages)) % 2**31  # other draws in each turn
+        pieces = self._engine.stream(
+            [ids],
+            tokenizer=self._tokenizer,
+            stop=stop,
+            stop_tokens=self._tokens,
+            seed=seed,
+            **options,
+        )
+        answer = ""
+        for piece in pieces:
+            answer += piece.text
+            yield piece.text
+        said = {"role": "user", "content": text}, {"role": "assistant", "content": answer}
+        self.messages += said
 
 
 class FinalSample:
@@ -89,5 +153,16 @@ class FinalSample:
             return None
 
     def _texts(self) -> Iterator[tuple[int, str]]:
-        corpus = self._corpus
-        return sample_texts(self._engine, corpus.tokenizer, context=corpus.train.tokens_each)
+        corpus, context = self._corpus, self._corpus.train.tokens_each
+        run, data = self._engine.config.run, self._engine.config.data
+        if corpus.conversations is not None and corpus.tokenizer is not None:
+            options: dict[str, Any] = {
+                "tokens": run.sample_tokens,
+                "temperature": run.sample_temperature,
+            }
+            with contextlib.suppress(MissingTemplateError):  # prompts and completions need none
+                chat = Chat(self._engine, corpus.tokenizer, data, context=context, **options)
+                prompt = chat.prompt(run.sample_prompt)
+                answer = ((0, text) for text in chat.reply(run.sample_prompt))
+                return itertools.chain([(0, prompt)], answer)
+        return sample_texts(self._engine, corpus.tokenizer, context=context)

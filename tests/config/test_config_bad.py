@@ -55,6 +55,21 @@ BAD = {
         "optimizer.params.momentum",
         "Keys of optimizer.params: ",
     ),
+    "another trainer's key of packing": (
+        {"data": {"sample_packing": True}},
+        "data.sample_packing",
+        'Did you mean "packing"?',
+    ),
+    "another trainer's length": (
+        {"data": {"max_length": 512}},
+        "data.max_length",
+        'Did you mean "seq_len"?',
+    ),
+    "another trainer's key of the loss": (
+        {"data": {"assistant_only_loss": True}},
+        "data.assistant_only_loss",
+        "counts what the assistant says, or the completion; data.train_on",
+    ),
     # Wrong types.
     "number as text": ({"train_batch_size": "8"}, "train_batch_size", "Write 8 without quotes."),
     "rate as text": (adam(lr="1e-5"), "optimizer.params.lr", "Write 1e-5 without quotes."),

@@ -305,8 +305,8 @@ def test_damaged_token_files_are_named(folder, tmp_path):
         opened(source)
     (out / "tokens.npy").write_bytes(whole)
     header = (out / "header.json").read_text()
-    (out / "header.json").write_text(header.replace('"format": 1', '"format": 2'))
-    with pytest.raises(DataError, match="has format 2; this version of jaxspeed reads 1"):
+    (out / "header.json").write_text(header.replace('"format": 1', '"format": 3'))
+    with pytest.raises(DataError, match="has format 3; this version of jaxspeed reads 1 and 2"):
         opened(source)
     (out / "header.json").write_text(header[:20])
     with pytest.raises(DataError, match="out' is damaged"):

@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 import jaxspeed
+from jaxspeed.data.chat_template import BUILT_IN
+from tests.data import chat_examples
+from tests.data.chat_examples import chat, write_lines
 from tests.data.corpora import opened
 from tests.support.documents import ROOT, blocks
 from tests.support.tensors import Loader
@@ -132,6 +135,16 @@ def test_a_loop_over_torchs_data_loader():
     for _ in range(2):  # the second time there is nothing left
         exec(block("torch's DataLoader"), names)
         assert int(made.state.step) == 5
+
+
+def test_conversations(here):
+    """With the tokenizer of the folder that `model.pretrained` names."""
+    base = chat_examples.tokenizer_folder(here / "base", chat_template=BUILT_IN["chatml"])
+    talks = [{"messages": chat("the of", f"to {'and ' * i}")} for i in range(40)]
+    write_lines(here / "chats.jsonl", talks)
+    text = yaml.safe_load(block("Conversations"))["data"]
+    c = opened({**text, "tokenizer": str(base)}, seq_len=512)
+    assert (c.conversations.samples, c.conversations.dropped) == (40, 0)
 
 
 def test_folders_of_datasets(here):

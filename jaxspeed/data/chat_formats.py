@@ -1,0 +1,193 @@
+"""Records of conversations: TRL's, ShareGPT's and Alpaca's fields as messages with roles."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxspeed.config.run_sections import ChatFormat
+from jaxspeed.config.verdicts import shown
+from jaxspeed.data.chat_template import Message
+from jaxspeed.errors import DataError
+
+# The fields by which a record is recognized; of several formats, the first.
+FIELDS: dict[ChatFormat, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}
+OPTIONAL = ("input", "system", "tools", "chat_template_kwargs")
+NAMES = tuple(dict.fromkeys([name for names in FIELDS.values() for name in names]))
+SHARE_GPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template; the first `given` are a prompt, which is not trained on."""
+
+    messages: list[Message]
+    given: int = 0
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text and what follows it, without a template."""
+
+    prompt: str
+    completion: str
+
+
+def format_of(names: Iterable[str]) -> ChatFormat | None:
+    """The format of a record with fields of these names."""
+    there = set(names)
+    return next((kind for kind, fields in FIELDS.items() if there.issuperset(fields)), None)
+
+
+def read_record(record: Any, kind: ChatFormat) -> Conversation | Completion:
+    """The conversation in a record of this format.
+
+    Raises:
+      DataError: it is of another format, or its messages are none.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"a {type(record).__name__}, not an object with fields")
+    there = {name: value for name, value in record.items() if value is not None}
+    if missing := [name for name in FIELDS[kind] if name not in there]:
+        other = format_of(there)
+        has = ", ".join(map(str, there)) or "none"
+        raise DataError(
+            f"the fields of {other}, but this file is read as {kind}"
+            if other
+            else f"no field {' or '.join(map(shown, missing))}; its fields: {has}"
+        )
+    more: dict[str, Any] = {"tools": _tools(there.get("tools"))}
+    if variables := there.get("chat_template_kwargs"):
+        if not isinstance(variables, Mapping):
+            raise DataError("chat_template_kwargs is no object")
+        more["variables"] = variables
+    if kind == "alpaca":
+        instruction, output = (_text(there[name], name) for name in FIELDS[kind])
+        entered = there.get("input") or ""
+        user = {"role": "user", "content": instruction}
+        user |= {"input": _text(entered, "input")} if entered else {}
+        return Conversation([user, {"role": "assistant", "content": output}])
+    if kind == "prompt_completion":
+        prompt, completion = (there[name] for name in FIELDS[kind])
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Completion(prompt, _text(completion, "completion"))
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise DataError("prompt and completion must both be texts, or both lists of messages")
+        before = _messages(prompt, "prompt")
+        return Conversation([*before, *_messages(completion, "completion")], len(before), **more)
+    messages = _messages(there[kind], kind)
+    if kind == "conversations" and there.get("system") and messages[0]["role"] != "system":
+        system = _text(there["system"], "system")
+        messages = [{"role": "system", "content": system}, *messages]
+    return Conversation(messages, **more)
+
+
+def _tools(given: Any) -> list[Any] | None:
+    """Schemas of tools: a list, or the JSON of one."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError):
+            raise DataError("tools is neither a list nor the JSON of one") from None
+    if given is not None and not isinstance(given, list):
+        raise DataError(f"tools is a {type(given).__name__}, not a list")
+    return given or None
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{name} is a {type(value).__name__}, not text")
+    if not value:
+        raise DataError(f"{name} is empty")
+    return value
+
+
+def _messages(given: Any, name: str) -> list[Message]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise DataError(f"{name} is a {type(given).__name__}, not a list of messages")
+    read = [_message(each, f"message {i}") for i, each in enumerate(given, 1)]
+    # An empty system message is none.
+    found = [x for x in read if x["role"] != "system" or x.get("content")]
+    if not found:
+        raise DataError(f"{name} has no messages")
+    return found
+
+
+def _message(given: Any, name: str) -> Message:
+    """A message with `role` and `content`, from these keys or from ShareGPT's."""
+    if not isinstance(given, Mapping):
+        raise DataError(f"{name} is a {type(given).__name__}, not an object")
+    message = {key: value for key, value in given.items() if value is not None}
+    role = message.get("role")
+    if "role" not in message and "from" in message:
+        sender, value = message.pop("from"), message.pop("value", None)
+        role = SHARE_GPT.get(sender) if isinstance(sender, str) else None
+        if role is None:
+            known = ", ".join(SHARE_GPT)
+            raise DataError(f"{name} is from {shown(sender)}; the names are {known}")
+        message |= {"role": role} if value is None else {"role": role, "content": value}
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{name} has no role")
+    calls = message.get("tool_calls")
+    if calls:
+        message["tool_calls"] = [_with_arguments(call, name) for call in _list(calls, name)]
+    if "content" in message:
+        message["content"] = _content(message["content"], f"{name} ({role})")
+    may_be_empty = calls or role in ("system", "tool")
+    if not may_be_empty and not message.get("content"):
+        raise DataError(f"{name} ({role}) is empty")
+    return message
+
+
+def _list(calls: Any, name: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise DataError(f"{name}: tool_calls is a {type(calls).__name__}, not a list")
+    return calls
+
+
+def _with_arguments(call: Any, name: str) -> Any:
+    """A tool call whose arguments are an object: templates write them as JSON."""
+    if not isinstance(call, Mapping):
+        raise DataError(f"{name}: a tool call is a {type(call).__name__}, not an object")
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], name)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+        return {**call, "arguments": read} if isinstance(read, dict) else call
+    return call
+
+
+def _content(content: Any, name: str) -> str:
+    """A text, or the texts of a list of parts one after the other."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{name} has a {type(content).__name__} as content, not text")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise DataError(f"{name} has content of type {shown(kind)}; this model reads text")
+        texts.append(text)
+    return "".join(texts)

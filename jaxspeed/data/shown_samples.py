@@ -1,0 +1,143 @@
+"""What a corpus holds, for people: its first documents with what the loss counts, and sums."""
+
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspeed.config.run_sections import Data
+from jaxspeed.data.chat_masks import ChatEncoder
+from jaxspeed.data.chats import Chats
+from jaxspeed.data.choose_tokenizer import choose_tokenizer
+from jaxspeed.data.complete_documents import DocumentCounts, Packing, fit
+from jaxspeed.data.model_limits import ModelLimits
+from jaxspeed.data.open_source import encoded_in_memory, open_source
+from jaxspeed.data.packing import Spans
+from jaxspeed.data.sources import Texts
+from jaxspeed.data.token_store import Documents
+from jaxspeed.data.tokenizer import Tokenizer
+from jaxspeed.errors import DataError
+
+
+class ShownPart(NamedTuple):
+    """A part of a document's text that the loss counts, or that it does not."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A document as it is trained on."""
+
+    tokens: int
+    trained: int
+    pieces: list[ShownPart]
+
+
+@dataclass(frozen=True)
+class ShownData:
+    """The first documents, and the sums of each source by its name."""
+
+    samples: list[ShownSample]
+    counts: dict[str, DocumentCounts]
+    seq_len: int | None
+
+
+def show_data(
+    data: Data, limits: ModelLimits, tokenizer: Tokenizer | None = None, samples: int = 3
+) -> ShownData:
+    """Read all of a config's data; nothing is held out.
+
+    Args:
+      data: the config's section.
+      limits: of the model.
+      tokenizer: that of a run; by default the config's.
+      samples: how many documents are shown of each source.
+
+    Raises:
+      DataError: the data cannot be read, or are no texts.
+    """
+    opened = [open_source(source, limits) for source in data.sources]
+    tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
+    seq_len = data.seq_len or limits.seq_len
+    found: list[ShownSample] = []
+    counts: dict[str, DocumentCounts] = {}
+    for source, each in zip(data.sources, opened):
+        if isinstance(each, Texts | Chats):
+            assert tokenizer is not None
+            encoder = ChatEncoder(tokenizer, data)
+            documents = [encoded_in_memory(each, encoder)]
+            dropped = DocumentCounts(dropped=encoder.untrained)
+        elif isinstance(each, list) and tokenizer is not None:
+            documents, dropped = each, DocumentCounts()
+        else:
+            what = "ids without a tokenizer" if isinstance(each, list) else "no text"
+            raise DataError(f"data show: source {source.source} has {what}")
+        for part in documents:
+            spans, number = _fitting(part, data, seq_len)
+            counts[part.name] = counts.get(part.name, DocumentCounts()) + number + dropped
+            first = zip(spans.starts[:samples], spans.lengths[:samples])
+            found += [_shown(part, int(start), int(length), tokenizer) for start, length in first]
+    return ShownData(found, counts, seq_len)
+
+
+def _fitting(documents: Documents, data: Data, seq_len: int | None) -> tuple[Spans, DocumentCounts]:
+    """The documents that are trained on; those of texts are split, not truncated."""
+    lengths = documents.lengths
+    longest = int(lengths.max(initial=0))
+    if documents.trained is not None:
+        return fit(documents, Packing(seq_len or longest, True, data.truncate))
+    tokens = int(lengths.sum())
+    counts = DocumentCounts(len(lengths), tokens, tokens - len(lengths), longest)
+    return Spans(np.asarray(documents.offsets[:-1]), lengths), counts
+
+
+def _shown(documents: Documents, start: int, length: int, tokenizer: Tokenizer) -> ShownSample:
+    ids = documents.tokens[start : start + length].tolist()
+    trained = np.ones(length, bool)
+    if documents.trained is not None:
+        trained = np.array(documents.trained[start : start + length])
+    trained[0] = False  # nothing predicts it
+    return ShownSample(length, int(trained.sum()), [*_pieces(ids, trained, tokenizer)])
+
+
+def _pieces(ids: list[int], trained: np.ndarray, tokenizer: Tokenizer) -> Iterator[ShownPart]:
+    """The text in runs of equal masks. A run is what it adds to the text: decoders drop spaces."""
+    text = ""
+    edges = [*(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    for edge in edges:
+        longer = tokenizer.spell(ids[:edge])
+        new = longer[len(text) :] if longer.startswith(text) else longer
+        text = longer
+        yield ShownPart(new, bool(trained[edge - 1]))
+
+
+_DIRECTIONS = {*"\u061c\u200e\u200f", *map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A)))}
+
+
+def harmless(text: str) -> str:
+    """A text of which a terminal shows all: control characters and the like are escaped."""
+
+    def is_shown(letter: str) -> bool:
+        hidden = unicodedata.category(letter) in ("Cc", "Cn", "Co", "Cs", "Zl", "Zp")
+        return letter in "\n\t" or not (hidden or letter in _DIRECTIONS)
+
+    return "".join(
+        letter if is_shown(letter) else letter.encode("unicode_escape").decode() for letter in text
+    )
+
+
+def as_json(shown: ShownData) -> dict[str, Any]:
+    total = sum(shown.counts.values(), DocumentCounts())
+    return {
+        "samples": [
+            {**vars(sample), "pieces": [piece._asdict() for piece in sample.pieces]}
+            for sample in shown.samples
+        ],
+        "seq_len": shown.seq_len,
+        "counts": vars(total),
+        "sources": {name: vars(counts) for name, counts in shown.counts.items()},
+    }
