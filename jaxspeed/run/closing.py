@@ -35,6 +35,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
         "eval_loss": reached.eval_loss,
         "unigram_entropy": trainer.corpus.unigram_entropy,
         "checkpoint": str(trainer.checkpointer.folder / newest) if newest else None,
+        "adapter": None,
         "metrics": str(folder.metrics),
         "picture": None,
         "sample": text,
@@ -43,6 +44,8 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     }
     if not first:
         return found
+    if trainer.has_adapters and trainer.stopped_by is None and folder.adapter.exists():
+        found["adapter"] = str(folder.adapter)
     train, held_out = curves(folder.metrics)
     found["picture"] = _drawn(trainer, train, held_out)
     console.print()
@@ -58,6 +61,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
         ("loss curve", found["picture"]),
         ("metrics", folder.metrics),
         ("checkpoint", found["checkpoint"]),
+        ("adapter", found["adapter"]),
         ("resume with", again),
     ):
         if value is not None:

@@ -29,6 +29,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.picture = self.path / "loss.svg"
         self.profile = self.path / "profile"
+        self.adapter = self.path / "adapter"
         self._claims: list[Claim] = []
 
     def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import math
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.config import Config
 from jaxspeed.data import Corpus, Feeder, placer
 from jaxspeed.engine import Engine
 from jaxspeed.engine.reporter import took_nonfinite_loss
-from jaxspeed.errors import CheckpointError, DivergedError, StateLostError
+from jaxspeed.errors import CheckpointError, DivergedError, JaxspeedError, StateLostError
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
@@ -124,9 +127,26 @@ class Trainer:
                 if self.sample is not None and self.stopped_by is None:
                     with self.recorder.phase("evaluate"):
                         self.sample.draw()
+                if self.has_adapters and self.stopped_by is None:
+                    self._write_adapters()
             finally:
                 with self.recorder.phase("checkpoint"):
                     self.checkpointer.wait()
+
+    @property
+    def has_adapters(self) -> bool:
+        return isinstance(self.engine.program.model, AdaptedModel)
+
+    def _write_adapters(self) -> None:
+        """Write the adapters of a run that ends in PEFT's format, beside its checkpoint."""
+        folder = self.folder.adapter
+        try:
+            with self.recorder.phase("checkpoint"):
+                if is_first():  # those of an earlier end
+                    shutil.rmtree(folder, ignore_errors=True)
+                self.engine.save_adapter(folder)
+        except (JaxspeedError, OSError) as error:
+            log.warning("%s was not written: %s", folder, str(error).splitlines()[0])
 
     def _recover(self, lost: StateLostError) -> None:
         """Go back to the newest checkpoint, or to step 0: the current state is lost."""

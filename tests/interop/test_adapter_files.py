@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from jaxspeed.models import build, hf_form
 from safetensors.numpy import load_file, save_file
 
 import jaxspeed
@@ -19,7 +20,6 @@ from jaxspeed.interop.export_values import MergedValues
 from jaxspeed.interop.peft import adapted_weights, adapter_values, lora_section, read_adapter
 from jaxspeed.interop.peft_config import AdapterForm
 from jaxspeed.interop.peft_export import write_adapter
-from jaxspeed.models import build, hf_form
 from tests.interop import peft_values
 from tests.interop.peft_values import ArrayValues
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxspeed.models import from_pretrained
 from safetensors.numpy import load_file
 
 import jaxspeed
@@ -15,7 +16,6 @@ from jaxspeed.config.lora_section import Lora
 from jaxspeed.interop.peft import adapted_weights, adapter_values, lora_section, read_adapter
 from jaxspeed.interop.peft_config import AdapterForm
 from jaxspeed.interop.peft_export import write_adapter
-from jaxspeed.models import from_pretrained
 from tests.interop import peft_values
 from tests.interop.test_transformers import CASES, PHI3, SIZES, bound_model, folder_of, read
 
