@@ -11,7 +11,7 @@ from jaxspeed.cli.common import command, out, print_json
 
 CORE = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers"),
-    *("numpy", "pydantic", "safetensors"),
+    *("numpy", "pydantic", "safetensors", "jinja2"),
 )
 EXTRAS = {
     "tpu": ("libtpu",),

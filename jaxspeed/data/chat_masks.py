@@ -129,7 +129,7 @@ class ChatEncoder:
             )
         return self._templates[named]
 
-    def render(self, found: Conversation | Completion, kind: ChatFormat) -> "Text":
+    def render(self, found: Conversation | Completion, kind: ChatFormat) -> Text:
         """The text of a conversation.
 
         Raises:
@@ -143,7 +143,7 @@ class ChatEncoder:
         self._check_roles(template, found)
         return Text(*text_and_spans(template, found, self.data.train_on), ends=False)
 
-    def encode(self, texts: Sequence["Text"]) -> Iterator[Masked | str]:
+    def encode(self, texts: Sequence[Text]) -> Iterator[Masked | str]:
         """The tokens of each text, or why it cannot be trained on; "" if it is dropped."""
         for text, encoded in zip(
             texts, self.tokenizer.encode_with_offsets([text.text for text in texts])

@@ -138,7 +138,7 @@ class LibraryTokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoded]:
         clean = [_SURROGATE.sub("\ufffd", text) for text in texts]
-        with _library_errors(f"{self.name!r} cannot encode {texts[0][:40]!r}"):
+        with _library_errors(f"{self.name!r} cannot encode {[x[:40] for x in texts[:1]]}"):
             found = self._tokenizer.encode_batch(clean, add_special_tokens=False)
         return [
             Encoded(np.asarray(x.ids, np.uint32), np.asarray(x.offsets, np.int64).reshape(-1, 2))

@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
 HELPS = [
     *((command,) for command in COMMANDS),
     *(("checkpoint", verb) for verb in ("list", "show", "verify", "export")),
-    *(("data", verb) for verb in ("tokenize", "verify")),
+    *(("data", verb) for verb in ("show", "tokenize", "verify")),
 ]
 
 

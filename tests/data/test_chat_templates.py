@@ -169,7 +169,10 @@ def test_qwen_writes_tools_and_calls_as_the_model_reads_them(folder):
     talk += [message("tool", "a"), message("tool", "b"), message("assistant", "c")]
     text = template.render(talk, chat_examples.TOOLS, add_generation_prompt=True).text
     head, _, rest = text.partition("<|im_end|>\n")
-    assert head.startswith("<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\n")
+    assert head.startswith("<|im_start|>system\n# Tools\n\nYou may call one or more functions")
+    with_system = template.render([message("system", "be"), *talk], chat_examples.TOOLS).text
+    assert with_system.startswith("<|im_start|>system\nbe\n\n# Tools\n\n")
+    assert template.render(talk[:1]).text == "<|im_start|>user\nhi<|im_end|>\n"
     schema = json.dumps(chat_examples.TOOLS[0], ensure_ascii=False)
     assert f"<tools>\n{schema}\n</tools>" in head
     assert rest == (

@@ -406,6 +406,13 @@ def test_all_bad_records_of_a_file_are_one_error_with_the_first_ten_and_the_coun
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError) as error:
         start(tmp_path / "a.jsonl")
+    folder = chat_examples.tokenizer_folder(tmp_path / "tokenizer")
+    with pytest.raises(DataError) as same:
+        start(tmp_path / "a.jsonl", tokenizer=str(folder))
+    assert str(same.value) == str(error.value)
+    (tmp_path / "b.jsonl").write_text('{"messages": 1}\n' * 3)  # not one can be encoded
+    with pytest.raises(DataError, match="3 of 3 records"):
+        start(tmp_path / "b.jsonl", tokenizer=str(folder))
     first, *listed, last = str(error.value).splitlines()
     assert first == f"data: {tmp_path / 'a.jsonl'}: 31 of 33 records cannot be used:"
     assert [line.partition(":")[0] for line in listed] == [f"  line {i}" for i in range(2, 12)]
