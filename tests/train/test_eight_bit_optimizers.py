@@ -182,6 +182,12 @@ def test_what_it_excludes_is_refused():
         load_config({"train_batch_size": 8, "optimizer": {"type": "AdamW8bit", "params": params}})
 
 
+def test_min_8bit_size_is_the_smallest_layer_with_8_bit_moments():
+    given = {"params": {"lr": 1e-3, "min_8bit_size": 4609}}
+    made = engine("AdamW8bit", optimizer_=given, **ALONE)
+    assert not any(isinstance(x, dict) for x in moments(made).values())
+
+
 def test_which_moments_have_8_bits():
     from jaxspeed.placement import Leaf
 
