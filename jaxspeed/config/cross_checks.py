@@ -128,6 +128,11 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         works = f'Write type "{coupled}" for a coupled weight decay, or remove adam_w_mode.'
         found = f'false with type "{optimizer.type}"'
         yield Problem("optimizer.params.adam_w_mode", found, works)
+    offload = settings.zero_optimization.offload_optimizer
+    if offload.device == "cpu" and offload.where == "host" and "min_8bit_size" in params:
+        path, works = "zero_optimization.offload_optimizer.where", 'Needs "device".'
+        found = f'"host", while optimizer.type is {optimizer.type}'
+        yield Problem(path, found, works, ("optimizer.type",), fix={path: "device"})
     if settings.bf16.enabled and settings.bf16.bf16_optimizer_states and "min_8bit_size" in params:
         works = "Remove it: moments have 8 bits, and those of small parameters are fp32."
         yield Problem("bf16.bf16_optimizer_states", f"true with {optimizer.type}", works)

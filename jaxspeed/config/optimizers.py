@@ -174,7 +174,7 @@ OPTIMIZERS: dict[str, type[Section]] = {
 
 PAGED = "Paged"  # the start of a name: the state is offloaded to host memory
 
-# What Hugging Face's Trainer (and axolotl) call bitsandbytes' optimizers.
+# Names in Hugging Face's Trainer and in axolotl.
 TRAINER_OPTIMIZERS = {
     "adamw_8bit": "AdamW8bit",
     "adamw_bnb_8bit": "AdamW8bit",

@@ -97,6 +97,15 @@ DEFAULTS = {
 }
 
 
+_EIGHT_BIT = {
+    "AdamW8bit": {**DEFAULTS["AdamW"], "weight_decay": 0.01},
+    "Adam8bit": DEFAULTS["Adam"],
+    "Lion8bit": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+for _name, _defaults in _EIGHT_BIT.items():  # bitsandbytes'
+    DEFAULTS[_name] = DEFAULTS[f"Paged{_name}"] = {**_defaults, "min_8bit_size": 4096}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_are_filled_with_deepspeeds_defaults(name):
     config = load_config({"optimizer": {"type": name, "params": {"lr": 0.1}}})

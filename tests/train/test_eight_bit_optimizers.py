@@ -151,7 +151,7 @@ def test_a_parameter_server_has_8_bit_moments():
         ("pagedadam8bit", "PagedAdam8bit"),
     ],
 )
-def test_the_words_of_bitsandbytes_and_of_trainers(word, optimizer):
+def test_the_names_in_bitsandbytes_and_in_trainers(word, optimizer):
     from jaxspeed.config import load_config
 
     config = load_config({"train_batch_size": 8, "optimizer": {"type": word}})
@@ -174,9 +174,18 @@ def test_what_it_excludes_is_refused():
     bf16 = {"enabled": True, "bf16_optimizer_states": True}
     with pytest.raises(ConfigError, match="bf16_optimizer_states"):
         load_config({**given, "bf16": bf16})
+    zero = {"offload_optimizer": {"device": "cpu", "where": "host"}}
+    with pytest.raises(ConfigError, match='where: found "host", while optimizer.type is AdamW8bit'):
+        load_config({**given, "zero_optimization": zero})
     params = {"percentile_clipping": 5, "block_wise": False}
     with pytest.raises(ConfigError, match=r"(?s)percentile_clipping.*block_wise|block_wise"):
         load_config({"train_batch_size": 8, "optimizer": {"type": "AdamW8bit", "params": params}})
+
+
+def test_min_8bit_size_is_the_smallest_layer_with_8_bit_moments():
+    given = {"params": {"lr": 1e-3, "min_8bit_size": 4609}}
+    made = engine("AdamW8bit", optimizer_=given, **ALONE)
+    assert not any(isinstance(x, dict) for x in moments(made).values())
 
 
 def test_which_moments_have_8_bits():
