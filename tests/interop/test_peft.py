@@ -63,6 +63,7 @@ def options(model, kind):
 KINDS = ("plain", "rslora", "dora", "patterns", "embeddings", "saved", "biases")
 BY_DEFAULT = {("gpt2", "embeddings"), ("llama", "patterns"), ("llama", "saved"), ("phi3", "dora"),
               ("gpt2", "rslora"), ("llama", "embeddings")}  # fmt: skip
+IN_ENGINES = {("gpt2", "rslora"), ("llama", "embeddings")}
 both = pytest.mark.parametrize(
     ("model", "kind"),
     [
@@ -276,7 +277,14 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
             np.testing.assert_array_equal(found[name][at], values[name][at], err_msg=name)
 
 
-@both
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        pytest.param(m, k, marks=() if (m, k) in IN_ENGINES else pytest.mark.full)
+        for m in NAMES
+        for k in KINDS
+    ],
+)
 def test_an_engine_starts_from_peft_s_adapter(theirs, model, kind):
     base, folder, expected = theirs(model, kind)
     config = {
