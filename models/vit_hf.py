@@ -99,4 +99,13 @@ def table(config: Config) -> MappingTable:
             TensorRule(f"{block}.{theirs}.weight", f"{ours}/{name}/scale"),
             TensorRule(f"{block}.{theirs}.bias", f"{ours}/{name}/bias"),
         ]
-    return MappingTable(rules)
+    in_memory = {
+        **{f"attention.attention.{n}": f"attention.{qkv[n]}" for n in qkv},
+        "attention.output.dense": "attention.o_proj",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+        **{name: name for name in norms},
+    }
+    layer = "vit.layers.{layer}"
+    modules = {f"{block}.{name}": f"{layer}.{other}" for name, other in in_memory.items()}
+    return MappingTable(rules, modules=modules)

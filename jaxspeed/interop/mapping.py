@@ -30,7 +30,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -81,12 +81,24 @@ class MappingTable:
       ignored: patterns of tensors that a file may have and that are not read, such as buffers.
       prefix: of names that start with it: files of the bare model, which lack it, are read too.
       tied: tensors that are the same as another one, {name: the other's}. A file may have them too.
+      modules: where transformers 5 names modules otherwise in memory than in files, as adapters do:
+        {a tensor's name in rules, without its last part: the module's}.
     """
 
     rules: Sequence[TensorRule]
     ignored: Sequence[str] = ()
     prefix: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def in_memory(self) -> MappingTable:
+        """The table with the names that modules have in memory."""
+
+        def renamed(rule: TensorRule) -> TensorRule:
+            module, _, last = rule.tensor.rpartition(".")
+            return replace(rule, tensor=f"{self.modules.get(module, module)}.{last}".lstrip("."))
+
+        return replace(self, rules=[renamed(rule) for rule in self.rules], modules={})
 
     def ignores(self, name: str) -> bool:
         names = (name, f"{self.prefix}{name}")

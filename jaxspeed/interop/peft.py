@@ -97,14 +97,19 @@ class _Reader:
     ) -> None:
         self.adapter, self.weights = adapter, weights
         self.there = adapter.file.tensors
-        by_path = table is None
-        if table is None:
-            table = path_table(weights, _stacks(self.there, weights))
-        self.table, self._by_path = table, by_path
-        prefix = self.table.prefix
-        bare = prefix and not any(name.startswith(PREFIX + prefix) for name in self.there)
-        self._removed = prefix if bare else ""
-        self.modules = self._found()
+        self._by_path = table is None
+        tables = (
+            [path_table(weights, _stacks(self.there, weights))]
+            if table is None
+            else [table.in_memory(), *([table] if table.modules else [])]  # of transformers 4
+        )
+        for self.table in tables:
+            prefix = self.table.prefix
+            bare = prefix and not any(name.startswith(PREFIX + prefix) for name in self.there)
+            self._removed = prefix if bare else ""
+            self.modules = self._found()
+            if self.modules:
+                break
         self.bound = bind(self.table, weights)
 
     def base_name(self, key: str) -> str:

@@ -106,9 +106,11 @@ def write_adapter(
     target = Path(out)
     weights = {p: shape for p, (shape, _) in values.leaves.items() if not p.startswith(FOLDER)}
     dims = {path: adapter.dims for path, adapter in form.record.adapters.items()}
-    table = form.table or path_table(weights, {p: len(d.stack) for p, d in dims.items()})
-    if form.table is not None:
-        _check_dims(form.table, weights, dims)
+    if form.table is None:
+        table = path_table(weights, {path: len(each.stack) for path, each in dims.items()})
+    else:
+        table = form.table.in_memory()
+        _check_dims(table, weights, dims)
     bound, leaves = bind(table, weights), _Leaves(values)
     modules = [_written(module, leaves, form) for module in modules_of(table, weights, dims)]
     modules = [each for each in modules if each.rank]

@@ -27,6 +27,11 @@ MODELS = {
     }),
     "llama": ("Llama", "LlamaForCausalLM", SIZES | SMALL | {"attention_bias": True}),
     "phi3": ("Phi3", "Phi3ForCausalLM", SIZES | SMALL | PHI3),
+    "vit": ("ViT", "ViTForImageClassification", {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "image_size": 16, "patch_size": 8, "num_labels": 7,
+        "initializer_range": 0.15,
+    }),
 }  # fmt: skip
 MODELS["gpt2, tied"] = MODELS["gpt2"]
 MODELS["llama, tied"] = ("Llama", "LlamaForCausalLM", MODELS["llama"][2] | {
@@ -37,15 +42,20 @@ NAMES = {
     "gpt2": ["c_attn", "c_proj"],
     "llama": ["q_proj", "v_proj", "down_proj"],
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+    "vit": ["q_proj", "fc2", "projection"],  # a convolution
 }
-LAYER = {"gpt2": "h.1.attn.c_attn", "llama": "layers.1.self_attn.v_proj"}
-TABLE = {"gpt2": "wpe", "llama": "embed_tokens", "phi3": "embed_tokens"}
-HEAD = {"llama": "lm_head", "phi3": "lm_head", "gpt2": "ln_f"}
+LAYER = {
+    "gpt2": "h.1.attn.c_attn", "llama": "layers.1.self_attn.v_proj",
+    "phi3": "layers.1.self_attn.qkv_proj", "vit": "layers.1.attention.q_proj",
+}  # fmt: skip
+TABLE = {"gpt2": "wpe", "llama": "embed_tokens", "phi3": "embed_tokens", "vit": "o_proj"}
+HEAD = {"llama": "lm_head", "phi3": "lm_head", "gpt2": "ln_f", "vit": "classifier"}
 
 
 def options(model, kind):
-    made = {"r": 4, "lora_alpha": 12, "target_modules": NAMES[model], "task_type": "CAUSAL_LM"}
-    at = LAYER.get(model, "layers.1.self_attn.qkv_proj")
+    task = None if model == "vit" else "CAUSAL_LM"
+    made = {"r": 4, "lora_alpha": 12, "target_modules": NAMES[model], "task_type": task}
+    at = LAYER[model]
     return made | {
         "plain": {},
         "rslora": {"use_rslora": True, "lora_alpha": 3, "lora_dropout": 0.25},
@@ -62,7 +72,8 @@ def options(model, kind):
 
 KINDS = ("plain", "rslora", "dora", "patterns", "embeddings", "saved", "biases")
 BY_DEFAULT = {("gpt2", "embeddings"), ("llama", "patterns"), ("llama", "saved"), ("phi3", "dora"),
-              ("gpt2", "rslora"), ("llama", "embeddings")}  # fmt: skip
+              ("gpt2", "rslora"), ("llama", "embeddings"), ("vit", "saved")}  # fmt: skip
+IN_ENGINES = {("gpt2", "rslora"), ("llama", "embeddings")}
 both = pytest.mark.parametrize(
     ("model", "kind"),
     [
@@ -75,8 +86,17 @@ TOKENS = np.random.default_rng(0).integers(0, 67, (2, 40))
 __all__ = ["folder_of"]
 
 
-def logits_of(model, params):
-    return jax.jit(lambda params: bound_model(model, params)(jnp.asarray(TOKENS)))(params)
+IMAGES = np.random.default_rng(0).normal(size=(2, 16, 16, 3)).astype(np.float32)
+
+
+def arguments(model):
+    return (
+        {"pixel_values": IMAGES.transpose(0, 3, 1, 2)} if model == "vit" else {"input_ids": TOKENS}
+    )
+
+
+def logits_of(model, params, x=TOKENS):
+    return jax.jit(lambda params: bound_model(model, params)(jnp.asarray(x)))(params)
 
 
 def adapters_of(weights, shapes, section, dims):
@@ -115,7 +135,7 @@ def theirs(references, folder_of, tmp_path_factory):
             base, folder = folder_of(f"small {model}"), tmp_path_factory.mktemp("adapter")
             logits = references.call(
                 "adapter_files.save", case=MODELS[model], options=options(model, kind), base=base,
-                folder=folder, arguments={"input_ids": TOKENS},
+                folder=folder, arguments=arguments(model),
             )  # fmt: skip
             made[model, kind] = base, folder, logits
         return made[model, kind]
@@ -143,8 +163,9 @@ def test_peft_s_adapter_is_read_and_written_again_as_it_was(theirs, model, kind,
     base, folder, expected = theirs(model, kind)
     ours, params, leaves, table, adapter, section, adapters = opened(base, folder)
     values = adapter_values(adapter, leaves, table)
-    found = logits_of(ours, merged(params, values, adapters))
-    assert np.abs(expected - logits_of(ours, params)).max() > 0.05
+    x = IMAGES if model == "vit" else TOKENS
+    found = logits_of(ours, merged(params, values, adapters), x)
+    assert np.abs(expected - logits_of(ours, params, x)).max() > 0.05
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
     before = json.loads((folder / "adapter_config.json").read_text())
@@ -276,7 +297,15 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
             np.testing.assert_array_equal(found[name][at], values[name][at], err_msg=name)
 
 
-@both
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        pytest.param(m, k, marks=() if (m, k) in IN_ENGINES else pytest.mark.full)
+        for m in NAMES
+        for k in KINDS
+        if m != "vit"
+    ],
+)
 def test_an_engine_starts_from_peft_s_adapter(theirs, model, kind):
     base, folder, expected = theirs(model, kind)
     config = {
