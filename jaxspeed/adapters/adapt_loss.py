@@ -388,6 +388,14 @@ class _Walk(Rewriter[View | None]):
                 continue
             self._adapted(program, eqn, operand, view)
             return [None] * len(eqn.outvars)
+        groups = eqn.params.get("feature_group_count", 1)
+        refused = [view.path for view in views if view and view.path in self.adapters]
+        if groups > 1 and refused:  # PEFT's A is of all groups, and has no merged weight
+            raise ModelError(
+                f"lora: {listed(refused)} is the weight of a convolution with {groups} groups of "
+                "features, for which there are no adapters here: name its module in "
+                "lora.exclude_modules"
+            )
         operands = [
             self._merged(program, v, view, eqn) if view else program.atom(v)
             for v, view in zip(eqn.invars, views, strict=True)

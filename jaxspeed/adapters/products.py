@@ -18,7 +18,7 @@ Dims are labelled: one of the weight has its index in the equation's operand, th
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -51,24 +51,6 @@ class WeightDims:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     kind: Kind
-
-    def transposed(self, permutation: Sequence[int]) -> "WeightDims":
-        """These dims in a transposition of the weight; the factors stay the same."""
-        place = {int(old): new for new, old in enumerate(permutation)}
-        return self._each(lambda dims: [place[d] for d in dims])
-
-    def before_transpose(self, permutation: Sequence[int]) -> "WeightDims":
-        """Of dims in a transposition those of the weight, in the weight's own order."""
-        return self._each(lambda dims: sorted(int(permutation[d]) for d in dims))
-
-    def stacked(self) -> "WeightDims":
-        """The dims of a stack of such weights along a new first dim, as a scan slices it."""
-        moved = self._each(lambda dims: [d + 1 for d in dims])
-        return replace(moved, stack=(0, *moved.stack))
-
-    def _each(self, change: Callable[[tuple[int, ...]], Sequence[int]]) -> "WeightDims":
-        stack, inputs, outputs = map(change, (self.stack, self.inputs, self.outputs))
-        return WeightDims(tuple(stack), tuple(inputs), tuple(outputs), self.kind)
 
 
 class Factors(NamedTuple):
@@ -403,10 +385,8 @@ def adapted(
 
     if factors.magnitude is None:
         return base(x) + low_rank(dropped)
-    ratio, labels = (
-        factors.magnitude / norms(weight, dims, factors, scale),
-        _labels_of_outputs(dims),
-    )
+    ratio = factors.magnitude / norms(weight, dims, factors, scale)
+    labels = _labels_of_outputs(dims)
 
     def scaled(ratio: jax.Array, product: Callable[[Any], Any], x: jax.Array) -> jax.Array:
         """The product with weights that are scaled by output."""

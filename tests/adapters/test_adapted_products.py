@@ -468,16 +468,6 @@ def test_merged_weights_are_those_of_the_definition(data):
         np.testing.assert_allclose(mine, good, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.fast
-def test_dims_of_a_transposed_weight_give_the_same_factors():
-    dims, shape = WeightDims((1,), (2, 0), (3,), "product"), (3, 4, 5, 6)
-    order = (2, 0, 3, 1)
-    moved = dims.transposed(order)
-    assert factor_shapes([shape[d] for d in order], moved, 2) == factor_shapes(shape, dims, 2)
-    assert moved.before_transpose(order) == replace(dims, inputs=(0, 2))
-    assert dims.stacked() == WeightDims((0, 2), (3, 1), (4,), "product")
-
-
 # -- equations that cannot do without the merged weight --------------------------------------------
 
 
@@ -572,9 +562,10 @@ def test_initialized_factors_have_the_distributions_of_peft(kind, how):
 def test_a_stacked_layers_factors_are_those_of_the_layer_alone(how):
     """Whatever the ranks of the others are."""
     layer = WeightDims((), (1,), (0,), "product")
+    stacked = WeightDims((0,), (2,), (1,), "product")
     keys, ranks = jax.random.split(KEY, 4), np.array([2, 4, 0, 1])
-    a, b = start(keys, (4, 6, 5), layer.stacked(), ranks, how)
-    assert (a.shape, b.shape) == factor_shapes((4, 6, 5), layer.stacked(), 4)
+    a, b = start(keys, (4, 6, 5), stacked, ranks, how)
+    assert (a.shape, b.shape) == factor_shapes((4, 6, 5), stacked, 4)
     for i, rank in enumerate(ranks):
         if not rank:
             assert not a[i].any() and not b[i].any()
@@ -584,7 +575,7 @@ def test_a_stacked_layers_factors_are_those_of_the_layer_alone(how):
         np.testing.assert_array_equal(b[i, :rank], alone[1])
         assert not a[i, :, rank:].any()
         assert not b[i, rank:].any()
-    of_one_key = start(KEY, (3, 6, 5), layer.stacked(), 2, how)
+    of_one_key = start(KEY, (3, 6, 5), stacked, 2, how)
     np.testing.assert_array_equal(
         of_one_key[0][1], start(jax.random.fold_in(KEY, 1), (6, 5), layer, 2, how)[0]
     )

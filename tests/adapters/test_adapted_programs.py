@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxspeed.adapters.adapt_loss import adapt_loss
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import WeightDims
+from jaxspeed.errors import ModelError
 from tests.support.covering import covering
 
 WIDTH, LAYERS = 6, 3
@@ -217,16 +218,6 @@ def own_product(w: Any, x: Any) -> Any:
 
 own_product.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ saved[0].T))
 merging("a derivative of its own", SQUARE, PLAIN)(lambda w, x: jnp.tanh(own_product(w, x)))
-merging(
-    "groups of features", numbers(3, 1, 4), dims("", "01", "2", "convolution"), numbers(2, 7, 2)
-)(
-    lambda w, x: jnp.tanh(
-        lax.conv_general_dilated(
-            x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=2
-        )
-    )
-)
-
 
 # -- the test --------------------------------------------------------------------------------------
 
@@ -309,3 +300,16 @@ def test_a_program_equals_it_with_merged_weights(name, setting):
     found, wanted = (jax.jit(partial(both_passes, f))(*args) for f in (ours, theirs))
     for mine, good in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, good, rtol=0, atol=2e-5 * max(1, np.abs(good).max()))
+
+
+def test_a_convolution_of_groups_is_refused():
+    how = {"dimension_numbers": ("NHC", "HIO", "NHC"), "feature_group_count": 2}
+    about = Program(
+        lambda w, x: lax.conv_general_dilated(x, w, (1,), "SAME", **how),
+        numbers(3, 1, 4),
+        dims("", "01", "2", "convolution"),
+        numbers(2, 7, 2),
+    )
+    adapter = Adapter("conv/kernel", about.weight.shape, about.dims, (2,), (0.5,))
+    with pytest.raises(ModelError, match=r"conv/kernel is .* with 2 groups .*exclude_modules"):
+        adapted_function(about, adapter)
