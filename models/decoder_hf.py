@@ -18,6 +18,7 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 # Of a config.json without a folder's: the default of some classes is larger than a vocabulary.
 NO_PADDING: dict[str, Any] = {"pad_token_id": None}
 BLOCK, OURS = "model.layers.{layer}", "blocks"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # -- config.json -----------------------------------------------------------------------------------
 
@@ -181,16 +182,17 @@ def decoder_table(
     config: DecoderSizes, norms: Mapping[str, str], rules: Sequence[TensorRule]
 ) -> MappingTable:
     """The table of a decoder with these norms, and rules of attention and feed-forward."""
-    # Rotary buffers, which old versions stored; a tied head may be stored twice.
+    # Rotary buffers, which old versions stored.
     ignored = [f"{BLOCK}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]
     return MappingTable(
         [
-            TensorRule("model.embed_tokens.weight", "embed/table", kind="embedding"),
+            TensorRule(EMBEDDING, "embed/table", kind="embedding"),
             TensorRule("model.norm.weight", "norm/scale"),
-            TensorRule("lm_head.weight", "head/table"),
+            TensorRule(HEAD, "head/table"),
             *(TensorRule(f"{BLOCK}.{n}.weight", f"{OURS}/{m}/scale") for n, m in norms.items()),
             *rules,
         ],
-        ignored=[*ignored, *(["lm_head.weight"] if config.tie_word_embeddings else [])],
+        ignored=ignored,
         prefix="model.",
+        tied={HEAD: EMBEDDING} if config.tie_word_embeddings else {},
     )

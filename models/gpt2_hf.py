@@ -77,11 +77,8 @@ def table(config: Config) -> MappingTable:
             TensorRule("transformer.ln_f.bias", "norm/bias"),
             TensorRule("lm_head.weight", "head/table"),
         ],
-        # The causal mask, which old versions stored; a tied head may be stored twice.
-        ignored=[
-            f"{block}.attn.bias",
-            f"{block}.attn.masked_bias",
-            *(["lm_head.weight"] if config.tie_word_embeddings else []),
-        ],
+        # The causal mask, which old versions stored.
+        ignored=[f"{block}.attn.bias", f"{block}.attn.masked_bias"],
         prefix="transformer.",
+        tied={"lm_head.weight": "transformer.wte.weight"} if config.tie_word_embeddings else {},
     )

@@ -73,13 +73,11 @@ def table(config: Config) -> MappingTable:
             TensorRule(f"{theirs}.weight", path, layout),
             TensorRule(f"{theirs}.bias", bias),
         ]
-    # The causal mask and rotary buffers, which old versions stored; a tied head stored twice.
+    # The causal mask and rotary buffers, which old versions stored.
     buffers = ("bias", "masked_bias", "rotary_emb.inv_freq")
     return MappingTable(
         rules,
-        ignored=[
-            *(f"{block}.attention.{name}" for name in buffers),
-            *(["embed_out.weight"] if config.tie_word_embeddings else []),
-        ],
+        ignored=[f"{block}.attention.{name}" for name in buffers],
         prefix="gpt_neox.",
+        tied={"embed_out.weight": "gpt_neox.embed_in.weight"} if config.tie_word_embeddings else {},
     )

@@ -416,7 +416,9 @@ class _Walk(Rewriter[View | None]):
         if adapter is None or not view.parts or not view.stacked <= {*adapter.dims.stack}:
             return False
         dims = self._dims(view)
-        return bool(dims.inputs and dims.outputs) and is_adaptable(eqn, operand, dims)
+        return bool(dims.inputs and dims.outputs) and is_adaptable(
+            eqn, operand, dims, has_magnitude=adapter.dora
+        )
 
     def _adapted(
         self, program: Rewriting[View | None], eqn: JaxprEqn, operand: int, view: View

@@ -12,6 +12,7 @@ import jax
 
 from jaxspeed.adapters.adapter import Adapter, leaves_with_adapters
 from jaxspeed.adapters.choose_adapters import SavedAdapter
+from jaxspeed.config.lora_section import Lora
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.user_models.pretrained_model import Weights
 from jaxspeed.user_models.protocol import SEED, Arrays, CachedModel, Model, nested
@@ -26,7 +27,7 @@ class AdaptedModel:
       base: the model.
       leaves: its parameters, trained or not.
       adapters: by the paths of the weights.
-      how: `lora.init_lora_weights`.
+      section: `lora` of the config, with the settings of a saved adapter.
       saved: an adapter whose values replace those of `init`.
     """
 
@@ -35,10 +36,10 @@ class AdaptedModel:
         base: Model,
         leaves: Sequence[Leaf],
         adapters: Mapping[str, Adapter],
-        how: Any,
+        section: Lora,
         saved: SavedAdapter | None = None,
     ) -> None:
-        self.base, self.adapters, self._how, self.saved = base, adapters, how, saved
+        self.base, self.adapters, self.section, self.saved = base, adapters, section, saved
         self.leaves = leaves_with_adapters(leaves, adapters)
         self._own = frozenset(leaf.path for leaf in leaves)
         self._dtypes = {leaf.adapts: leaf.dtype for leaf in self.leaves if leaf.adapts}
@@ -66,7 +67,7 @@ class AdaptedModel:
         key = jax.random.fold_in(jax.random.key(seed), _START)
         made: Arrays = {}
         for path, adapter in self.adapters.items():
-            made |= adapter.initialized(key, self._how, self._dtypes[path])
+            made |= adapter.initialized(key, self.section.init_lora_weights, self._dtypes[path])
             if adapter.dora:
                 first = adapter.magnitude(params[path], made)
                 made[adapter.leaf("magnitude")] = first.astype(self._dtypes[path])
@@ -99,7 +100,7 @@ class AdaptedModel:
         if found is None:
             return None
         own_leaves = [leaf for leaf in self.leaves if leaf.path in self._own]
-        model = AdaptedModel(found.model, own_leaves, self.adapters, self._how)
+        model = AdaptedModel(found.model, own_leaves, self.adapters, self.section)
         return found._replace(model=model)
 
     def cached_values(self, bound: Any) -> Arrays:

@@ -41,10 +41,14 @@ class SavedAdapter(Protocol):
 
 @dataclass(frozen=True)
 class ChosenAdapters:
-    """The adapters by weight, and the model's own parameters that are trained beside them."""
+    """The adapters by weight, and the model's own parameters that are trained beside them.
+
+    The section is that of the config with the settings of a saved adapter.
+    """
 
     adapters: Mapping[str, Adapter]
     trained: frozenset[str]
+    section: Lora
 
 
 def choose_adapters(
@@ -181,7 +185,7 @@ class _Choosing:
                 "lora: no weight of this model is adapted; name modules in lora.target_modules, "
                 f"such as {listed(self._module_names())}"
             )
-        return ChosenAdapters(adapters, frozenset((*saved, *self._biases(adapters))))
+        return ChosenAdapters(adapters, frozenset((*saved, *self._biases(adapters))), self.section)
 
     def _modules(self) -> dict[str, set[int]]:
         """The layers of each weight that `target_modules` names."""
@@ -281,7 +285,7 @@ class _Choosing:
             ranks, alphas = (x[:, 0].tolist() for x in of_layers)
             adapters[leaf.path] = self._adapter(leaf, ranks, alphas, bool(experts_dim(leaf)))
         saves = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
-        return ChosenAdapters(adapters, frozenset((*saves, *self._biases(adapters))))
+        return ChosenAdapters(adapters, frozenset((*saves, *self._biases(adapters))), self.section)
 
     def _adapter_of(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
         section = self.section

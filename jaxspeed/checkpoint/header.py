@@ -66,11 +66,11 @@ class AdapterRecord:
     @classmethod
     def of(cls, program: Program) -> Self | None:
         """Those of a program's model, if it has some."""
-        model, section = program.model, program.config.lora
-        if not isinstance(model, AdaptedModel) or section is None:
+        model = program.model
+        if not isinstance(model, AdaptedModel):
             return None
         trained = [leaf.path for leaf in model.leaves if leaf.trainable and not leaf.adapts]
-        return cls(section.model_dump(mode="json"), dict(model.adapters), trained)
+        return cls(model.section.model_dump(mode="json"), dict(model.adapters), trained)
 
 
 @dataclass(frozen=True)

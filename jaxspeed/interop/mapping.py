@@ -80,14 +80,18 @@ class MappingTable:
     Args:
       ignored: patterns of tensors that a file may have and that are not read, such as buffers.
       prefix: of names that start with it: files of the bare model, which lack it, are read too.
+      tied: tensors that are the same as another one, {name: the other's}. A file may have them too.
     """
 
     rules: Sequence[TensorRule]
     ignored: Sequence[str] = ()
     prefix: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def ignores(self, name: str) -> bool:
         names = (name, f"{self.prefix}{name}")
+        if not self.tied.keys().isdisjoint(names):
+            return True
         return any(_pattern(each).fullmatch(n) for each in self.ignored for n in names)
 
 

@@ -32,6 +32,7 @@ from jaxspeed.interop.peft_layout import (
     B,
     Shape,
     dims_of,
+    head_of,
     is_parameter,
     modules_of,
     path_table,
@@ -166,7 +167,38 @@ class _Reader:
                     usual = dims[path]
                     dims[path] = replace(usual, inputs=usual.outputs, outputs=usual.inputs)
         modules = modules_of(self.table, self.weights, dims)
+        self.heads = {
+            module.name: head_of(module, head)
+            for module in modules
+            for head, embedding in self.table.tied.items()
+            if embedding == f"{module.name}.weight"
+        }
         return [m for m in modules if self.tensor(m, A) or self.tensor(m, B)]
+
+    def untied(self) -> list[str]:
+        """What the adapter has of tied weights that are not equal."""
+        problems = []
+
+        alphas = self.adapter.config["alpha_pattern"]
+        for name, head in self.heads.items():
+            one, other = (matching_value(alphas, n, None) for n in (name, head.name))
+            if one != other:
+                problems.append(f"{name} and {head.name} have other alphas: {one} and {other}")
+            embedding = f"{PREFIX}{name}.lora_embedding_"
+            pairs = [(head.keys[A], f"{embedding}B"), (head.keys[B], f"{embedding}A")]
+            pairs += [(f"{PREFIX}{head.name}.weight", f"{PREFIX}{name}.weight")]
+            for one, other in ((self.key(x), self.key(y)) for x, y in pairs):
+                if (one in self.there) != (other in self.there):
+                    lone = one if one in self.there else other
+                    problems.append(
+                        f"{lone} changes the embedding or its head alone, which are one weight here"
+                    )
+                elif one in self.there:
+                    a, b = self.adapter.file.array(one), self.adapter.file.array(other)
+                    b = b if one.endswith(f"{head.name}.weight") else b.T
+                    if not np.array_equal(a, b):
+                        problems.append(f"{one} and {other} differ, which are one weight here")
+        return problems
 
     def _fits(self, rule: TensorRule, shape: Shape, dims: WeightDims) -> bool:
         """Whether these inputs are those of A, of a weight that has no table."""
@@ -288,7 +320,7 @@ def _check(reader: _Reader) -> None:
     """Raise PretrainedError unless all tensors are those of the model."""
     config = reader.adapter.config
     problems: list[str] = []
-    known = set()
+    known = {reader.key(key) for head in reader.heads.values() for key in head.keys[:2]}
     for module in reader.modules:
         rank, parts = reader.rank(module), reader.parts(module)
         asked = matching_value(config["rank_pattern"], module.name, config["r"])
@@ -311,13 +343,15 @@ def _check(reader: _Reader) -> None:
     for key, tensor in reader.there.items():
         if key in known:
             continue
-        own = reader.bound.tensors.get(reader.base_name(key))
+        name = reader.base_name(key)
+        own = reader.bound.tensors.get(reader.table.tied.get(name, name))
         if own is None:
             near = difflib.get_close_matches(key, known, n=1)
             problems.append(f"{key} {list(tensor.shape)} is of no module of the model")
             problems[-1] += f" (nearest: {near[0]})" if near else ""
         elif own != tensor.shape:
             problems.append(f"{key} has shape {list(tensor.shape)}, expected {list(own)}")
+    problems += reader.untied()
     for path, pieces in reader.replaced.items():
         if len(pieces) != (all_of := len(reader.bound.pieces[path])):
             problems.append(f"{path}: {len(pieces)} of its {all_of} tensors are there")
@@ -334,7 +368,7 @@ def _check(reader: _Reader) -> None:
 def lora_section(
     adapter: PeftAdapter, weights: Mapping[str, Shape], table: MappingTable | None
 ) -> dict[str, Any]:
-    """What an adapter says in the words of the section `lora`, but for what is adapted.
+    """The keys of the section `lora` that an adapter has, but for what is adapted.
 
     That is `adapted_weights`, of which arguments and errors are the same. `modules_to_save` has the
     paths of the parameters that are in the adapter itself.
@@ -344,6 +378,8 @@ def lora_section(
     config = adapter.config
     keys = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "bias")
     section = {key: config[key] for key in keys}
+    if config["init_lora_weights"] in (True, False, "gaussian"):
+        section["init_lora_weights"] = config["init_lora_weights"]
     biases = {path for path in reader.replaced if path.rpartition("/")[2] == "bias"}
     if saved := [p for p in reader.replaced if config["bias"] == "none" or p not in biases]:
         section["modules_to_save"] = saved

@@ -180,7 +180,8 @@ class WrittenModule:
 
 def saved_modules(form: AdapterForm, bound: Bound) -> set[str]:
     """The modules that are saved: of trained parameters other than biases that `bias` selects."""
-    tensors = (p.tensor for path in form.record.trained for p in bound.pieces[path])
+    own = {p.tensor for path in form.record.trained for p in bound.pieces[path]}
+    tensors = {*own, *(head for head, other in bound.table.tied.items() if other in own)}
     ignored = ".bias" if form.section["bias"] != "none" else None
     return {t.rpartition(".")[0] for t in tensors if not ignored or not t.endswith(ignored)}
 
@@ -195,7 +196,7 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
     config = {key: _plain(section[key]) for key in SECTION}
     names = {each.module.name for each in modules if each.module.kind != "parameter"}
     parameters = {each.module.name for each in modules if each.module.kind == "parameter"}
-    owners = {tensor.rpartition(".")[0] for tensor in bound.tensors}
+    owners = {tensor.rpartition(".")[0] for tensor in (*bound.tensors, *bound.table.tied)}
     if form.table is not None:
         if names != {name for name in owners if _selects(config, name)}:
             config["exclude_modules"] = None
@@ -205,10 +206,10 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
             eligible = {name for name in owners if not layers or _layer(name) in layers}
             config["target_modules"] = _shortest(names, eligible)
         asked = config["target_parameters"] or ()
-        if parameters != {n for n in bound.tensors if _ends(n, asked)}:
+        if parameters != {n for n in bound.tensors if ends(n, asked)}:
             config["target_parameters"] = _shortest(parameters, {*bound.tensors}) or None
         kept = saved_modules(form, bound)
-        if kept != {name for name in owners if _ends(name, config["modules_to_save"] or ())}:
+        if kept != {name for name in owners if ends(name, config["modules_to_save"] or ())}:
             config["modules_to_save"] = _shortest(kept, owners) or None
     for key, pattern, of in (
         ("r", "rank_pattern", {each.module.name: each.rank for each in modules}),
@@ -251,7 +252,7 @@ def _base(form: AdapterForm) -> dict[str, Any]:
     return base
 
 
-def _ends(name: str, names: Iterable[str]) -> bool:
+def ends(name: str, names: Iterable[str]) -> bool:
     return any(f".{name}".endswith(f".{each}") for each in names)
 
 
@@ -264,12 +265,12 @@ def _layer(name: str) -> int | None:
 def _selects(config: Mapping[str, Any], name: str) -> bool:
     """Whether PEFT adapts a module by `target_modules` and the keys beside it."""
     targets, layers = config["target_modules"], config["layers_to_transform"]
-    if isinstance(targets, str) or _ends(name, config["exclude_modules"] or ()):
+    if isinstance(targets, str) or ends(name, config["exclude_modules"] or ()):
         return False
     kept = config["modules_to_save"] or ()
     if any(re.match(rf"(^|.*\.){re.escape(each)}($|\..*)", name) for each in kept):
         return False
-    return _ends(name, targets or ()) and (not layers or _layer(name) in layers)
+    return ends(name, targets or ()) and (not layers or _layer(name) in layers)
 
 
 def _shortest(names: Collection[str], others: Collection[str]) -> list[str]:
@@ -277,9 +278,9 @@ def _shortest(names: Collection[str], others: Collection[str]) -> list[str]:
     found = set()
     for name in names:
         segments = name.split(".")
-        ends = (".".join(segments[-n:]) for n in range(1, len(segments) + 1))
+        tails = (".".join(segments[-n:]) for n in range(1, len(segments) + 1))
         rest = [other for other in others if other not in names]
-        found.add(next((e for e in ends if not any(_ends(o, (e,)) for o in rest)), name))
+        found.add(next((e for e in tails if not any(ends(o, (e,)) for o in rest)), name))
     return sorted(found)
 
 

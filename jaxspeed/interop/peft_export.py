@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jaxspeed.interop.peft_config import (
     AdapterForm,
     WrittenModule,
     config_of,
+    ends,
     saved_modules,
 )
 from jaxspeed.interop.peft_layout import (
@@ -38,6 +40,7 @@ from jaxspeed.interop.peft_layout import (
     ModulePart,
     Shape,
     dims_of,
+    head_of,
     is_parameter,
     modules_of,
     path_table,
@@ -109,21 +112,27 @@ def write_adapter(
     bound, leaves = bind(table, weights), _Leaves(values)
     modules = [_written(module, leaves, form) for module in modules_of(table, weights, dims)]
     modules = [each for each in modules if each.rank]
-    config = config_of(form, modules, bound)
-    saved = _saved(form, modules, bound, config)
+    heads = _tied_heads(table, modules, form)
+    config = config_of(form, [*modules, *(head for head, _ in heads)], bound)
+    saved = _saved(form, [*modules, *(head for head, _ in heads)], bound, config)
     tensors = {}
     for each in modules:
         first = _adapted(each)
         for which, key in zip(form.factors, each.module.keys, strict=False):
             stored = values.leaves[f"{FOLDER}{first.path}/{LEAVES[which]}"][1]
             tensors[key] = Tensor(key, each.module.shape(which, each.rank), dtype or stored)
+    for head, embedding in heads:
+        for which, other in ((A, B), (B, A)):
+            key, shape = head.module.keys[which], head.module.shape(which, head.rank)
+            tensors[key] = Tensor(key, shape, tensors[embedding.module.keys[other]].dtype)
     pieces = {
         path: [piece for piece in of if piece.tensor in saved] for path, of in bound.pieces.items()
     }
     for path, of in pieces.items():
         for piece in of:
-            key, stored = saved[piece.tensor], values.leaves[path][1]
-            tensors[key] = Tensor(key, bound.tensors[piece.tensor], dtype or stored)
+            for key in saved[piece.tensor]:
+                stored = dtype or values.leaves[path][1]
+                tensors[key] = Tensor(key, bound.tensors[piece.tensor], stored)
     for tensor in tensors.values():
         check_dtype(tensor.name, tensor.dtype)
     wide_first = sorted(tensors.values(), key=lambda t: (-jnp.dtype(t.dtype).itemsize, t.name))
@@ -140,11 +149,16 @@ def write_adapter(
             file = TensorFile.create(target / TENSORS, tensors, metadata)
         for each in modules:
             _write_module(each, leaves, form, file)
+        if file is not None:
+            for head, embedding in heads:
+                for which, other in ((A, B), (B, A)):
+                    of_embedding = file.array(embedding.module.keys[other])
+                    file.array(head.module.keys[which])[...] = of_embedding.T
         for path, of in pieces.items():
             for index, block in values.blocks(path) if of else ():
                 if file is not None:
-                    for piece in of:
-                        array = file.array(saved[piece.tensor])
+                    for piece, key in ((p, key) for p in of for key in saved[p.tensor]):
+                        array = file.array(key)
                         piece.write(array, index, block.astype(array.dtype, copy=False))
         if file is not None:
             file.finish(target / TENSORS)
@@ -152,6 +166,24 @@ def write_adapter(
     except OSError as error:
         raise CheckpointError(f"{target}: export failed: {error.strerror or error}") from error
     return tensors
+
+
+def _tied_heads(
+    table: MappingTable, modules: Sequence[WrittenModule], form: AdapterForm
+) -> list[tuple[WrittenModule, WrittenModule]]:
+    """(head, embedding) of adapted embeddings that are heads too."""
+    found = []
+    for head, embedding in table.tied.items():
+        for each in modules:
+            if f"{each.module.name}.weight" != embedding:
+                continue
+            if form.section["use_dora"]:
+                raise PretrainedError(
+                    f"{each.module.parts[0].path} is the head too, and PEFT has no DoRA of both in "
+                    "one: leave it out of lora.target_modules, or set lora.use_dora false"
+                )
+            found.append((replace(each, module=head_of(each.module, head), parts=[]), each))
+    return found
 
 
 def _check_dims(
@@ -239,18 +271,22 @@ def _write_module(
 
 def _saved(
     form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound, config: Mapping[str, Any]
-) -> dict[str, str]:
-    """The key of each of the model's own tensors that PEFT saves beside the factors."""
+) -> dict[str, list[str]]:
+    """The keys of each of the model's own tensors that PEFT saves beside the factors."""
     adapted = {each.module.name for each in modules}
     kept = saved_modules(form, bound) if form.table else set()  # each complete
     targets = config["target_modules"] or ()
     trained = {piece.tensor for path in form.record.trained for piece in bound.pieces[path]}
-    last = {name: name.rpartition(".")[2] for name in adapted}
-    embeddings = {name for name, end in last.items() if end in targets and end in SAVED_EMBEDDINGS}
-    found = {}
-    for tensor in bound.tensors:
-        module, _, name = tensor.rpartition(".")
+    # With one of these names in the list, the weights of both embeddings that are adapted.
+    inputs = (rule.tensor for rule in bound.table.rules if rule.kind == "embedding")
+    both = {next(inputs, "").rpartition(".")[0], *(n for n in adapted if ends(n, SAVED_EMBEDDINGS))}
+    embeddings = both & adapted if {*targets} & {*SAVED_EMBEDDINGS} else set()
+    found: dict[str, list[str]] = {}
+    tied = bound.table.tied
+    for own, tensor in ((own, tied.get(own, own)) for own in (*bound.tensors, *tied)):
+        module, _, name = own.rpartition(".")
         if tensor in trained or module in kept or module in embeddings:
             inside = ".base_layer" if module in adapted else ""
-            found[tensor] = f"{PREFIX}{module}{inside}.{name}" if module else PREFIX + name
+            key = f"{PREFIX}{module}{inside}.{name}" if module else PREFIX + name
+            found.setdefault(tensor, []).append(key)
     return found

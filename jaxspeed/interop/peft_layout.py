@@ -27,6 +27,10 @@ another scale has its B multiplied. The file's metadata has the ranks and alphas
 adapter that was trained in PEFT has one A for such a module, which all of its parts get; parts
 whose A are equal, as after reading one, are written so again. DoRA's magnitudes belong to outputs,
 so they are concatenated; that of a part that is not adapted is the norm of its weights.
+
+A weight that is embedding and head at once has one adapter here, and in PEFT one in each module:
+the head's A is the embedding's B, transposed, and the other way round. DoRA has no such form: it
+measures a row there and a column here.
 """
 
 from __future__ import annotations
@@ -163,6 +167,14 @@ def modules_of(
             inner[owner] = f"{within}.base_layer"
             found[i] = replace(module, keys=_keys(within, module.kind))
     return found
+
+
+def head_of(embedding: AdaptedModule, head: str) -> AdaptedModule:
+    """The module of a tied head, of which the factors are the embedding's, transposed."""
+    name = head.removesuffix(_WEIGHT)
+    a, b, _ = embedding.shapes
+    shapes = (b[::-1], a[::-1], (a[1],))
+    return AdaptedModule(name, "linear", _keys(f"{PREFIX}{name}", "linear"), shapes, 1, ())
 
 
 def _keys(module: str, kind: str) -> tuple[str, str, str]:

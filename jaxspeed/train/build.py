@@ -181,7 +181,7 @@ def _with_adapters(
         uses = weight_dims(program.closed.jaxpr, weights)
     choice = choose_adapters(config.lora, leaves, uses, saved)
     own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
-    adapted = AdaptedModel(base, own, choice.adapters, config.lora.init_lora_weights, saved)
+    adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)
     return adapted, adapted.leaves
 
 

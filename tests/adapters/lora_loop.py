@@ -32,9 +32,19 @@ class AdaptedCase:
         rng = np.random.default_rng(0)
         return [self.sample(rng, samples) for _ in range(steps)]
 
-    def engine(self, stage: int = 0, tensor: int = 1, pipe: int = 1, **more: Any) -> Any:
-        """An engine on 8 devices; `lora` adds to the section."""
+    def engine(
+        self,
+        stage: int = 0,
+        tensor: int = 1,
+        pipe: int = 1,
+        devices: Any = None,
+        trainable: Any = None,
+        **more: Any,
+    ) -> Any:
+        """An engine on all devices, by default; `lora` adds to the section."""
         section = {"r": 2, "lora_alpha": 3, "init_lora_weights": False, **self.lora}
+        if "adapter" in more.get("lora", {}):
+            section = {}
         config = {
             "train_batch_size": SAMPLES,
             "gradient_accumulation_steps": 2,
@@ -47,7 +57,14 @@ class AdaptedCase:
             "lora": section | more.get("lora", {}),
         }
         example = self.batches(1)[0]
-        return jaxspeed.initialize(self.model, self.loss, config, example_batch=example)
+        return jaxspeed.initialize(
+            self.model,
+            self.loss,
+            config,
+            example_batch=example,
+            devices=devices,
+            trainable=trainable,
+        )
 
 
 def split_of(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -257,6 +257,73 @@ def test_parts_with_one_a_are_written_as_one(tmp_path):
         np.testing.assert_array_equal(x, values[path], err_msg=path)
 
 
+TIED = MappingTable(
+    [rule for rule in TABLE.rules if "head" not in rule.tensor],
+    prefix="m.",
+    tied={"m.head.weight": "m.tok.weight"},
+)
+
+
+def of_tied(folder, paths=("tok", "q/kernel"), **section):
+    """(arrays, tensors, config) of a model whose embedding is the head too."""
+    of = adapters(paths, dora=section.get("use_dora", False))
+    values = {p: x for p, x in arrays(of).items() if p not in ("head", "head_bias")}
+    own = Lora(**{"r": 3, "lora_alpha": 6, **section}).model_dump()
+    record = AdapterRecord(own, of, section.get("modules_to_save") or [])
+    write_adapter(ArrayValues(values), folder, AdapterForm(record, TIED))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return values, tensors, json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_tied_weight_is_in_both_of_its_modules(tmp_path, saved):
+    begin = "base_model.model.m."
+    if saved:
+        values, tensors, config = of_tied(tmp_path, ["q/kernel"], modules_to_save=["tok"])
+        pairs = {"head.weight": values["tok"], "tok.weight": values["tok"]}
+        assert config["modules_to_save"] == ["head", "tok"]
+    else:
+        values, tensors, config = of_tied(tmp_path)
+        a, b = values["lora/tok/A"], values["lora/tok/B"]
+        pairs = {"tok.lora_embedding_A": a.T, "tok.lora_embedding_B": b.T}
+        pairs |= {"head.lora_A.weight": b, "head.lora_B.weight": a}
+        assert config["target_modules"] == ["head", "q", "tok"]
+    for name, x in pairs.items():
+        np.testing.assert_array_equal(tensors[begin + name], x, err_msg=name)
+    found = adapter_values(read_adapter(tmp_path), leaves_of(values), TIED)
+    assert found.keys() == {p for p in values if p.startswith("lora/")} | {*["tok"][: int(saved)]}
+    for path, x in found.items():
+        np.testing.assert_array_equal(x, values[path], err_msg=path)
+    for name, x in pairs.items():  # one of the two differs, then is absent
+
+        def differ(tensors, name=name, x=x):
+            tensors[begin + name] = np.ascontiguousarray(x + 1)
+
+        before = (tmp_path / "adapter_model.safetensors").read_bytes()
+        change_tensors(tmp_path, differ)
+        with pytest.raises(jaxspeed.PretrainedError, match="differ, which are one weight here"):
+            adapted_weights(read_adapter(tmp_path), without_head(), TIED)
+        change_tensors(tmp_path, lambda tensors, name=name: tensors.pop(begin + name))
+        with pytest.raises(jaxspeed.PretrainedError, match="the embedding or its head alone"):
+            adapted_weights(read_adapter(tmp_path), without_head(), TIED)
+        (tmp_path / "adapter_model.safetensors").write_bytes(before)
+    if not saved:
+        change_config(tmp_path, alpha_pattern={"tok": 7})
+        with pytest.raises(jaxspeed.PretrainedError, match="have other alphas: 7 and None"):
+            adapted_weights(read_adapter(tmp_path), without_head(), TIED)
+
+
+def without_head():
+    return {path: shape for path, shape in SHAPES.items() if path not in ("head", "head_bias")}
+
+
+@pytest.mark.fast
+def test_dora_of_a_tied_weight_has_no_form(tmp_path):
+    with pytest.raises(jaxspeed.PretrainedError, match="tok is the head too, and PEFT has no DoRA"):
+        of_tied(tmp_path, use_dora=True)
+
+
 # -- wrong input -----------------------------------------------------------------------------------
 
 
@@ -490,6 +557,43 @@ def test_a_wrong_use_of_the_command_is_an_error(run, tmp_path, capsys, words, me
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(message, error), error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_adapter_s_folder_alone_starts_an_engine_from_it(run, tmp_path, stage):
+    folder, params, of = run
+    config = {**CONFIG, "lora": {"adapter": str(folder / "saved")}}
+    config["zero_optimization"] = {"stage": stage}
+    engine = jaxspeed.initialize(config=config)
+    model = engine.program.model
+    for path, adapter in of.items():
+        there = model.adapters[path]
+        same = ("dims", "dora", "rank", "stack")
+        assert [getattr(there, n) for n in same] == [getattr(adapter, n) for n in same]
+        ranks = adapter.per_layer(adapter.ranks)
+        assert (there.per_layer(there.ranks) == ranks).all()
+        for leaf in adapter.shapes:
+            found = np.asarray(engine.parameters[leaf])[ranks > 0]
+            np.testing.assert_array_equal(found, params[leaf][ranks > 0], err_msg=leaf)
+    engine.save_adapter(tmp_path / "again")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / "saved" / name).read_bytes()
+
+
+def test_settings_beside_an_adapter_may_not_contradict_it(run):
+    config = json.loads((run[0] / "saved" / "adapter_config.json").read_text())
+    same = {key: config[key] for key in ("r", "use_dora")}
+    lora = {"adapter": str(run[0] / "saved"), "lora_dropout": 0.1, **same}
+    engine = jaxspeed.initialize(config={**CONFIG, "lora": lora})
+    assert {a.dropout for a in engine.program.model.adapters.values()} == {0.1}
+    lora |= {"r": 16, "use_rslora": True}
+    with pytest.raises(
+        jaxspeed.ConfigError, match=r"lora.r is 16, lora.use_rslora is True; remove"
+    ):
+        jaxspeed.initialize(config={**CONFIG, "lora": lora})
+    lora = {"adapter": str(run[0] / "none")}
+    with pytest.raises(jaxspeed.PretrainedError, match="no such folder"):
+        jaxspeed.initialize(config={**CONFIG, "lora": lora})
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path, capsys):

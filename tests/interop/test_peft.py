@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import jaxspeed
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.header import AdapterRecord
 from jaxspeed.config.lora_section import Lora
@@ -27,6 +28,10 @@ MODELS = {
     "llama": ("Llama", "LlamaForCausalLM", SIZES | SMALL | {"attention_bias": True}),
     "phi3": ("Phi3", "Phi3ForCausalLM", SIZES | SMALL | PHI3),
 }  # fmt: skip
+MODELS["gpt2, tied"] = MODELS["gpt2"]
+MODELS["llama, tied"] = ("Llama", "LlamaForCausalLM", MODELS["llama"][2] | {
+    "tie_word_embeddings": True,
+})  # fmt: skip
 CASES |= {f"small {name}": case for name, case in MODELS.items()}
 NAMES = {
     "gpt2": ["c_attn", "c_proj"],
@@ -62,7 +67,7 @@ both = pytest.mark.parametrize(
     ("model", "kind"),
     [
         pytest.param(m, k, marks=() if (m, k) in BY_DEFAULT else pytest.mark.full)
-        for m in MODELS
+        for m in NAMES
         for k in KINDS
     ],
 )
@@ -170,6 +175,9 @@ OURS = {
         {"q_proj": [4, 4], "k_proj": [2, 2], "v_proj": [4, 4], "gate": [3, 4], "up": [3, 4]},
     ),
     "llama": ({"bias": "lora_only"}, {"q_proj": [4, 0], "down": [4, 4], "embed": [5]}),
+    # The embedding is the head too.
+    "gpt2, tied": ({}, {"embed": [4], "o_proj": [4, 4]}),
+    "llama, tied": ({"use_rslora": True}, {"embed": [3], "q_proj": [4, 4]}),
 }  # fmt: skip
 
 
@@ -199,7 +207,10 @@ def random_adapters(model, shapes, table):
     return section, adapters, values
 
 
-@pytest.mark.parametrize("model", ["gpt2", "phi3", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=pytest.mark.full if m == "llama, tied" else ()) for m in OURS],
+)
 def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_path):
     base = folder_of(f"small {model}")
     pretrained = from_pretrained(base)
@@ -263,3 +274,19 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
         for at in zip(*np.nonzero(ranks), strict=True) if section.use_dora else ():
             name = adapters[path].leaf("magnitude")
             np.testing.assert_array_equal(found[name][at], values[name][at], err_msg=name)
+
+
+@both
+def test_an_engine_starts_from_peft_s_adapter(theirs, model, kind):
+    base, folder, expected = theirs(model, kind)
+    config = {
+        "train_batch_size": 8, "optimizer": {"type": "SGD"}, "model": {"pretrained": str(base)},
+        "lora": {"adapter": str(folder)}, "zero_optimization": {"stage": 3},
+    }  # fmt: skip
+    engine = jaxspeed.initialize(config=config)
+    merged = engine.module(jnp.asarray(TOKENS))
+    np.testing.assert_allclose(merged, expected, atol=1e-4, rtol=0)
+    logarithms = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
+    of_targets = np.take_along_axis(logarithms[:, :-1], TOKENS[:, 1:, None], -1)
+    found = engine.eval_batch({"tokens": np.tile(TOKENS, (4, 1))})["loss"]
+    np.testing.assert_allclose(found, -of_targets.mean(), atol=1e-4, rtol=0)

@@ -1,0 +1,163 @@
+"""An engine with adapters: what it stores and sends, starts from, checks, saves and loads."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspeed.errors import ConfigError
+from tests.adapters.lora_loop import adapted_cases, split_of, train_plainly
+
+CASES = adapted_cases()
+PAIR, EXPERTS = CASES["pair"], CASES["experts"]
+
+
+def one():
+    return jax.devices()[:1]
+
+
+def nbytes(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_frozen_parameters_cost_nothing(stage):
+    engine = PAIR.engine(stage, gradient_accumulation_steps=1)
+    base, adapters = split_of(engine.parameters)
+    own, total = nbytes(adapters), nbytes({**base, **adapters})
+    assert own < total / 2
+    roles = engine.placements.bytes_by_role()
+    assert roles["param"][0] == total and roles["grad"][0] == own
+    step_counts = 2 * 4 * 2  # Optax's counts of updates
+    assert 2 * own <= roles["opt"][0] <= 2 * own + step_counts
+    moments = [x for x in jax.tree.leaves(engine.state.opt) if x.ndim]
+    assert sum(x.nbytes for x in moments) == 2 * own
+    sent = engine.compiled(PAIR.batches(1)[0]).collectives
+    reduced = sum(c.bytes * c.runs for c in sent if c.kind in ("all-reduce", "reduce-scatter"))
+    scalars = 128  # the loss, its weight, the norm
+    assert own <= reduced <= own + scalars
+
+
+def test_adapters_start_without_an_effect_unless_asked_otherwise():
+    batch = PAIR.batches(1)[0]
+
+    def loss_of(**lora):
+        engine = PAIR.engine(devices=one(), lora=lora)
+        return float(engine.eval_batch(batch)["loss"]), split_of(engine.parameters)
+
+    plain, (base, adapters) = loss_of(init_lora_weights=True)
+    gaussian, (_, drawn) = loss_of(init_lora_weights="gaussian")
+    changed, _ = loss_of(init_lora_weights=False)
+    total, weight = PAIR.loss(PAIR.bound(base), batch)
+    assert plain == gaussian == pytest.approx(float(total / weight), rel=1e-6)
+    assert changed != plain
+    path = "lora/layers/0/up/A"
+    assert not np.array_equal(adapters[path], drawn[path])
+
+
+def test_padding_of_smaller_ranks_is_zero_and_stays_zero():
+    """So it is absent from the gradients' norm and from the weight decay."""
+    engine = EXPERTS.engine(
+        devices=one(),
+        lora={"rank_pattern": {"blocks[0]/up": 3}, "alpha_pattern": {"blocks[0]/up": 4.5}},
+    )
+    base, adapters = split_of(engine.parameters)
+    batches = EXPERTS.batches(3)
+    losses = [engine.train_batch(batch)["loss"] for batch in batches]
+    expected, own = train_plainly(EXPERTS, {**base, **adapters}, batches, 1.5)
+    np.testing.assert_allclose(np.array(losses), expected, rtol=1e-5)
+    _, trained = split_of(engine.parameters)
+    a, b = "lora/blocks/up/A", "lora/blocks/up/B"
+    assert trained[a].shape == (2, 3, 12, 3)
+    for values in (adapters, trained):
+        assert not values[a][1, ..., 2].any() and not values[b][1, :, 2].any()
+        assert values[a][0, ..., 2].all() and values[b][0, :, 2].all()
+    for path, value in trained.items():
+        np.testing.assert_allclose(value, own[path], rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def test_saved_modules_and_biases_are_trained_too():
+    engine = PAIR.engine(devices=one(), lora={"modules_to_save": ["head"]})
+    linen = CASES["linen"].engine(devices=one(), lora={"bias": "lora_only"})
+    assert trained_by(engine) == {"head"}
+    assert trained_by(linen) == {
+        f"blocks_{i}/{name}/bias" for i in (0, 1) for name in ("up", "down")
+    }
+    base, adapters = split_of(engine.parameters)
+    batches = PAIR.batches(3)
+    losses = [engine.train_batch(batch)["loss"] for batch in batches]
+    expected, own = train_plainly(
+        PAIR, {**base, **adapters}, batches, 1.5, lambda p: p.startswith("lora/") or p == "head"
+    )
+    np.testing.assert_allclose(np.array(losses), expected, rtol=1e-5)
+    np.testing.assert_allclose(engine.parameters["head"], own["head"], rtol=1e-5, atol=1e-5)
+
+
+def trained_by(engine):
+    rows = (row for row in engine.placements if row.leaf.trainable and not row.leaf.adapts)
+    return {row.path for row in rows}
+
+
+def test_the_module_has_merged_weights_and_check_passes():
+    linen = CASES["linen"]
+    engine = linen.engine(3, devices=jax.devices()[:2], lora={"use_dora": True})
+    batch = linen.batches(1)[0]
+    report = engine.check(batch)
+    assert report.ok, str(report)
+    assert any(path.endswith("magnitude") for path in split_of(engine.parameters)[1])
+    engine.train_batch(batch)
+    total, weight = linen.loss(engine.module, batch)
+    applied = float(engine.eval_batch(batch)["loss"])
+    assert applied == pytest.approx(float(total / weight), rel=1e-5)
+
+
+def test_dropout_is_of_training_and_depends_on_no_mesh():
+    linen, batch = CASES["linen"], CASES["linen"].batches(1)[0]
+    lora = {"lora_dropout": 0.5}
+    few, many = linen.engine(devices=one(), lora=lora), linen.engine(3, lora=lora)
+    without = linen.engine(devices=one())
+    many.parameters = without.parameters = split_of(few.parameters)[0] | split_of(few.parameters)[1]
+    evaluated = [float(e.eval_batch(batch)["loss"]) for e in (few, many, without)]
+    np.testing.assert_allclose(evaluated, evaluated[0], rtol=1e-6)
+    with pytest.raises(ConfigError, match=r"check: lora.lora_dropout is 0.5"):
+        few.check(batch)
+    # The micro-batches of one rank and of eight have other samples.
+    one_micro_batch = {"gradient_accumulation_steps": 1}
+    few = linen.engine(devices=one(), lora=lora, **one_micro_batch)
+    many = linen.engine(3, lora=lora, **one_micro_batch)
+    losses = [[float(e.train_batch(batch)["loss"]) for _ in range(2)] for e in (few, many)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][0] != pytest.approx(evaluated[0], rel=1e-3)
+
+
+def test_an_adapter_is_saved_loaded_and_chosen_among_several(tmp_path):
+    batch = PAIR.batches(1)[0]
+    first = PAIR.engine(devices=one(), run={"seed": 3})
+    other = PAIR.engine(devices=one(), run={"seed": 3}, lora={"init_lora_weights": True})
+    first.train_batch(batch)
+    first.save_adapter(tmp_path / "a")
+    losses = {
+        name: float(e.eval_batch(batch)["loss"]) for name, e in (("a", first), ("default", other))
+    }
+    assert losses["a"] != losses["default"]
+    other.load_adapter(tmp_path / "a", "a")
+    for name in ("a", "default", "a"):
+        other.use_adapter(name)
+        assert float(other.eval_batch(batch)["loss"]) == pytest.approx(losses[name], rel=1e-6)
+    with pytest.raises(ConfigError, match="use_adapter: 'b' is not loaded; there are a, default"):
+        other.use_adapter("b")
+    smaller = PAIR.engine(devices=one(), lora={"r": 1})
+    with pytest.raises(
+        ConfigError, match=r"load_adapter: its weights, ranks and alphas .* differ in"
+    ):
+        smaller.load_adapter(tmp_path / "a", "a")
+    started = PAIR.engine(devices=one(), lora={"adapter": str(tmp_path / "a")})
+    assert float(started.eval_batch(batch)["loss"]) == pytest.approx(losses["a"], rel=1e-6)
+    with pytest.raises(
+        ConfigError, match=r"lora.adapter: .* has its own settings, and lora.r is 4"
+    ):
+        PAIR.engine(devices=one(), lora={"adapter": str(tmp_path / "a"), "r": 4})
+
+
+def test_what_is_trained_is_said_once():
+    with pytest.raises(ConfigError, match="lora: it decides what is trained"):
+        PAIR.engine(devices=one(), trainable=["**"])
