@@ -88,8 +88,10 @@ def _named(patterns: Sequence[str], weights: dict[str, Leaf]) -> list[Leaf]:
 
 def _is_matrix(leaf: Leaf) -> bool:
     """Whether it may be the weight of a linear layer."""
-    own = not leaf.adapts and leaf.parameter.split("/")[-1] not in TABLES
-    return own and len(leaf.shape) - leaf.stacked >= 2
+    dims = leaf.names[leaf.stacked :]
+    of_heads = len(leaf.shape) - leaf.stacked == 2 and "head_dim" in dims  # of a bias or a norm
+    own = not leaf.adapts and leaf.parameter.split("/")[-1] not in (*TABLES, "bias", "scale")
+    return own and not of_heads and len(leaf.shape) - leaf.stacked >= 2
 
 
 def _is_linear(leaf: Leaf) -> bool:

@@ -195,7 +195,7 @@ BROKEN = {
     ),
     "a quantization that is not read": (
         with_config(quantization_config={"quant_method": "gptq"}),
-        "quant_method is 'gptq'; fp8 and mxfp4 are dequantized",
+        "quant_method is 'gptq'; fp8, mxfp4, bitsandbytes are dequantized",
     ),
     "scales of other blocks": (
         lambda path: sound(

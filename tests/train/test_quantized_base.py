@@ -103,10 +103,12 @@ def sections(
     }
 
 
-def engine(form: str, *args: Any, devices: Any = None, **more: Any) -> Engine:
+def engine(form: str, *args: Any, devices: Any = None, plain: bool = False, **more: Any) -> Engine:
     pair = (partial(init, stacked=form != "listed"), FORMS[form])
-    config = load_config(sections(form, *args, **more))
-    program = build_program(config, pair, loss, devices=devices)
+    given = sections(form, *args, **more)
+    if plain:
+        del given["model"]
+    program = build_program(load_config(given), pair, loss, devices=devices)
     return Engine(program, program.init(3))
 
 
