@@ -20,6 +20,7 @@ from tests.support.documents import (
 
 PARALLEL = "--set parallel.remat=full --set zero_optimization.offload_optimizer.device=cpu"
 ON = "jaxspeed launch --on"
+BASE = "--set model.pretrained=base --set data.path=chat.jsonl"
 PIPELINE = "--set mesh.pipe=4 --set gradient_accumulation_steps=8"
 
 # Under 20 s each on an idle machine; `make test` runs them.
@@ -102,6 +103,17 @@ NOT_RUN = {
             "jaxspeed sample config.yaml --output elsewhere --prompt 'def ' --tokens 20",
         ),
         "tests/test_docs_everyday.py runs it",
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                f"jaxspeed {command} configs/lora_chat.yaml {BASE}"
+                for command in ("train", "data show")
+            ),
+            f"jaxspeed sample configs/lora_chat.yaml {BASE} --chat",
+            "jaxspeed checkpoint export runs/lora_chat merged/ --merge",
+        ),
+        "tests/test_docs_fine_tuning.py runs it",
     ),
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",
     "jaxspeed train config.yaml --set run.executable=step.exe": "a TPU v5e",
