@@ -175,7 +175,7 @@ def test_what_it_excludes_is_refused():
     with pytest.raises(ConfigError, match="bf16_optimizer_states"):
         load_config({**given, "bf16": bf16})
     zero = {"offload_optimizer": {"device": "cpu", "where": "host"}}
-    with pytest.raises(ConfigError, match='where: found "host", while optimizer.type is AdamW8bit'):
+    with pytest.raises(ConfigError, match='where: found "host", while optimizer'):
         load_config({**given, "zero_optimization": zero})
     params = {"percentile_clipping": 5, "block_wise": False}
     with pytest.raises(ConfigError, match=r"(?s)percentile_clipping.*block_wise|block_wise"):
