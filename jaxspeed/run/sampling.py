@@ -90,7 +90,10 @@ class Chat:
         return self._template.render(said, add_generation_prompt=True).text
 
     def reply(self, text: str) -> Iterator[str]:
-        """The answer to a user's message, in pieces; both are then part of the conversation."""
+        """The answer to a user's message, in pieces; both are then part of the conversation.
+
+        Its programs compile in the background as soon as this is called.
+        """
         ids = self._tokenizer.encode(self.prompt(text)).tolist()
         options = dict(self._options)
         stop = [*options.pop("stop", ()), *self._texts]
@@ -103,12 +106,16 @@ class Chat:
             seed=seed,
             **options,
         )
-        answer = ""
-        for piece in pieces:
-            answer += piece.text
-            yield piece.text
-        said = {"role": "user", "content": text}, {"role": "assistant", "content": answer}
-        self.messages += said
+
+        def answer() -> Iterator[str]:
+            found = ""
+            for piece in pieces:
+                found += piece.text
+                yield piece.text
+            said = {"role": "user", "content": text}, {"role": "assistant", "content": found}
+            self.messages += said
+
+        return answer()
 
 
 class FinalSample:
