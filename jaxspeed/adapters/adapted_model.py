@@ -60,18 +60,26 @@ class AdaptedModel:
         params, variables = self.base.init(seed)
         if SEED in self.variables:
             variables = {SEED: jax.random.key(seed), **variables}
-        return {**params, **self.drawn(seed, params)}, variables
+        params = {**params, **self.drawn(seed)}
+        return {**params, **self.magnitudes(params)}, variables
 
-    def drawn(self, seed: jax.Array | int, params: Mapping[str, Any]) -> Arrays:
-        """First values of the adapters; `params` has the weights that DoRA measures."""
+    def drawn(self, seed: jax.Array | int) -> Arrays:
+        """First factors of the adapters."""
         key = jax.random.fold_in(jax.random.key(seed), _START)
         made: Arrays = {}
         for path, adapter in self.adapters.items():
             made |= adapter.initialized(key, self.section.init_lora_weights, self._dtypes[path])
-            if adapter.dora:
-                first = adapter.magnitude(params[path], made)
-                made[adapter.leaf("magnitude")] = first.astype(self._dtypes[path])
         return made
+
+    def magnitudes(self, params: Mapping[str, Any]) -> Arrays:
+        """First magnitudes of DoRA, of these weights and factors."""
+        return {
+            adapter.leaf("magnitude"): adapter.magnitude(params[path], params).astype(
+                self._dtypes[path]
+            )
+            for path, adapter in self.adapters.items()
+            if adapter.dora
+        }
 
     def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
         own = {path: x for path, x in params.items() if path in self._own}

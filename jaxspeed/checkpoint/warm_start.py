@@ -96,6 +96,8 @@ def _with_weights(
         else:
             (master if program.table[path].master else params)[path] = value
     params.update(published)
+    known = {name.partition("/")[2] for name in saved}
+    params, master = program.storage.with_magnitudes(params, master, known)
     # An optimizer's state may be initialized from the parameters (averages, copies): from these.
     rest = program.storage.rest(params, master)
     return TrainState(params=params, master=master, variables=variables, **rest)

@@ -1,7 +1,7 @@
 """How a run's state is stored on its mesh, and how one is created: drawn, read, or from values."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +99,7 @@ class StateStorage:
         at = self.shardings
         if self.model.weights is not None:
             params, master = self._read(self.model.weights)
-            adapters = self._adapters(seed, params, master)
-            params, master = params | adapters[0], master | adapters[1]
+            params, master = self._with_adapters(seed, params, master)
             draw = in_mesh(self.mesh, lambda seed: self.model.init(seed)[1])
             variables = staged_init(draw, at.variables, seed)
         elif self.model.needs_values:
@@ -184,36 +183,59 @@ class StateStorage:
                     stored[path] = self.table.stored(row, placement).encode(value)
         return params, master, variables
 
-    def _adapters(self, seed: Any, params: Arrays, master: Arrays) -> tuple[Arrays, Arrays]:
-        """(params, masters) of first adapters, beside weights that were read."""
-        rows = [row for row in self.table if row.leaf.adapts]
-        if not isinstance(self.model, AdaptedModel) or not rows:
-            return {}, {}
+    def _with_adapters(self, seed: Any, params: Arrays, master: Arrays) -> tuple[Arrays, Arrays]:
+        """(params, masters) with first adapters, beside weights that were read."""
         model = self.model
-        measured = {path for path, adapter in model.adapters.items() if adapter.dora}
+        if not isinstance(model, AdaptedModel):
+            return params, master
+        drawn = self._stored_by(
+            model.drawn, [a.leaf(x) for a in model.adapters.values() for x in "AB"]
+        )
+        made = drawn(seed)
+        return self.with_magnitudes(params | made[0], master | made[1])
 
-        def drawn(seed: Any, stored: Arrays) -> tuple[Arrays, Arrays]:
-            weights = {
-                path: self.table[path].decoded(self.table[path].updated, on_device(x))
-                for path, x in stored.items()
-            }
-            made = self._as_stored(model.drawn(seed, self.table.joined(weights)), {})
-            return made[0], made[1]
-
+    def with_magnitudes(
+        self, params: Arrays, master: Arrays, known: Collection[str] = ()
+    ) -> tuple[Arrays, Arrays]:
+        """(params, masters) with first magnitudes of these weights, but for those `known`."""
+        model = self.model
+        adapters = model.adapters.values() if isinstance(model, AdaptedModel) else ()
+        measured = [a for a in adapters if a.dora and a.leaf("magnitude") not in known]
+        if not measured or not isinstance(model, AdaptedModel):
+            return params, master
+        reads = {path for a in measured for path in (a.path, a.leaf("A"), a.leaf("B"))}
         stored = {
             row.path: (master if row.master else params)[row.path]
             for row in self.table
-            if row.leaf.parameter in measured
+            if row.leaf.parameter in reads
         }
+        wanted = [a.leaf("magnitude") for a in measured]
+
+        def magnitudes(stored: Arrays) -> Arrays:
+            rows = {path: self.table[path] for path in stored}
+            values = {p: row.decoded(row.updated, on_device(stored[p])) for p, row in rows.items()}
+            values = self.table.joined(values)
+            own = [(a.leaf("magnitude"), a.magnitude(values[a.path], values)) for a in measured]
+            return {path: x.astype(self.table.parameters[path][0].leaf.dtype) for path, x in own}
+
+        made = self._stored_by(magnitudes, wanted)(stored)
+        return params | made[0], master | made[1]
+
+    def _stored_by(
+        self, function: Callable[..., Arrays], parameters: Sequence[str]
+    ) -> Callable[..., tuple[Arrays, Arrays]]:
+        """A function of parameters' values, compiled to give them as they are stored."""
+        rows = [row.path for path in parameters for row in self.table.parameters[path]]
         at = self.shardings
         places = tuple(
-            {row.path: each[row.path] for row in rows if row.path in each}
-            for each in (at.params, at.master)
+            {path: x[path] for path in rows if path in x} for x in (at.params, at.master)
         )
-        options = init_options(at.step)
-        draw = jax.jit(in_mesh(self.mesh, drawn), out_shardings=places, compiler_options=options)
-        found: tuple[Arrays, Arrays] = draw(seed, stored)
-        return found
+        compiled: Callable[..., tuple[Arrays, Arrays]] = jax.jit(
+            in_mesh(self.mesh, lambda *args: self._as_stored(function(*args), {})[:2]),
+            out_shardings=places,
+            compiler_options=init_options(at.step),
+        )
+        return compiled
 
     def _fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
         params, master = on_device((params, master))

@@ -43,8 +43,9 @@ class AdaptedCase:
     ) -> Any:
         """An engine on all devices, by default; `lora` adds to the section."""
         section = {"r": 2, "lora_alpha": 3, "init_lora_weights": False, **self.lora}
-        if "adapter" in more.get("lora", {}):
-            section = {}
+        lora = more.pop("lora", {})
+        if lora is not None:
+            more["lora"] = lora if "adapter" in lora else section | lora
         config = {
             "train_batch_size": SAMPLES,
             "gradient_accumulation_steps": 2,
@@ -54,7 +55,6 @@ class AdaptedCase:
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
             "run": {"seed": SEED},
             **more,
-            "lora": section | more.get("lora", {}),
         }
         example = self.batches(1)[0]
         return jaxspeed.initialize(

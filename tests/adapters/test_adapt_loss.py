@@ -1,4 +1,7 @@
-"""Adapted programs equal the same programs of merged weights, in values and gradients."""
+"""The pass of adapters: what it finds, what it merges, and the mistakes that a comparison sees.
+
+`test_adapted_programs.py` has the numbers of programs of all forms.
+"""
 
 import dataclasses
 
@@ -158,7 +161,7 @@ class Adapted:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_adapted_program_equals_that_of_merged_weights(name):
+def test_a_weights_roles_are_found_and_no_merged_weight_is_computed(name):
     function, shapes, roles = CASES[name]
     case = Adapted(function, shapes)
     dims = case.uses["w"][0]
@@ -166,7 +169,6 @@ def test_an_adapted_program_equals_that_of_merged_weights(name):
     closed, made = case.made()
     assert made.merged == ()
     assert not any(inner_makes(made.jaxpr, w.shape, closed) for w in case.weights.values())
-    assert case.differences() < 1e-5
 
 
 def inner_makes(jaxpr, shape, closed):
@@ -178,35 +180,22 @@ def inner_makes(jaxpr, shape, closed):
     )
 
 
-@pytest.mark.parametrize("name", ["dense", "scanned", "heads", "looked up"])
-def test_dora_equals_that_of_merged_weights(name):
-    function, shapes, _ = CASES[name]
-    assert Adapted(function, shapes, dora=True).differences() < 1e-5
-
-
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("name", ["scanned", "scanned with remat", "indexed"])
-def test_layers_may_have_ranks_and_scales_of_their_own(name, dora):
-    function, shapes, _ = CASES[name]
-    layers = shapes[0][0]
-    case = Adapted(
-        function, shapes, ranks=(3, 0, 1)[:layers], scales=(0.5, 0.0, 2.0)[:layers], dora=dora
-    )
-    assert case.differences() < 1e-5
+def test_weights_that_share_a_trace_have_adapters_of_their_own():
+    function, shapes, _ = CASES["one trace for two weights"]
+    assert Adapted(function, shapes).differences() < 1e-5
 
 
 @pytest.mark.parametrize("name", MERGED)
 def test_other_reads_are_of_the_merged_weight_and_have_no_dropout(name):
     case = Adapted(MERGED[name], [(4, 4)], ((), (0,), (1,)))
     assert case.made()[1].merged == ("w",)
-    assert case.differences() < 1e-5
     dropped = dataclasses.replace(case.adapters["w"], dropout=0.1)
     case.adapters["w"] = dropped
     with pytest.raises(ModelError, match=r"lora_dropout: w is read otherwise than by a product"):
         case.made()
 
 
-def test_the_convolution_is_no_merged_addition():
+def test_a_merged_weight_is_seen():
     """`inner_makes` sees what it looks for."""
     case = Adapted(MERGED["normalized"], [(4, 4)], ((), (0,), (1,)))
     closed, made = case.made()

@@ -1,10 +1,13 @@
 """An engine with adapters: what it stores and sends, starts from, checks, saves and loads."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.user_models.pretrained_model import Pretrained
 from tests.adapters.lora_loop import adapted_cases, split_of, train_plainly
 
 CASES = adapted_cases()
@@ -52,6 +55,36 @@ def test_adapters_start_without_an_effect_unless_asked_otherwise():
     assert changed != plain
     path = "lora/layers/0/up/A"
     assert not np.array_equal(adapters[path], drawn[path])
+
+
+class Weights:
+    """Values of a model's parameters, to be read instead of drawn."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def check(self, parameters):
+        assert parameters == {path: x.shape for path, x in self.values.items()}
+
+    def read(self, path, index, dtype):
+        return np.array(self.values[path][index], dtype)
+
+
+def test_adapters_start_without_an_effect_on_weights_that_are_read_or_restored(tmp_path):
+    """With DoRA, whose magnitudes are those of the weights."""
+    batch, lora = PAIR.batches(1)[0], {"use_dora": True, "init_lora_weights": True}
+    other = PAIR.engine(devices=one(), run={"seed": 7}, lora=None)
+    values = split_of(other.parameters)[0]
+    expected = pytest.approx(float(other.eval_batch(batch)["loss"]), rel=1e-6)
+    model = Pretrained(PAIR.model, Weights(values))
+    read = replace(PAIR, model=model).engine(3, devices=jax.devices()[:2], lora=lora)
+    assert float(read.eval_batch(batch)["loss"]) == expected
+    other.save_checkpoint(tmp_path)
+    other.wait()
+    restored = PAIR.engine(devices=one(), lora=lora)
+    assert float(restored.eval_batch(batch)["loss"]) != expected
+    restored.load_checkpoint(tmp_path, weights_only=True)
+    assert float(restored.eval_batch(batch)["loss"]) == expected
 
 
 def test_padding_of_smaller_ranks_is_zero_and_stays_zero():
