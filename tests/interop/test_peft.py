@@ -13,6 +13,7 @@ import jaxspeed
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.header import AdapterRecord
 from jaxspeed.config.lora_section import Lora
+from jaxspeed.interop import MappingTable, TensorRule
 from jaxspeed.interop.peft import adapted_weights, adapter_values, lora_section, read_adapter
 from jaxspeed.interop.peft_config import AdapterForm
 from jaxspeed.interop.peft_export import write_adapter
@@ -36,6 +37,9 @@ MODELS = {
 MODELS["gpt2, tied"] = MODELS["gpt2"]
 MODELS["llama, tied"] = ("Llama", "LlamaForCausalLM", MODELS["llama"][2] | {
     "tie_word_embeddings": True,
+})  # fmt: skip
+MODELS["mixtral"] = ("Mixtral", "MixtralForCausalLM", SIZES | SMALL | {
+    "num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 32, "intermediate_size": 48,
 })  # fmt: skip
 CASES |= {f"small {name}": case for name, case in MODELS.items()}
 NAMES = {
@@ -103,16 +107,13 @@ def adapters_of(weights, shapes, section, dims):
     """Adapters with the ranks and alphas of an adapter that was read."""
     made = {}
     for path, weight in weights.items():
-        ranks = np.broadcast_to(weight.ranks, weight.ranks.shape).ravel().tolist()
-        divisor = (
-            np.sqrt(np.maximum(weight.ranks, 1))
-            if section.use_rslora
-            else np.maximum(weight.ranks, 1)
-        )
-        scales = (weight.alphas / divisor).ravel().tolist()
+        layers = len(weight.ranks) if weight.ranks.ndim else 1
+        ranks, alphas = (x.reshape(layers, -1)[:, 0] for x in (weight.ranks, weight.alphas))
+        scales = alphas / np.maximum(1, ranks) ** (0.5 if section.use_rslora else 1)
         made[path] = Adapter(
-            path, shapes[path], dims[path], tuple(ranks), tuple(scales), dora=section.use_dora
-        )
+            path, shapes[path], dims[path], tuple(ranks.tolist()), tuple(scales.tolist()),
+            dora=section.use_dora,
+        )  # fmt: skip
     return made
 
 
@@ -319,3 +320,71 @@ def test_an_engine_starts_from_peft_s_adapter(theirs, model, kind):
     of_targets = np.take_along_axis(logarithms[:, :-1], TOKENS[:, 1:, None], -1)
     found = engine.eval_batch({"tokens": np.tile(TOKENS, (4, 1))})["loss"]
     np.testing.assert_allclose(found, -of_targets.mean(), atol=1e-4, rtol=0)
+
+
+def test_experts_are_parameters_as_in_peft(references, folder_of, tmp_path):
+    layers, experts, embed, inner = 2, 3, 32, 48
+    block = "model.layers.{layer}.mlp.experts"
+    table = MappingTable([
+        TensorRule(
+            f"{block}.gate_up_proj", ("gate", "up"),
+            "expert (part out) in -> layer expert in out",
+        ),
+        TensorRule(f"{block}.down_proj", "down", "expert out in -> layer expert in out"),
+    ])  # fmt: skip
+    shapes = dict.fromkeys(("gate", "up"), (layers, experts, embed, inner))
+    shapes["down"] = (layers, experts, inner, embed)
+    base = folder_of("small mixtral")
+    asked = {
+        "r": 2, "lora_alpha": 6, "target_modules": [], "task_type": "CAUSAL_LM",
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    }  # fmt: skip
+    references.call(
+        "adapter_files.save", case=MODELS["mixtral"], options=asked, base=base,
+        folder=tmp_path / "theirs", arguments={"input_ids": TOKENS},
+    )  # fmt: skip
+    before, after = (
+        references.call("adapter_files.parameters", base=base, folder=folder)
+        for folder in (None, tmp_path / "theirs")
+    )
+    adapter = read_adapter(tmp_path / "theirs")
+    weights = adapted_weights(adapter, shapes, table)
+    dims = peft_values.usual_dims(table, shapes)
+    section = Lora(**lora_section(adapter, shapes, table))
+    of = adapters_of(weights, shapes, section, dims)
+    leaves = shapes | {leaf: shape for a in of.values() for leaf, shape in a.shapes.items()}
+    values = adapter_values(adapter, leaves, table)
+    for i in range(layers):
+        deltas = {
+            path: 3
+            * np.einsum("eir,ero->eoi", values[f"lora/{path}/A"][i], values[f"lora/{path}/B"][i])
+            for path in shapes
+        }
+        joined = {
+            "gate_up_proj": np.concatenate([deltas["gate"], deltas["up"]], axis=1),
+            "down_proj": deltas["down"],
+        }
+        for name, delta in joined.items():
+            name = f"model.layers.{i}.mlp.experts.{name}"
+            assert np.abs(delta).max() > 0.01
+            np.testing.assert_allclose(after[name] - before[name], delta, atol=1e-5, err_msg=name)
+    config = json.loads((base / "config.json").read_text())
+    own = {**section.model_dump(), **{k: asked[k] for k in ("target_modules", "target_parameters")}}
+    form = AdapterForm(AdapterRecord(own, of, []), table, config, str(base))
+    write_adapter(peft_values.ArrayValues(arrays_of(shapes) | values), tmp_path / "ours", form)
+    ours, theirs = (
+        json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("ours", "theirs")
+    )
+    ours["target_parameters"].sort()
+    theirs["target_parameters"].sort()
+    assert ours == theirs
+    ours, theirs = (
+        load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def arrays_of(shapes):
+    return {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}

@@ -56,3 +56,12 @@ def _base(folder: str) -> Any:
     (name,) = transformers.AutoConfig.from_pretrained(folder).architectures
     model = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager")
     return model.float().eval()
+
+
+@torch.no_grad()
+def parameters(base: str, folder: str | None) -> Tensors:
+    """The parameters of a base, with the adapters of a folder merged into them."""
+    model = _base(base)
+    if folder is not None:
+        model = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
+    return dict(model.state_dict())
