@@ -407,6 +407,10 @@ def test_products_have_the_dtype_and_precision_of_the_equation(name):
     program = jax.make_jaxpr(run)(factors).jaxpr
     products = [e for e in program.eqns if e.primitive.name in (*PRODUCTS, *RAGGED_PRODUCTS)]
     assert len(products) == (1 if name == "lookup" else 3)
+    # Of the low-rank products the first has a result of the rank: x meets the contracted factor.
+    between = {"matmul": 12, "head": 12, "experts": 16, "convolution": 160, "ragged": 12}
+    if name in between:
+        assert products[1].outvars[0].aval.size == between[name]
     for each in products:
         assert {v.aval.dtype for v in each.invars if v.aval.dtype != np.int32} == {narrow[0].dtype}
         assert each.params["precision"] == eqn.params.get("precision")
