@@ -119,7 +119,7 @@ def _walk(
                 for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
                 if is_var(v) and v in origin
             }
-            # A shared trace has the same calls, although a pass may have rewritten it in two ways.
+            # A shared trace has the same calls, although a pass may have rewritten it twice.
             own = (calls_in(str(e.source_info.name_stack)) for e in body.jaxpr.eqns)
             trace = next((found[0].serial for found in own if found), id(body.jaxpr))
             before = visits[trace]
