@@ -23,10 +23,7 @@ SIZES = {
     "vocab_size": 400,
     "max_position_embeddings": 128,
 }
-SMALL = (
-    "--set data.seq_len=64 --set run.steps=3 --set gradient_accumulation_steps=1 "
-    "--set bf16.enabled=false"
-).split()
+SMALL = ("data.seq_len=64", "run.steps=3", "gradient_accumulation_steps=1", "bf16.enabled=false")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +49,8 @@ def test_the_commands_of_the_page_run(folder, monkeypatch, capfd):
     for block in blocks(PAGE):
         for command in shell_commands(block.text) if block.language == "sh" else ():
             words = command.split()[1:]
-            small = SMALL if words[0] != "checkpoint" else []
+            small = [x for each in SMALL for x in ("--set", each)]
+            small = small if words[0] != "checkpoint" else []
             tokens = ["--tokens", "3"] if words[0] == "sample" else []
             assert main([*words, *small, *tokens]) == 0, capfd.readouterr().err
             printed[words[0]] = capfd.readouterr().out
