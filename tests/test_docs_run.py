@@ -104,6 +104,8 @@ NOT_RUN = {
         ),
         "tests/test_docs_everyday.py runs it",
     ),
+    "jaxspeed data show config.yaml -n 2": "tests/cli/test_data_show.py runs it",
+    "jaxspeed sample config.yaml --chat 'Which fox?'": "tests/run/test_chat_run.py runs it",
     **dict.fromkeys(
         (
             *(

@@ -189,10 +189,8 @@ class StateStorage:
         model = self.model
         if not isinstance(model, AdaptedModel):
             return params, master
-        drawn = self._stored_by(
-            model.drawn, [a.leaf(x) for a in model.adapters.values() for x in "AB"]
-        )
-        made = drawn(seed)
+        of_each = ((each.leaf("A"), each.leaf("B")) for each in model.adapters.values())
+        made = self._stored_by(model.drawn, [path for paths in of_each for path in paths])(seed)
         return self.with_magnitudes(params | made[0], master | made[1])
 
     def with_magnitudes(
