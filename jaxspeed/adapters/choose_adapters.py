@@ -150,7 +150,9 @@ class _Choosing:
         self.weights = [
             leaf
             for leaf in leaves
-            if len(leaf.shape) - leaf.stacked >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+            if len(leaf.shape) - leaf.stacked >= 2
+            and jnp.issubdtype(leaf.dtype, jnp.floating)
+            and not leaf.path.endswith("/bias")  # of heads, in two dims
         ]
 
     def choice(self) -> ChosenAdapters:

@@ -21,6 +21,7 @@ def leaf(path, **dims):
 LEAVES = [
     leaf("embed/table", vocab=32, embed=8),
     leaf("blocks/attn/q_proj/kernel", layers=3, embed=8, heads=2, head_dim=4),
+    leaf("blocks/attn/q_proj/bias", layers=3, heads=2, head_dim=4),
     leaf("blocks/attn/o_proj/kernel", layers=3, heads=2, head_dim=4, embed=8),
     leaf("blocks/mlp/up/kernel", layers=3, embed=8, mlp=16),
     leaf("blocks/mlp/up/bias", layers=3, mlp=16),
@@ -32,7 +33,7 @@ LEAVES = [
     Leaf("tower/1/conv/kernel", (3, 3, 8, 8), jnp.float32),
     leaf("head/kernel", embed=8, vocab=32),
 ]
-Q, OUT, UP, DOWN = (leaf.path for leaf in (*LEAVES[1:4], LEAVES[6]))
+Q, OUT, UP, DOWN = (LEAVES[i].path for i in (1, 3, 4, 7))
 TOWER = ("tower/0/dense/kernel", "tower/1/dense/kernel")
 LINEAR = {Q, OUT, UP, DOWN, *TOWER}
 
@@ -106,9 +107,9 @@ def test_ranks_and_scales_are_those_of_the_config():
 
 
 def test_what_is_trained_beside_the_adapters():
-    up, dense = "blocks/mlp/up/bias", "tower/0/dense/bias"
+    q, up, dense = "blocks/attn/q_proj/bias", "blocks/mlp/up/bias", "tower/0/dense/bias"
     assert chosen().trained == frozenset()
-    assert chosen(bias="all").trained == {up, dense}
+    assert chosen(bias="all").trained == {q, up, dense}
     assert chosen(bias="lora_only", target_modules=["up"]).trained == {up}
     assert chosen(modules_to_save=["head", "norm"]).trained == {"head/kernel", "blocks/norm/scale"}
 
