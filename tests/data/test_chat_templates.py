@@ -12,7 +12,12 @@ from jaxspeed.config import Config
 from jaxspeed.data import ByteTokenizer, read_tokenizer
 from jaxspeed.data.chat_formats import Conversation, read_record
 from jaxspeed.data.chat_masks import ChatEncoder, mask_of, text_and_spans
-from jaxspeed.data.chat_template import BUILT_IN, find_template, special_tokens
+from jaxspeed.data.chat_template import (
+    BUILT_IN,
+    end_of_turn,
+    find_template,
+    special_tokens,
+)
 from jaxspeed.errors import DataError
 from tests.data import chat_examples
 from tests.data.chat_examples import chat, message
@@ -222,6 +227,21 @@ def test_a_template_that_changes_earlier_turns_is_refused_unless_it_marks_them(f
     marked = source.replace("<<", "{% generation %}").replace(">>", "{% endgeneration %}")
     ids, mask = encoded(tokenizer, record, chat_template=marked)
     assert trained_texts(tokenizer, ids, mask) == [" yes <|im_end|>\n", "<think>no<|im_end|>\n"]
+
+
+def test_a_turn_ends_with_what_the_template_writes_after_a_message(folder):
+    """A special token, which no decoded text shows, or else a text; and the tokenizer's end."""
+    tokenizer = read_tokenizer(folder)
+    ids = {tag: int(tokenizer.encode(tag)[0]) for tag in chat_examples.TAGS}
+    for name, tag in {
+        "chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>",
+    }.items():  # fmt: skip
+        template = find_template(tokenizer, name, {})
+        assert end_of_turn(template, tokenizer) == ([ids[tag], ids["</s>"]], [])
+    spelled = find_template(ByteTokenizer(), "chatml", {})
+    assert end_of_turn(spelled, ByteTokenizer()) == ([0], ["<|im_end|>"])
+    later = "{{ messages[1].content }}\n<|im_end|>"
+    assert end_of_turn(find_template(tokenizer, later, {}), tokenizer)[0][0] == ids["<|im_end|>"]
 
 
 def test_reasoning_is_there_under_each_name(folder):
