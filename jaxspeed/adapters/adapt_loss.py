@@ -149,6 +149,8 @@ class _Walk(Rewriter[View | None]):
         self.uses: dict[str, list[WeightDims]] = {}
         self.merged: dict[str, None] = {}
         self._entered: dict[Any, tuple[Jaxpr, Jaxpr, list[bool]]] = {}
+        # By the original and the new inner program, which are kept alive.
+        self._held: dict[tuple[int, int], tuple[Any, Jaxpr, Any]] = {}
         self._count = 0  # of products with dropout
         self.rules = {
             **dict.fromkeys(CASTS, self._cast),
@@ -593,7 +595,9 @@ class _Walk(Rewriter[View | None]):
 
         def new(held: Any) -> Any:
             body = next(left)
-            return with_jaxpr(held, self._entered_body(eqn, body, views[body.first :], kept))
+            entered = self._entered_body(eqn, body, views[body.first :], kept)
+            found = held, entered, with_jaxpr(held, entered)
+            return self._held.setdefault((id(held), id(entered)), found)[-1]
 
         made = with_functions(eqn, new)
         more = [x for view in views if view for _, x in view.parts]

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.tree_util import tree_unflatten
 
+from jaxspeed.adapters.adapter import PREFIX
 from jaxspeed.config import match
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, Var, runs
@@ -64,15 +65,19 @@ class LossProgram:
         """The units of the traced loss, which the name stacks of all its parts name."""
         if self.loss:
             return self.loss.units
-        parameters = self.parameters.values()
-        return choose_units(self.closed.jaxpr, parameters, self.unit_patterns, match)
+        return choose_units(self.closed.jaxpr, self._own, self.unit_patterns, match)
 
     @cached_property
     def outermost(self) -> Units:
         """The units of a model in which nothing repeats: the calls of the loss."""
         if self.loss:
             return self.loss.outermost
-        return outermost_calls(self.closed.jaxpr, self.parameters.values())
+        return outermost_calls(self.closed.jaxpr, self._own)
+
+    @property
+    def _own(self) -> list[Var]:
+        """The model's own parameters: adapters, which some layers may have, decide on no unit."""
+        return [v for path, v in self.parameters.items() if not path.startswith(PREFIX)]
 
     @property
     def draws_random_numbers(self) -> bool:

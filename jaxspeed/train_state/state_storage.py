@@ -188,9 +188,8 @@ class StateStorage:
         model = self.model
         if not isinstance(model, AdaptedModel):
             return params, master
-        drawn = self._stored_by(
-            model.drawn, [a.leaf(x) for a in model.adapters.values() for x in "AB"]
-        )
+        factors = (x for a in model.adapters.values() for x in (a.leaf("A"), a.leaf("B")))
+        drawn = self._stored_by(model.drawn, [*factors])
         made = drawn(seed)
         return self.with_magnitudes(params | made[0], master | made[1])
 

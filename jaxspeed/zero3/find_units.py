@@ -98,7 +98,7 @@ def _walk(
 
     Args:
       origin: a variable of this jaxpr -> the parameter that it is, or is a slice of.
-      visits: how often each inner jaxpr was walked before.
+      visits: how often each inner trace was walked before.
       again: that number, of each enclosing jaxpr that was.
     """
     for eqn in jaxpr.eqns:
@@ -119,8 +119,11 @@ def _walk(
                 for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
                 if is_var(v) and v in origin
             }
-            before = visits[id(body.jaxpr)]
-            visits[id(body.jaxpr)] += 1
+            # A shared trace has the same calls, although a pass may have rewritten it twice.
+            own = (calls_in(str(e.source_info.name_stack)) for e in body.jaxpr.eqns)
+            trace = next((found[0].serial for found in own if found), id(body.jaxpr))
+            before = visits[trace]
+            visits[trace] += 1
             nested = (*again, before) if before else again
             _walk(body.jaxpr, inner, times * body.trips, seen, visits, nested)
 

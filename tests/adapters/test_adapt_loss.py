@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 from jaxspeed.adapters import adapt_loss as adapting
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import WeightDims
+from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.traverse import bodies
+from jaxspeed.train.build import build_program
 
 X, IDS = (3, 4), np.array([1, 2, 6])
 
@@ -207,6 +210,43 @@ def test_assumed_dims_that_the_loss_does_not_use_ask_for_an_example_batch():
     case = Adapted(function, shapes, ((), (0,), (1,)), is_assumed=True)
     with pytest.raises(ModelError, match=r"lora: w \(5, 4\) was taken .* example_batch"):
         case.made()
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.up(x))
+
+
+class SharedTrace(nnx.Module):
+    """Blocks that have one cached trace in common."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        run = jax.checkpoint(lambda block, x: block(x))
+        for block in self.blocks:
+            x = run(block, x)
+        return x
+
+
+@pytest.mark.parametrize("more", [{}, {"layers_to_transform": [1]}, {"rank_pattern": {"0.up": 1}}])
+def test_units_are_those_of_the_model_without_adapters(more):
+    def loss(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    batch = {"x": np.ones((8, 4), np.float32)}
+    settings = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config = Config(**settings, lora={"r": 2, **more})
+    program = build_program(
+        config, SharedTrace, loss, example_batch=batch, devices=jax.devices()[:1]
+    )
+    with program.set_mesh():
+        rest = (program.model.variables, batch, jnp.int32(0), jnp.int32(0))
+        assert str(program.objective.trace(rest, train=True).units) == "3 x Block"
 
 
 def without_scale(adapter, dims, weight, parts, original=adapting._factors):
