@@ -8,7 +8,7 @@ from jaxspeed.config.explain import explain_config
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf
 from jaxspeed.quantization.codecs import FourBit, RowInt8
-from jaxspeed.quantization.rules import codec_rules
+from jaxspeed.quantization.choose_codecs import codec_rules
 
 pytestmark = pytest.mark.fast
 
