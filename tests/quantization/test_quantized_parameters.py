@@ -7,8 +7,8 @@ from jaxspeed.config import load_config
 from jaxspeed.config.explain import explain_config
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf
+from jaxspeed.quantization.choose_codecs import codec_rules
 from jaxspeed.quantization.codecs import FourBit, RowInt8
-from jaxspeed.quantization.quantized_weights import codec_rules
 
 pytestmark = pytest.mark.fast
 
