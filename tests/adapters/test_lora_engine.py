@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.quantization.codecs import FourBit
 from jaxspeed.user_models.pretrained_model import Pretrained
 from tests.adapters.lora_loop import adapted_cases, split_of, train_plainly
 
@@ -189,6 +190,31 @@ def test_an_adapter_is_saved_loaded_and_chosen_among_several(tmp_path):
         ConfigError, match=r"lora.adapter: .* has its own settings, and lora.r is 4"
     ):
         PAIR.engine(devices=one(), lora={"adapter": str(tmp_path / "a"), "r": 4})
+
+
+@pytest.mark.parametrize(
+    "saved, own, expected",
+    [
+        ({"modules_to_save": ["head"]}, {"exclude_modules": ["head"]}, "it alone has head; "),
+        ({"exclude_modules": ["head"]}, {"modules_to_save": ["head"]}, "it lacks head; "),
+        ({}, {"use_dora": True}, r"it lacks lora/.*/magnitude"),
+    ],
+)
+def test_an_adapter_of_other_parts_is_not_loaded(tmp_path, saved, own, expected):
+    """What the one has alone would stay when the other is chosen."""
+    PAIR.engine(devices=one(), lora=saved).save_adapter(tmp_path / "a")
+    engine = PAIR.engine(devices=one(), lora=own)
+    with pytest.raises(ConfigError, match=f"load_adapter: {expected}"):
+        engine.load_adapter(tmp_path / "a", "a")
+
+
+def test_a_quantized_base_is_not_decoded_to_choose_an_adapter(tmp_path, monkeypatch):
+    engine = PAIR.engine(3, devices=jax.devices()[:2], model={"quantize": {"weights": "nf4"}})
+    engine.save_adapter(tmp_path / "a")
+    engine.load_adapter(tmp_path / "a", "a")
+    monkeypatch.setattr(FourBit, "decode", None)
+    engine.use_adapter("a")
+    engine.use_adapter("default")
 
 
 def test_what_is_trained_is_said_once():
