@@ -157,7 +157,7 @@ class _Choosing:
 
     def choice(self) -> ChosenAdapters:
         section = self.section
-        saved = self._covered("modules_to_save", section.modules_to_save or (), self.leaves)
+        saved = self._saved()
         excluded = self._covered("exclude_modules", section.exclude_modules or (), self.weights)
         parameters = self._covered(
             "target_parameters", section.target_parameters or (), self.weights
@@ -286,8 +286,20 @@ class _Choosing:
                 continue
             ranks, alphas = (x[:, 0].tolist() for x in of_layers)
             adapters[leaf.path] = self._adapter(leaf, ranks, alphas, bool(experts_dim(leaf)))
-        saves = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
-        return ChosenAdapters(adapters, frozenset((*saves, *self._biases(adapters))), self.section)
+        trained = frozenset((*self._saved(), *self._biases(adapters)))
+        return ChosenAdapters(adapters, trained, self.section)
+
+    def _saved(self) -> set[str]:
+        """The parameters that `modules_to_save` names."""
+        found = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
+        for path, layers in found.items():
+            count = len(self.named.layers(self.named.by_path[path]))
+            if len(layers) < count:
+                self.problems.append(
+                    f"lora.modules_to_save: names {len(layers)} of the {count} layers of {path}, "
+                    "which are one parameter here and are trained together: name all of them"
+                )
+        return {*found}
 
     def _adapter_of(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
         section = self.section

@@ -1,15 +1,19 @@
 """What the section `lora` adapts and trains, and what is wrong with one."""
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
 
+from jaxspeed.adapters.adapter import leaves_with_adapters
 from jaxspeed.adapters.choose_adapters import choose_adapters
 from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
+from jaxspeed.optim import PathGroup
 from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.trainable import ALL_TRAINED, TrainRule
 
 pytestmark = pytest.mark.fast
 
@@ -130,6 +134,10 @@ def test_dropout_and_dora_are_the_adapters():
         ({"exclude_modules": ["k_proj"]}, r"lora.exclude_modules: 'k_proj' names nothing"),
         ({"target_parameters": ["experts.gate"]}, r"lora.target_parameters: 'experts.gate'"),
         ({"modules_to_save": ["score"]}, r"lora.modules_to_save: 'score' names nothing"),
+        (
+            {"modules_to_save": ["blocks[1:]/mlp"]},
+            "lora.modules_to_save: names 2 of the 3 layers of blocks/mlp/up/kernel",
+        ),
         ({"rank_pattern": {"k_proj": 2}}, r"lora.rank_pattern: 'k_proj' names nothing"),
         ({"alpha_pattern": {"k_proj": 2}}, r"lora.alpha_pattern: 'k_proj' names nothing"),
         ({"r": 9}, r"lora.r: rank 9 is above 8, the smaller dim of blocks/attn/q_proj/kernel"),
@@ -154,6 +162,19 @@ def test_all_that_is_wrong_comes_in_one_error():
         "lora.target_modules",
         "lora.r",
     ]
+
+
+def test_a_group_of_frozen_weights_is_warned_of(caplog):
+    """A pattern that was written for the weights covers none of their adapters."""
+    found = chosen(target_modules=["up"])
+    leaves = leaves_with_adapters([replace(x, trainable=False) for x in LEAVES], found.adapters)
+    groups = [PathGroup("blocks/mlp/**", 2.0), PathGroup("lora/blocks[1:]/**", 0.5)]
+    TrainRule(ALL_TRAINED.selection, groups).check(leaves)
+    (said,) = caplog.messages
+    assert said == (
+        "optimizer.groups: 'blocks/mlp/**' does nothing, because nothing that it covers is trained; "
+        "its adapters are 'lora/blocks/mlp/**'"
+    )
 
 
 @pytest.mark.parametrize(
