@@ -13,16 +13,13 @@ from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config.lora_section import Lora
 from jaxspeed.config.patterns import member_of, pattern_problem
 from jaxspeed.errors import ConfigError
+from jaxspeed.placement.linear_layers import TABLES, is_at_an_end, is_head, matrix_inputs
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import nearest
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.user_models.trainable import NamedLeaves
 
-# Modules and dims of a model's output, which "all-linear" leaves out, as PEFT does.
-HEADS = frozenset({"lm_head", "head", "unembed", "logits", "classifier", "score"})
-OF_OUTPUTS = frozenset({"vocab", "classes"})
-TABLES = frozenset({"embedding", "table"})  # Flax's and the families' names
 Uses = Mapping[str, Sequence[WeightDims]]  # of weights by path, in a traced loss
 
 
@@ -113,13 +110,13 @@ def usual_dims(leaf: Leaf) -> WeightDims:
     names = by_dim(leaf.names, len(leaf.shape))
     stack = (*range(leaf.stacked), *experts_dim(leaf))
     rest = [d for d in range(len(leaf.shape)) if d not in stack]
-    module, _, name = leaf.path.rpartition("/")
-    if name in TABLES or names[rest[0]] == "vocab":
-        if module.rpartition("/")[2] in HEADS:  # its logits are h W^T
+    if leaf.path.rpartition("/")[2] in TABLES or names[rest[0]] == "vocab":
+        if is_head(leaf):  # its logits are h W^T
             return WeightDims(stack, tuple(rest[1:]), tuple(rest[:1]), "product")
         return WeightDims(stack, tuple(rest[:1]), tuple(rest[1:]), "lookup")
-    inputs = leaf.matrix_inputs or len(rest) - 1
-    kind: Any = "product" if len(rest) == 2 or leaf.matrix_inputs else "convolution"
+    known = matrix_inputs(leaf)
+    inputs = known or len(rest) - 1
+    kind: Any = "product" if len(rest) == 2 or known else "convolution"
     return WeightDims(stack, tuple(rest[:inputs]), tuple(rest[inputs:]), kind)
 
 
@@ -206,15 +203,8 @@ class _Choosing:
 
     def _is_linear(self, leaf: Leaf) -> bool:
         uses = [usual_dims(leaf)] if self.uses is None else self.uses.get(leaf.path, ())
-        names = by_dim(leaf.names, len(leaf.shape))
-        module = leaf.path.rpartition("/")[0].rpartition("/")[2]
-        outputs = {names[d] for dims in uses for d in dims.outputs}
-        return (
-            bool(uses)
-            and all(dims.kind == "product" for dims in uses)
-            and module not in HEADS
-            and not OF_OUTPUTS & outputs
-        )
+        products = bool(uses) and all(dims.kind == "product" for dims in uses)
+        return products and not is_at_an_end(leaf)
 
     def _covered(
         self, key: str, targets: Sequence[str] | Mapping[str, Any], leaves: Sequence[Leaf]

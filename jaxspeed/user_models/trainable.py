@@ -148,7 +148,7 @@ class TrainRule:
             if not group.frozen and not named.trains(group.pattern):
                 adapted = f"lora/{group.pattern}"
                 log.warning(
-                    "optimizer.groups: %r does nothing, because nothing that it covers is trained%s",
+                    "optimizer.groups: %r covers nothing that is trained, and does nothing%s",
                     group.pattern,
                     f"; its adapters are {adapted!r}" if named.trains(adapted) else "",
                 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspeed.adapters.adapter import leaves_with_adapters
-from jaxspeed.adapters.choose_adapters import choose_adapters
+from jaxspeed.adapters.choose_adapters import choose_adapters, usual_dims
 from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
@@ -79,6 +79,10 @@ def test_roles_of_dims_are_those_of_flaxs_layers_or_of_the_traced_loss():
     other = WeightDims((), (1,), (0,), "product")
     traced = chosen({TOWER[0]: [other]}).adapters
     assert {*traced} == {TOWER[0]} and traced[TOWER[0]].dims == other
+    query = Leaf("attention/query/kernel", (8, 2, 4), jnp.float32)  # Flax's, without names
+    out = Leaf("attention/out/kernel", (2, 4, 8), jnp.float32)
+    assert usual_dims(query) == WeightDims((), (0,), (1, 2), "product")
+    assert usual_dims(out) == WeightDims((), (0, 1), (2,), "product")
     assert found[Q].is_assumed and not traced[TOWER[0]].is_assumed
 
 
@@ -172,7 +176,7 @@ def test_a_group_of_frozen_weights_is_warned_of(caplog):
     TrainRule(ALL_TRAINED.selection, groups).check(leaves)
     (said,) = caplog.messages
     assert said == (
-        "optimizer.groups: 'blocks/mlp/**' does nothing, because nothing that it covers is trained; "
+        "optimizer.groups: 'blocks/mlp/**' covers nothing that is trained, and does nothing; "
         "its adapters are 'lora/blocks/mlp/**'"
     )
 
