@@ -60,10 +60,15 @@ def choose_adapters(
     Raises:
       ConfigError: lists all that names nothing, and the ranks that are too large.
     """
-    if saved is not None:
-        section = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
-    choosing = _Choosing(section, leaves, uses)
-    choice = choosing.choice() if saved is None else choosing.of_saved(saved)
+    if saved is None:
+        choosing = _Choosing(section, leaves, uses)
+        choice = choosing.choice()
+    else:
+        own = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
+        choosing = _Choosing(own, leaves, uses)
+        choice = choosing.of_saved(saved)
+        if not choosing.problems:
+            _refuse_another_choice(section, choice, leaves, uses)
     if choosing.problems:
         raise ConfigError("\n".join(choosing.problems))
     return choice
@@ -120,6 +125,12 @@ def usual_dims(leaf: Leaf) -> WeightDims:
     return WeightDims(stack, tuple(rest[:inputs]), tuple(rest[inputs:]), kind)
 
 
+_CHOOSE = frozenset({  # keys of the section that say what is adapted and trained
+    "target_modules", "exclude_modules", "target_parameters", "layers_to_transform",
+    "rank_pattern", "alpha_pattern", "modules_to_save",
+})  # fmt: skip
+
+
 def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
     """The section with the settings of a saved adapter.
 
@@ -127,7 +138,7 @@ def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
       ConfigError: the config says something else.
     """
     free = {"adapter", "lora_dropout"}  # dropout is of training alone
-    given = {key: getattr(section, key) for key in section.model_fields_set - free}
+    given = {key: getattr(section, key) for key in section.model_fields_set - free - _CHOOSE}
     unlike = [key for key, x in given.items() if key not in settings or settings[key] != x]
     if unlike:
         found = ", ".join(f"lora.{key} is {given[key]!r}" for key in sorted(unlike))
@@ -135,8 +146,36 @@ def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
             f"lora.adapter: {section.adapter} has its own settings, and {found}; remove "
             + ("it" if len(unlike) == 1 else "them")
         )
-    own = {key: x for key, x in settings.items() if key not in section.model_fields_set}
-    return section.model_copy(update=own)
+    said = section.model_fields_set - _CHOOSE
+    return section.model_copy(update={k: x for k, x in settings.items() if k not in said})
+
+
+def _refuse_another_choice(
+    section: Lora, found: ChosenAdapters, leaves: Sequence[Leaf], uses: Uses | None
+) -> None:
+    """Raise ConfigError if the config names what to adapt, and a saved adapter is another one."""
+    given = {key: getattr(section, key) for key in _CHOOSE & section.model_fields_set}
+    if not given:
+        return
+    asking = _Choosing(found.section.model_copy(update=given), leaves, uses)
+    asked = asking.choice()
+
+    def sizes(choice: ChosenAdapters) -> set[Any]:
+        return {(path, x.ranks, x.scales) for path, x in choice.adapters.items()}
+
+    unlike = {path for path, *_ in sizes(asked) ^ sizes(found)}
+    if not given.keys() & {"target_modules", "target_parameters"}:
+        unlike &= found.adapters.keys()
+    if "modules_to_save" in given:
+        unlike |= asked.trained ^ found.trained
+    if unlike or asking.problems:
+        what = f" (of {listed(sorted(unlike))})" if unlike else ""
+        keys = listed([f"lora.{key}" for key in sorted(given)], len(given))
+        raise ConfigError(
+            f"lora.adapter: what {section.adapter} adapts and trains{what} is not what {keys} "
+            f"{'names' if len(given) == 1 else 'name'}; remove "
+            + ("it" if len(given) == 1 else "them")
+        )
 
 
 class _Choosing:

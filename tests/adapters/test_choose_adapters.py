@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspeed.adapters.adapter import leaves_with_adapters
@@ -179,6 +180,41 @@ def test_a_group_of_frozen_weights_is_warned_of(caplog):
         "optimizer.groups: 'blocks/mlp/**' covers nothing that is trained, and does nothing; "
         "its adapters are 'lora/blocks/mlp/**'"
     )
+
+
+class Saved:
+    """Adapters of rank 4 and alpha 8 of two modules, beside a trained head."""
+
+    def settings(self, shapes):
+        return {"r": 4, "lora_alpha": 8, "use_rslora": False, "modules_to_save": ["head/kernel"]}
+
+    def ranks(self, shapes):
+        return {path: (np.full(3, 4), np.full(3, 8.0)) for path in (Q, UP)}
+
+
+def test_a_saved_adapter_says_what_is_adapted_and_keys_may_say_the_same():
+    def of(**keys):
+        section = Config(train_batch_size=8, lora={"adapter": "saved", **keys}).lora
+        return choose_adapters(section, LEAVES, None, Saved())
+
+    found = of()
+    assert {*found.adapters} == {Q, UP} and found.trained == {"head/kernel"}
+    assert found.adapters[Q].ranks == (4,) and found.section.r == 4
+    same = {"target_modules": ["q_proj", "mlp.up"], "modules_to_save": ["head"], "r": 4}
+    assert of(**same).adapters == found.adapters
+    for keys, said in (
+        ({"r": 2}, r"lora.adapter: saved has its own settings, and lora.r is 2; remove it"),
+        (
+            {"target_modules": ["q_proj"]},
+            rf"lora.adapter: what saved adapts and trains \(of {UP}\) is not what "
+            "lora.target_modules names; remove it",
+        ),
+        ({"rank_pattern": {"up": 2}, "target_modules": ["up", "q_proj"]}, rf"\(of {UP}\).* them"),
+        ({"modules_to_save": ["norm"]}, r"\(of blocks/norm/scale, head/kernel\)"),
+        ({"target_modules": ["q_porj"]}, "is not what lora.target_modules names"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            of(**keys)
 
 
 @pytest.mark.parametrize(
