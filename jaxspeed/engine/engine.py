@@ -376,8 +376,8 @@ class Engine(DeepSpeedHabits):
                 f"use_adapter: {name!r} is not loaded; there are "
                 + ", ".join(sorted({self._adapter, *self._adapters}))
             )
-        rows = self._rows_of_adapters()  # the base may be too large to be decoded at once
-        current = self.placements.joined({row.path: _parameter(self.state, row) for row in rows})
+        state, rows = self.state, self._rows_of_adapters()  # a base may be too large to be decoded
+        current = self.placements.joined({row.path: _parameter(state, row) for row in rows})
         self.parameters, self._adapters[self._adapter] = self._adapters.pop(name), current
         self._adapter = name
 
