@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.quantization.codecs import FourBit
 from jaxspeed.user_models.pretrained_model import Pretrained
 from tests.adapters.lora_loop import adapted_cases, split_of, train_plainly
@@ -206,6 +206,17 @@ def test_an_adapter_of_other_parts_is_not_loaded(tmp_path, saved, own, expected)
     engine = PAIR.engine(devices=one(), lora=own)
     with pytest.raises(ConfigError, match=f"load_adapter: {expected}"):
         engine.load_adapter(tmp_path / "a", "a")
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_is_not_restored_with_other_scales(tmp_path, weights_only):
+    """The arrays have the same shapes, and would be those of another model."""
+    first = PAIR.engine(devices=one())
+    first.save_checkpoint(tmp_path)
+    first.wait()
+    other = PAIR.engine(devices=one(), lora={"use_rslora": True})
+    with pytest.raises(CheckpointError, match=r"were saved with other ranks .* and \[1.5\]"):
+        other.load_checkpoint(tmp_path, weights_only=weights_only)
 
 
 def test_a_quantized_base_is_not_decoded_to_choose_an_adapter(tmp_path, monkeypatch):
