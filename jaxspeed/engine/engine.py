@@ -480,9 +480,19 @@ class Engine(DeepSpeedHabits):
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
-        """Replace the parameters at these paths; the optimizer's state and the step stay."""
-        params, master = self.program.storage.placed(values)
-        self.state = _with_parameters(self.state, params, master)
+        """Replace the parameters at these paths; the optimizer's state and the step stay.
+
+        Magnitudes of DoRA that are not given are measured again where their weights are.
+        """
+        storage, model = self.program.storage, self.program.model
+        state = _with_parameters(self.state, *storage.placed(values))
+        if isinstance(model, AdaptedModel):
+            kept = (a.leaf("magnitude") for a in model.adapters.values() if a.path not in values)
+            known = {*values, *kept}
+            state = _with_parameters(
+                state, *storage.with_magnitudes(dict(state.params), dict(state.master), known)
+            )
+        self.state = state
 
     @property
     def ema_parameters(self) -> dict[str, jax.Array]:

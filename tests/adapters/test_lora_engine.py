@@ -71,7 +71,7 @@ class Weights:
         return np.array(self.values[path][index], dtype)
 
 
-def test_adapters_start_without_an_effect_on_weights_that_are_read_or_restored(tmp_path):
+def test_adapters_start_without_an_effect_on_weights_from_elsewhere(tmp_path):
     """With DoRA, whose magnitudes are those of the weights."""
     batch, lora = PAIR.batches(1)[0], {"use_dora": True, "init_lora_weights": True}
     other = PAIR.engine(devices=one(), run={"seed": 7}, lora=None)
@@ -80,6 +80,9 @@ def test_adapters_start_without_an_effect_on_weights_that_are_read_or_restored(t
     model = Pretrained(PAIR.model, Weights(values))
     read = replace(PAIR, model=model).engine(3, devices=jax.devices()[:2], lora=lora)
     assert float(read.eval_batch(batch)["loss"]) == expected
+    assigned = PAIR.engine(devices=one(), lora=lora)
+    assigned.parameters = values
+    assert float(assigned.eval_batch(batch)["loss"]) == expected
     other.save_checkpoint(tmp_path)
     other.wait()
     restored = PAIR.engine(devices=one(), lora=lora)
