@@ -13,16 +13,13 @@ from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config.lora_section import Lora
 from jaxspeed.config.patterns import member_of, pattern_problem
 from jaxspeed.errors import ConfigError
+from jaxspeed.placement.linear_layers import TABLES, is_at_an_end, is_head, matrix_inputs
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import nearest
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.user_models.trainable import NamedLeaves
 
-# Modules and dims of a model's output, which "all-linear" leaves out, as PEFT does.
-HEADS = frozenset({"lm_head", "head", "unembed", "logits", "classifier", "score"})
-OF_OUTPUTS = frozenset({"vocab", "classes"})
-TABLES = frozenset({"embedding", "table"})  # Flax's and the families' names
 Uses = Mapping[str, Sequence[WeightDims]]  # of weights by path, in a traced loss
 
 
@@ -63,10 +60,15 @@ def choose_adapters(
     Raises:
       ConfigError: lists all that names nothing, and the ranks that are too large.
     """
-    if saved is not None:
-        section = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
-    choosing = _Choosing(section, leaves, uses)
-    choice = choosing.choice() if saved is None else choosing.of_saved(saved)
+    if saved is None:
+        choosing = _Choosing(section, leaves, uses)
+        choice = choosing.choice()
+    else:
+        own = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
+        choosing = _Choosing(own, leaves, uses)
+        choice = choosing.of_saved(saved)
+        if not choosing.problems:
+            _refuse_another_choice(section, choice, leaves, uses)
     if choosing.problems:
         raise ConfigError("\n".join(choosing.problems))
     return choice
@@ -113,14 +115,20 @@ def usual_dims(leaf: Leaf) -> WeightDims:
     names = by_dim(leaf.names, len(leaf.shape))
     stack = (*range(leaf.stacked), *experts_dim(leaf))
     rest = [d for d in range(len(leaf.shape)) if d not in stack]
-    module, _, name = leaf.path.rpartition("/")
-    if name in TABLES or names[rest[0]] == "vocab":
-        if module.rpartition("/")[2] in HEADS:  # its logits are h W^T
+    if leaf.path.rpartition("/")[2] in TABLES or names[rest[0]] == "vocab":
+        if is_head(leaf):  # its logits are h W^T
             return WeightDims(stack, tuple(rest[1:]), tuple(rest[:1]), "product")
         return WeightDims(stack, tuple(rest[:1]), tuple(rest[1:]), "lookup")
-    inputs = leaf.matrix_inputs or len(rest) - 1
-    kind: Any = "product" if len(rest) == 2 or leaf.matrix_inputs else "convolution"
+    known = matrix_inputs(leaf)
+    inputs = known or len(rest) - 1
+    kind: Any = "product" if len(rest) == 2 or known else "convolution"
     return WeightDims(stack, tuple(rest[:inputs]), tuple(rest[inputs:]), kind)
+
+
+_CHOOSE = frozenset({  # keys of the section that say what is adapted and trained
+    "target_modules", "exclude_modules", "target_parameters", "layers_to_transform",
+    "rank_pattern", "alpha_pattern", "modules_to_save",
+})  # fmt: skip
 
 
 def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
@@ -130,7 +138,7 @@ def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
       ConfigError: the config says something else.
     """
     free = {"adapter", "lora_dropout"}  # dropout is of training alone
-    given = {key: getattr(section, key) for key in section.model_fields_set - free}
+    given = {key: getattr(section, key) for key in section.model_fields_set - free - _CHOOSE}
     unlike = [key for key, x in given.items() if key not in settings or settings[key] != x]
     if unlike:
         found = ", ".join(f"lora.{key} is {given[key]!r}" for key in sorted(unlike))
@@ -138,8 +146,36 @@ def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
             f"lora.adapter: {section.adapter} has its own settings, and {found}; remove "
             + ("it" if len(unlike) == 1 else "them")
         )
-    own = {key: x for key, x in settings.items() if key not in section.model_fields_set}
-    return section.model_copy(update=own)
+    said = section.model_fields_set - _CHOOSE
+    return section.model_copy(update={k: x for k, x in settings.items() if k not in said})
+
+
+def _refuse_another_choice(
+    section: Lora, found: ChosenAdapters, leaves: Sequence[Leaf], uses: Uses | None
+) -> None:
+    """Raise ConfigError if the config names what to adapt, and a saved adapter is another one."""
+    given = {key: getattr(section, key) for key in _CHOOSE & section.model_fields_set}
+    if not given:
+        return
+    asking = _Choosing(found.section.model_copy(update=given), leaves, uses)
+    asked = asking.choice()
+
+    def sizes(choice: ChosenAdapters) -> set[Any]:
+        return {(path, x.ranks, x.scales) for path, x in choice.adapters.items()}
+
+    unlike = {path for path, *_ in sizes(asked) ^ sizes(found)}
+    if not given.keys() & {"target_modules", "target_parameters"}:
+        unlike &= found.adapters.keys()
+    if "modules_to_save" in given:
+        unlike |= asked.trained ^ found.trained
+    if unlike or asking.problems:
+        what = f" (of {listed(sorted(unlike))})" if unlike else ""
+        keys = listed([f"lora.{key}" for key in sorted(given)], len(given))
+        raise ConfigError(
+            f"lora.adapter: what {section.adapter} adapts and trains{what} is not what {keys} "
+            f"{'names' if len(given) == 1 else 'name'}; remove "
+            + ("it" if len(given) == 1 else "them")
+        )
 
 
 class _Choosing:
@@ -157,7 +193,7 @@ class _Choosing:
 
     def choice(self) -> ChosenAdapters:
         section = self.section
-        saved = self._covered("modules_to_save", section.modules_to_save or (), self.leaves)
+        saved = self._saved()
         excluded = self._covered("exclude_modules", section.exclude_modules or (), self.weights)
         parameters = self._covered(
             "target_parameters", section.target_parameters or (), self.weights
@@ -206,15 +242,8 @@ class _Choosing:
 
     def _is_linear(self, leaf: Leaf) -> bool:
         uses = [usual_dims(leaf)] if self.uses is None else self.uses.get(leaf.path, ())
-        names = by_dim(leaf.names, len(leaf.shape))
-        module = leaf.path.rpartition("/")[0].rpartition("/")[2]
-        outputs = {names[d] for dims in uses for d in dims.outputs}
-        return (
-            bool(uses)
-            and all(dims.kind == "product" for dims in uses)
-            and module not in HEADS
-            and not OF_OUTPUTS & outputs
-        )
+        products = bool(uses) and all(dims.kind == "product" for dims in uses)
+        return products and not is_at_an_end(leaf)
 
     def _covered(
         self, key: str, targets: Sequence[str] | Mapping[str, Any], leaves: Sequence[Leaf]
@@ -286,8 +315,20 @@ class _Choosing:
                 continue
             ranks, alphas = (x[:, 0].tolist() for x in of_layers)
             adapters[leaf.path] = self._adapter(leaf, ranks, alphas, bool(experts_dim(leaf)))
-        saves = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
-        return ChosenAdapters(adapters, frozenset((*saves, *self._biases(adapters))), self.section)
+        trained = frozenset((*self._saved(), *self._biases(adapters)))
+        return ChosenAdapters(adapters, trained, self.section)
+
+    def _saved(self) -> set[str]:
+        """The parameters that `modules_to_save` names."""
+        found = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
+        for path, layers in found.items():
+            count = len(self.named.layers(self.named.by_path[path]))
+            if len(layers) < count:
+                self.problems.append(
+                    f"lora.modules_to_save: names {len(layers)} of the {count} layers of {path}, "
+                    "which are one parameter here and are trained together: name all of them"
+                )
+        return {*found}
 
     def _adapter_of(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
         section = self.section

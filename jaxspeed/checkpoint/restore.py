@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.checkpoint.header import Header, LeafRecord, codec_of
+from jaxspeed.checkpoint.header import AdapterRecord, Header, LeafRecord, codec_of
 from jaxspeed.checkpoint.leaves import (
     RING_ERRORS,
     Arrays,
@@ -26,6 +26,7 @@ from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.optim import loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rules import examples
 from jaxspeed.placement.specs import by_dim, num_shards
 from jaxspeed.train.program import Program
@@ -65,6 +66,7 @@ def restore_state(
         notes.append("its moving average was not restored: the config sets none")
         extra = []
     _check(folder, wanted, header.leaves, missing, extra)
+    check_adapters(program, folder, header)
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
     on_disk = {name: as_on_disk(name, leaf, header.leaves[name]) for name, leaf in read.items()}
     ready()
@@ -84,6 +86,30 @@ def restore_state(
         else:
             notes += [f"{name} was rounded by the codec {codec}" for name in names]
     return as_state(program, {**saved, **fresh}, params), notes
+
+
+def check_adapters(program: Program, folder: epath.Path, header: Header) -> None:
+    """Raise CheckpointError if adapters have other ranks or scales here than when they were saved.
+
+    Their arrays may have the same shapes, and would be those of another model.
+    """
+    ours, theirs = AdapterRecord.of(program), header.adapters
+    if ours is None or theirs is None:
+        return
+    both = sorted(theirs.adapters.keys() & ours.adapters.keys())
+    unlike = [
+        (was, now)
+        for was, now in ((theirs.adapters[path], ours.adapters[path]) for path in both)
+        if was.rank == now.rank and (was.ranks, was.scales) != (now.ranks, now.scales)
+    ]
+    if unlike:
+        was, now = unlike[0]
+        raise CheckpointError(
+            f"{folder}: the adapters of {listed([x.path for x, _ in unlike])} were saved with "
+            f"other ranks or scales: {was.path} with {[*was.ranks]} and {[*was.scales]}, and "
+            f"here it has {[*now.ranks]} and {[*now.scales]}. Set lora.lora_alpha, "
+            "lora.use_rslora, lora.rank_pattern and lora.alpha_pattern as they were"
+        )
 
 
 def fresh_loss_scale(program: Program) -> Arrays:

@@ -9,7 +9,7 @@ from etils import epath
 from jaxspeed.checkpoint.header import Header
 from jaxspeed.checkpoint.leaves import SavedLeaf, saved_leaves
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
-from jaxspeed.checkpoint.restore import as_on_disk, donatable_arrays
+from jaxspeed.checkpoint.restore import as_on_disk, check_adapters, donatable_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
@@ -59,6 +59,7 @@ def restore_weights(
             f"{folder}: no parameter matches this model's; give renames={{old: new}}. "
             + "; ".join(notes[:4])
         )
+    check_adapters(program, folder, header)
     leaves = {name: wanted[name] for name in taken}
     on_disk = {
         name: as_on_disk(taken[name], leaf, header.leaves[taken[name]])

@@ -11,7 +11,6 @@ from typing import Any, Concatenate, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.choose_adapters import refuse_unlike
@@ -36,6 +35,7 @@ from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.placement.codec import Stored, unpad
 from jaxspeed.placement.memory_kinds import in_host
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
@@ -336,7 +336,8 @@ class Engine(DeepSpeedHabits):
     def load_adapter(self, folder: str | Path, name: str) -> None:
         """Read an adapter that PEFT or jaxspeed saved, for `use_adapter(name)`.
 
-        Its weights, ranks and alphas have to be those of the config's section `lora`.
+        Its weights, ranks and alphas, and what it has beside them (magnitudes, saved modules,
+        biases), have to be those of the config's section `lora`.
 
         Raises:
           ConfigError, PretrainedError: it is of another config or of another model.
@@ -349,13 +350,21 @@ class Engine(DeepSpeedHabits):
         shapes = {path: table.shape_of(path) for path in table.parameters}
         own = {path: shape for path, shape in shapes.items() if not path.startswith("lora/")}
         refuse_unlike(saved, program.model.adapters, own)
-        self._adapters[name] = saved.values(shapes)
+        values = saved.values(shapes)
+        ours = {row.leaf.parameter for row in self._rows_of_adapters()}
+        if unlike := sorted(values.keys() ^ ours):
+            where = "it alone has" if unlike[0] in values else "it lacks"
+            raise ConfigError(
+                f"load_adapter: {where} {listed(unlike)}; lora.use_dora, lora.modules_to_save and "
+                "lora.bias have to be those of the adapter: start another engine with lora.adapter"
+            )
+        self._adapters[name] = values
 
     def use_adapter(self, name: str) -> None:
         """Train, evaluate and generate with an adapter of `load_adapter` from now on.
 
         The one in use is kept, with what it has learned: that of the start has the name "default".
-        The optimizer's state and the step stay as they are.
+        The optimizer's state with its moving averages, and the step, stay as they are.
 
         Raises:
           ConfigError: no adapter of this name is loaded.
@@ -367,11 +376,16 @@ class Engine(DeepSpeedHabits):
                 f"use_adapter: {name!r} is not loaded; there are "
                 + ", ".join(sorted({self._adapter, *self._adapters}))
             )
-        trained = {row.leaf.parameter for row in self.placements if row.leaf.trainable}
-        current = self.parameters
-        self._adapters[self._adapter] = {path: np.asarray(current[path]) for path in trained}
-        self.parameters = self._adapters.pop(name)
+        state, rows = self.state, self._rows_of_adapters()  # a base may be too large to be decoded
+        current = self.placements.joined({row.path: _parameter(state, row) for row in rows})
+        self.parameters, self._adapters[self._adapter] = self._adapters.pop(name), current
         self._adapter = name
+
+    def _rows_of_adapters(self) -> list[Row]:
+        """What an adapter has: its leaves, and the parameters that are trained beside them."""
+        of_each = self.placements.parameters.values()
+        own = (rows for rows in of_each if any(r.leaf.adapts or r.leaf.trainable for r in rows))
+        return [row for rows in own for row in rows]
 
     def save_adapter(
         self,
@@ -466,9 +480,19 @@ class Engine(DeepSpeedHabits):
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
-        """Replace the parameters at these paths; the optimizer's state and the step stay."""
-        params, master = self.program.storage.placed(values)
-        self.state = _with_parameters(self.state, params, master)
+        """Replace the parameters at these paths; the optimizer's state and the step stay.
+
+        Magnitudes of DoRA that are not given are measured again where their weights are.
+        """
+        storage, model = self.program.storage, self.program.model
+        state = _with_parameters(self.state, *storage.placed(values))
+        if isinstance(model, AdaptedModel):
+            kept = (a.leaf("magnitude") for a in model.adapters.values() if a.path not in values)
+            known = {*values, *kept}
+            state = _with_parameters(
+                state, *storage.with_magnitudes(dict(state.params), dict(state.master), known)
+            )
+        self.state = state
 
     @property
     def ema_parameters(self) -> dict[str, jax.Array]:

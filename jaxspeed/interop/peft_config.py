@@ -222,6 +222,8 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
     # PEFT sets it anew for each linear layer.
     kinds = [e.module.kind for e in modules if len(e.module.shapes[0]) == 2]
     linear = [kind for kind in kinds if kind in ("linear", "conv1d")]
+    if parameters:  # PEFT does not load them with dropout, which is of training alone
+        config["lora_dropout"] = 0.0
     return {**DEFAULTS, **config, **_base(form), "fan_in_fan_out": linear[-1:] == ["conv1d"]}
 
 

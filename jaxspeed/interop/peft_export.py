@@ -49,6 +49,7 @@ from jaxspeed.interop.peft_layout import (
     relative_scales,
 )
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
+from jaxspeed.placement.paths import listed
 
 
 class _Leaves:
@@ -114,6 +115,8 @@ def write_adapter(
     bound, leaves = bind(table, weights), _Leaves(values)
     modules = [_written(module, leaves, form) for module in modules_of(table, weights, dims)]
     modules = [each for each in modules if each.rank]
+    if form.section["use_dora"]:
+        _refuse_dora_of_parameters(modules)
     heads = _tied_heads(table, modules, form)
     config = config_of(form, [*modules, *(head for head, _ in heads)], bound)
     saved = _saved(form, [*modules, *(head for head, _ in heads)], bound, config)
@@ -204,6 +207,15 @@ def _check_dims(
     ]
     if problems:
         raise PretrainedError(f"these adapters have no form in PEFT's files:{lines(problems)}")
+
+
+def _refuse_dora_of_parameters(modules: Sequence[WrittenModule]) -> None:
+    found = dict.fromkeys(e.module.parts[0].path for e in modules if e.module.kind == "parameter")
+    if found:
+        raise PretrainedError(
+            f"{listed([*found])}: a parameter in Hugging Face's format, of which PEFT has no DoRA: "
+            "name it in lora.exclude_modules, or set lora.use_dora false"
+        )
 
 
 def _adapted(each: WrittenModule) -> ModulePart:

@@ -27,7 +27,8 @@ def uses_muon(path: str, ndim: int, inputs: int | None = None) -> bool:
 
     DeepSpeed uses Muon for leaves with two dims or more and neither `embed` nor `lm_head` in the
     name. Here `wte`, `wpe` and a segment `head` or `classifier` are embeddings and heads too, and
-    norms and biases are excluded, though a bias `[heads, head_dim]` has two dims.
+    norms and biases are excluded, though a bias `[heads, head_dim]` has two dims, and so are the
+    magnitudes of DoRA.
 
     Args:
       path: of the leaf.
@@ -40,6 +41,8 @@ def uses_muon(path: str, ndim: int, inputs: int | None = None) -> bool:
     if any("embed" in segment or "lm_head" in segment for segment in segments):
         return False
     if {"wte", "wpe", "head", "classifier"}.intersection(segments):
+        return False
+    if segments[0] == "lora" and "magnitude" in segments[-2:]:  # perhaps of a range of layers
         return False
     return (ndim in (2, 4) or inputs is not None) and not is_norm_or_bias(path)
 

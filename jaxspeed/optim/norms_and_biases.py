@@ -26,16 +26,17 @@ def is_norm_or_bias(path: str) -> bool:
     """Whether a leaf is a bias or a parameter of a normalization layer, from its path alone.
 
     The number of dims does not decide: a stacked bias has two. The leaf's name decides (`bias`,
-    `scale`, `gamma`, `beta`, `q_bias`), or else the name of its module (`norm1/weight`,
-    `ln_f/weight`, `RMSNorm_0/kernel`). Modules further up do not: in `norm1/linear/kernel` the
-    kernel belongs to a linear layer.
+    `b`, `scale`, `gamma`, `beta`, `q_bias`; but an adapter's `B` is a matrix), or else the name of
+    its module (`norm1/weight`, `ln_f/weight`, `RMSNorm_0/kernel`). Modules further up do not: in
+    `norm1/linear/kernel` the kernel belongs to a linear layer.
     """
     named = (segment for segment in path.split("/") if not segment.isdigit())
     segments = [segment for segment in named if not IS_RANGE.fullmatch(segment)]
     if not segments:
         return False
     words = _words(segments[-1])
-    if "bias" in words or words == ["b"] or (words and words[-1] in _VECTOR_NAMES):
+    is_b = _WORDS.findall(segments[-1]) == ["b"]
+    if "bias" in words or is_b or (words and words[-1] in _VECTOR_NAMES):
         return True
     return any(_names_a_norm(segment) for segment in segments[-2:])
 

@@ -8,6 +8,7 @@ from jaxspeed.config.patterns import lengths_of, match
 from jaxspeed.config.run_sections import Quantize
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement.codec import CodecRule
+from jaxspeed.placement.linear_layers import TABLES, is_at_an_end, matrix_inputs
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import nearest
@@ -16,11 +17,6 @@ from jaxspeed.quantization.codecs import FourBit, MatrixCodec, RowInt8
 log = logging.getLogger("jaxspeed")
 
 KEY = "model.quantize"
-# Modules that are left out unless `modules` names them, as bitsandbytes leaves out the head.
-HEADS = ("lm_head", "head", "classifier", "score")
-TABLES = ("embedding", "table")  # parameters that are looked up
-# Flax's attention: [embed, heads, head_dim], and its output [heads, head_dim, embed].
-SPLIT_HEADS = {"query": 1, "key": 1, "value": 1, "out": 2}
 
 
 def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[CodecRule, ...]:
@@ -50,12 +46,8 @@ def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[Code
 
 def codec_of_leaf(quantize: Quantize, leaf: Leaf) -> MatrixCodec:
     dims = len(leaf.shape) - leaf.stacked
-    inputs, outputs = leaf.matrix_inputs, 1
-    if inputs is None and dims == 3 and not any(leaf.names[leaf.stacked :]):
-        inputs = SPLIT_HEADS.get(leaf.path.split("/")[-2] if "/" in leaf.path else "")
-    if inputs is not None:
-        outputs = dims - inputs
-    inputs = inputs or 1  # others are stacked, as experts are
+    found = matrix_inputs(leaf)
+    inputs, outputs = (found, dims - found) if found else (1, 1)  # others are stacked, as experts
     if quantize.weights == "int8":
         return RowInt8(inputs, outputs)
     return FourBit(inputs, outputs, quantize.weights, quantize.block, quantize.double)
@@ -96,9 +88,7 @@ def _is_matrix(leaf: Leaf) -> bool:
 
 def _is_linear(leaf: Leaf) -> bool:
     """Whether it is one that is quantized unless `modules` says which are."""
-    modules = leaf.parameter.lower().split("/")
-    named = {"vocab", "block_vocab", "classes", "pos", "patch"}.intersection(leaf.names)
-    return not named and not any(m in HEADS or "conv" in m for m in modules)
+    return not is_at_an_end(leaf) and "conv" not in leaf.parameter.lower()
 
 
 def _size(leaf: Leaf) -> int:

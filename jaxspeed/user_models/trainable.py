@@ -145,6 +145,13 @@ class TrainRule:
                     f"has, for example: {examples(named.nearest(group.pattern))}"
                     + named.hint(group.pattern)
                 )
+            if not group.frozen and not named.trains(group.pattern):
+                adapted = f"lora/{group.pattern}"
+                log.warning(
+                    "optimizer.groups: %r covers nothing that is trained, and does nothing%s",
+                    group.pattern,
+                    f"; its adapters are {adapted!r}" if named.trains(adapted) else "",
+                )
         idle = [p for p in selection.patterns if not named.covers(p)]
         notes = [
             f"trainable: {pattern!r} covers no parameter of this model; nearest: "
@@ -235,6 +242,11 @@ class NamedLeaves:
 
     def covers(self, pattern: str) -> bool:
         return any(self.is_of(pattern, leaf, i) for leaf in self.leaves for i in self.layers(leaf))
+
+    def trains(self, pattern: str) -> bool:
+        """Whether a pattern covers a leaf that is trained."""
+        trained = (leaf for leaf in self.leaves if leaf.trainable)
+        return any(self.is_of(pattern, leaf, i) for leaf in trained for i in self.layers(leaf))
 
     def hint(self, pattern: str) -> str:
         """Why a range of layers may cover nothing."""

@@ -1,15 +1,20 @@
 """What the section `lora` adapts and trains, and what is wrong with one."""
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxspeed.adapters.choose_adapters import choose_adapters
+from jaxspeed.adapters.adapter import leaves_with_adapters
+from jaxspeed.adapters.choose_adapters import choose_adapters, usual_dims
 from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
+from jaxspeed.optim import PathGroup
 from jaxspeed.placement.rows import Leaf
+from jaxspeed.user_models.trainable import ALL_TRAINED, TrainRule
 
 pytestmark = pytest.mark.fast
 
@@ -75,6 +80,10 @@ def test_roles_of_dims_are_those_of_flaxs_layers_or_of_the_traced_loss():
     other = WeightDims((), (1,), (0,), "product")
     traced = chosen({TOWER[0]: [other]}).adapters
     assert {*traced} == {TOWER[0]} and traced[TOWER[0]].dims == other
+    query = Leaf("attention/query/kernel", (8, 2, 4), jnp.float32)  # Flax's, without names
+    out = Leaf("attention/out/kernel", (2, 4, 8), jnp.float32)
+    assert usual_dims(query) == WeightDims((), (0,), (1, 2), "product")
+    assert usual_dims(out) == WeightDims((), (0, 1), (2,), "product")
     assert found[Q].is_assumed and not traced[TOWER[0]].is_assumed
 
 
@@ -130,6 +139,10 @@ def test_dropout_and_dora_are_the_adapters():
         ({"exclude_modules": ["k_proj"]}, r"lora.exclude_modules: 'k_proj' names nothing"),
         ({"target_parameters": ["experts.gate"]}, r"lora.target_parameters: 'experts.gate'"),
         ({"modules_to_save": ["score"]}, r"lora.modules_to_save: 'score' names nothing"),
+        (
+            {"modules_to_save": ["blocks[1:]/mlp"]},
+            "lora.modules_to_save: names 2 of the 3 layers of blocks/mlp/up/kernel",
+        ),
         ({"rank_pattern": {"k_proj": 2}}, r"lora.rank_pattern: 'k_proj' names nothing"),
         ({"alpha_pattern": {"k_proj": 2}}, r"lora.alpha_pattern: 'k_proj' names nothing"),
         ({"r": 9}, r"lora.r: rank 9 is above 8, the smaller dim of blocks/attn/q_proj/kernel"),
@@ -154,6 +167,54 @@ def test_all_that_is_wrong_comes_in_one_error():
         "lora.target_modules",
         "lora.r",
     ]
+
+
+def test_a_group_of_frozen_weights_is_warned_of(caplog):
+    """A pattern that was written for the weights covers none of their adapters."""
+    found = chosen(target_modules=["up"])
+    leaves = leaves_with_adapters([replace(x, trainable=False) for x in LEAVES], found.adapters)
+    groups = [PathGroup("blocks/mlp/**", 2.0), PathGroup("lora/blocks[1:]/**", 0.5)]
+    TrainRule(ALL_TRAINED.selection, groups).check(leaves)
+    (said,) = caplog.messages
+    assert said == (
+        "optimizer.groups: 'blocks/mlp/**' covers nothing that is trained, and does nothing; "
+        "its adapters are 'lora/blocks/mlp/**'"
+    )
+
+
+class Saved:
+    """Adapters of rank 4 and alpha 8 of two modules, beside a trained head."""
+
+    def settings(self, shapes):
+        return {"r": 4, "lora_alpha": 8, "use_rslora": False, "modules_to_save": ["head/kernel"]}
+
+    def ranks(self, shapes):
+        return {path: (np.full(3, 4), np.full(3, 8.0)) for path in (Q, UP)}
+
+
+def test_a_saved_adapter_says_what_is_adapted_and_keys_may_say_the_same():
+    def of(**keys):
+        section = Config(train_batch_size=8, lora={"adapter": "saved", **keys}).lora
+        return choose_adapters(section, LEAVES, None, Saved())
+
+    found = of()
+    assert {*found.adapters} == {Q, UP} and found.trained == {"head/kernel"}
+    assert found.adapters[Q].ranks == (4,) and found.section.r == 4
+    same = {"target_modules": ["q_proj", "mlp.up"], "modules_to_save": ["head"], "r": 4}
+    assert of(**same).adapters == found.adapters
+    for keys, said in (
+        ({"r": 2}, r"lora.adapter: saved has its own settings, and lora.r is 2; remove it"),
+        (
+            {"target_modules": ["q_proj"]},
+            rf"lora.adapter: what saved adapts and trains \(of {UP}\) is not what "
+            "lora.target_modules names; remove it",
+        ),
+        ({"rank_pattern": {"up": 2}, "target_modules": ["up", "q_proj"]}, rf"\(of {UP}\).* them"),
+        ({"modules_to_save": ["norm"]}, r"\(of blocks/norm/scale, head/kernel\)"),
+        ({"target_modules": ["q_porj"]}, "is not what lora.target_modules names"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            of(**keys)
 
 
 @pytest.mark.parametrize(

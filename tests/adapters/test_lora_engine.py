@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import CheckpointError, ConfigError
+from jaxspeed.quantization.codecs import FourBit
 from jaxspeed.user_models.pretrained_model import Pretrained
 from tests.adapters.lora_loop import adapted_cases, split_of, train_plainly
 
@@ -70,7 +71,7 @@ class Weights:
         return np.array(self.values[path][index], dtype)
 
 
-def test_adapters_start_without_an_effect_on_weights_that_are_read_or_restored(tmp_path):
+def test_adapters_start_without_an_effect_on_weights_from_elsewhere(tmp_path):
     """With DoRA, whose magnitudes are those of the weights."""
     batch, lora = PAIR.batches(1)[0], {"use_dora": True, "init_lora_weights": True}
     other = PAIR.engine(devices=one(), run={"seed": 7}, lora=None)
@@ -79,6 +80,9 @@ def test_adapters_start_without_an_effect_on_weights_that_are_read_or_restored(t
     model = Pretrained(PAIR.model, Weights(values))
     read = replace(PAIR, model=model).engine(3, devices=jax.devices()[:2], lora=lora)
     assert float(read.eval_batch(batch)["loss"]) == expected
+    assigned = PAIR.engine(devices=one(), lora=lora)
+    assigned.parameters = values
+    assert float(assigned.eval_batch(batch)["loss"]) == expected
     other.save_checkpoint(tmp_path)
     other.wait()
     restored = PAIR.engine(devices=one(), lora=lora)
@@ -189,6 +193,42 @@ def test_an_adapter_is_saved_loaded_and_chosen_among_several(tmp_path):
         ConfigError, match=r"lora.adapter: .* has its own settings, and lora.r is 4"
     ):
         PAIR.engine(devices=one(), lora={"adapter": str(tmp_path / "a"), "r": 4})
+
+
+@pytest.mark.parametrize(
+    "saved, own, expected",
+    [
+        ({"modules_to_save": ["head"]}, {"exclude_modules": ["head"]}, "it alone has head; "),
+        ({"exclude_modules": ["head"]}, {"modules_to_save": ["head"]}, "it lacks head; "),
+        ({}, {"use_dora": True}, r"it lacks lora/.*/magnitude"),
+    ],
+)
+def test_an_adapter_of_other_parts_is_not_loaded(tmp_path, saved, own, expected):
+    """What the one has alone would stay when the other is chosen."""
+    PAIR.engine(devices=one(), lora=saved).save_adapter(tmp_path / "a")
+    engine = PAIR.engine(devices=one(), lora=own)
+    with pytest.raises(ConfigError, match=f"load_adapter: {expected}"):
+        engine.load_adapter(tmp_path / "a", "a")
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_is_not_restored_with_other_scales(tmp_path, weights_only):
+    """The arrays have the same shapes, and would be those of another model."""
+    first = PAIR.engine(devices=one())
+    first.save_checkpoint(tmp_path)
+    first.wait()
+    other = PAIR.engine(devices=one(), lora={"use_rslora": True})
+    with pytest.raises(CheckpointError, match=r"were saved with other ranks .* and \[1.5\]"):
+        other.load_checkpoint(tmp_path, weights_only=weights_only)
+
+
+def test_a_quantized_base_is_not_decoded_to_choose_an_adapter(tmp_path, monkeypatch):
+    engine = PAIR.engine(3, devices=jax.devices()[:2], model={"quantize": {"weights": "nf4"}})
+    engine.save_adapter(tmp_path / "a")
+    engine.load_adapter(tmp_path / "a", "a")
+    monkeypatch.setattr(FourBit, "decode", None)
+    engine.use_adapter("a")
+    engine.use_adapter("default")
 
 
 def test_what_is_trained_is_said_once():

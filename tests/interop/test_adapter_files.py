@@ -15,6 +15,7 @@ from jaxspeed.adapters.products import WeightDims
 from jaxspeed.checkpoint.header import AdapterRecord
 from jaxspeed.cli.main import main
 from jaxspeed.config.lora_section import Lora
+from jaxspeed.errors import PretrainedError
 from jaxspeed.interop import MappingTable, TensorRule
 from jaxspeed.interop.export_values import MergedValues
 from jaxspeed.interop.peft import adapted_weights, adapter_values, lora_section, read_adapter
@@ -101,9 +102,17 @@ def leaves_of(values):
 
 
 @pytest.mark.fast
+def test_what_peft_does_not_load_is_not_written(tmp_path):
+    """Of experts, which all-linear adapts too."""
+    with pytest.raises(PretrainedError, match=r"^up, down: a parameter .* PEFT has no DoRA"):
+        written(tmp_path / "dora", adapters(["up", "down"], dora=True), use_dora=True)
+    assert not (tmp_path / "dora").exists()
+
+
+@pytest.mark.fast
 def test_each_kind_has_peft_s_layout(tmp_path):
     values, tensors, config = written(tmp_path, adapters(DIMS, ranks=3), trained=["head_bias"],
-                                      modules_to_save=["head"])  # fmt: skip
+                                      modules_to_save=["head"], lora_dropout=0.1)  # fmt: skip
     begin, expected = "base_model.model.m.", {}
 
     def factors(path):
@@ -138,6 +147,7 @@ def test_each_kind_has_peft_s_layout(tmp_path):
     assert config["target_modules"] == ["conv", "q", "qkv", "tok"]
     assert config["target_parameters"] == ["down", "up"]
     assert config["modules_to_save"] == ["head"] and config["fan_in_fan_out"]
+    assert config["lora_dropout"] == 0
     found = adapter_values(read_adapter(tmp_path), leaves_of(values), TABLE)
     assert found.keys() == {p for p in values if p.startswith("lora/")} | {"head", "head_bias"}
     for path, x in found.items():

@@ -84,6 +84,8 @@ def test_norms_and_biases_are_known_by_path(path):
         "normal_head/kernel",
         "rel_bias/embedding",
         "normalizer/kernel",
+        "lora/blocks/up/kernel/B",
+        "lora/blocks/up/kernel/B/[0:2]",
         "0/1/2",
     ],
 )

@@ -153,6 +153,9 @@ def test_lamb_steps_at_ratio_one_where_a_matrix_is_zero():
         ("blocks/norm1/scale", 1, False),
         ("blocks/attn/q_proj/bias", 2, False),  # [heads, head_dim]
         ("blocks/attn/q_proj/kernel", 3, False),  # which dims are the matrix cannot be told
+        ("lora/blocks/up/kernel/A", 2, True),
+        ("lora/blocks/up/kernel/B", 2, True),
+        ("lora/blocks/q_proj/kernel/magnitude", 2, False),  # [heads, head_dim]
     ],
 )
 def test_muon_takes_hidden_matrices_only(path, ndim, uses):

@@ -35,6 +35,7 @@ LEAVES = [
     leaf("encoder/up/kernel", 64, 128),
     leaf("Conv_0/kernel", 3, 64, 64),
     leaf("lm_head/kernel", 64, 100),
+    leaf("unembed", 64, 100),
     leaf("top/kernel", 64, 64, trainable=True),
 ]
 
