@@ -177,7 +177,8 @@ class FourBit(MatrixCodec):
         # codes below the selection of values, where it is several copies of the weight in fp32.
         twice = jnp.stack([bytes_, bytes_], pair + 1)
         twice = _merged(twice, pair, size)
-        odd = jax.lax.broadcasted_iota(jnp.uint8, twice.shape, pair) & 1
+        place = jnp.arange(size).astype(jnp.uint8) + _zero_of(bytes_)
+        odd = place.reshape(size, *[1] * (twice.ndim - pair - 1)) & 1
         codes = jnp.where(odd == 0, twice >> 4, twice & 15)
         rows = self.rows(codes)
         scales = self._scales(stored, shape)
@@ -265,7 +266,8 @@ def _nearest4(values: str, x: jax.Array) -> jax.Array:
 
 def _value4(values: str, codes: jax.Array) -> jax.Array:
     """The values of codes, by four levels of selections: cheaper than a lookup on a TPU."""
-    found: list[Any] = list(_TABLES[values])
+    nothing = _zero_of(codes).astype(_FP32)
+    found: list[Any] = [nothing + number for number in _TABLES[values]]
     for bit in range(4):
         on = (codes >> bit) & 1 != 0
         found = [jnp.where(on, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
@@ -287,17 +289,27 @@ def value8(codes: jax.Array) -> jax.Array:
     table, zero = dynamic_map().astype(np.float64), 127
     place = codes.astype(jnp.int32) - zero
     steps = jnp.abs(place)
-    first, spacing, start = (jnp.full(codes.shape, 0.0, jnp.float32) for _ in range(3))
+    nothing = _zero_of(codes).astype(_FP32)
+    first = spacing = start = jnp.broadcast_to(nothing, codes.shape)
     for low in (1, 2, 4, 8, 16, 32, 64, 128):
         high = min(2 * low, 128)
         ends = table[zero + low], table[zero + high - 1]
         apart = (ends[1] - ends[0]) / (high - 1 - low) if high - 1 > low else 0.0
         on = steps >= low
-        first = jnp.where(on, np.float32(low), first)
-        spacing = jnp.where(on, np.float32(apart), spacing)
-        start = jnp.where(on, np.float32(ends[0]), start)
+        first = jnp.where(on, nothing + np.float32(low), first)
+        spacing = jnp.where(on, nothing + np.float32(apart), spacing)
+        start = jnp.where(on, nothing + np.float32(ends[0]), start)
     value = start + spacing * (steps.astype(jnp.float32) - first)
     return jnp.where(place < 0, -value, value)
+
+
+def _zero_of(codes: jax.Array) -> jax.Array:
+    """Zero that depends on the codes, for the constants of a decoder.
+
+    JAX computes what depends on no slice of a scan before the scan, and XLA:GPU keeps it there: 16
+    fp32 arrays of the shape of every weight of a layer. XLA folds this zero.
+    """
+    return codes[(0,) * codes.ndim] & 0
 
 
 def _inverse(scales: jax.Array) -> jax.Array:

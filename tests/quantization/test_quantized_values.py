@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.quantization.codecs import FourBit, RowInt8, codec_named, nearest8, value8
 from jaxspeed.quantization.maps import dynamic_map
 from tests.quantization import numpy_codes
@@ -130,6 +131,26 @@ def test_a_stack_has_the_codes_of_its_layers(codec):
             np.testing.assert_array_equal(together[name][at], array, name)
     value = decoded(codec, together, x.shape)
     np.testing.assert_array_equal(value[2, 1], decoded(codec, alone, x.shape[2:]))
+
+
+@pytest.mark.parametrize("codec", [FourBit(), FourBit(2, 1), FourBit(1, 1, "fp4", double=False)])
+def test_nothing_as_large_as_a_weight_is_made_before_a_scan_over_layers(codec):
+    """XLA:GPU would hold it: the table's values in fp32 were 16 arrays of each weight's shape."""
+    x = weight(3, *([4, 32] if codec.inputs == 2 else [128]), 128)
+    size = x[0].size
+
+    def loss(rows, arrays):
+        def layer(rows, one):
+            value = codec.decode(one, x.shape[1:], jnp.float32)
+            return jnp.tanh(rows @ value.reshape(128, 128)), None
+
+        return jax.lax.scan(layer, rows, arrays)[0].sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 128)), stored(codec, x))
+    loops = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
+    given = [v.aval for loop in loops for v in loop.invars[: consts_and_carry(loop)[0]]]
+    assert len(loops) == 2, "forward and backward"
+    assert all(aval.size < size // 64 for aval in given), given
 
 
 def test_the_values_of_8_bits_are_those_of_the_table():

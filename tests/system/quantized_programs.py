@@ -9,6 +9,7 @@ from jaxspeed.models import llama
 
 from jaxspeed.config import load_config
 from jaxspeed.train.build import build_program
+from jaxspeed.train.program import Program
 from tests.system.measured import measure
 
 SIZES = {
@@ -22,10 +23,24 @@ SIZES = {
 SEQ = 64
 
 
+# Enough layers that the codes are larger than what one layer and cuBLAS need.
+DEEP = {**SIZES, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 64}
+
+
 def step(devices: Sequence[jax.Device], weights: str, preset: str | None = None) -> dict[str, Any]:
     """What a step of norms on a quantized base compiles to; of 8 B parameters by its preset."""
     sizes = llama.PRESETS[preset] if preset else llama.Config(**SIZES)
-    seq = 512 if preset else SEQ
+    return measure(*program_of(devices, weights, sizes, 512 if preset else SEQ))
+
+
+def deep(devices: Sequence[jax.Device] | None) -> tuple[Program, Any]:
+    """A step of a deep one in nf4."""
+    return program_of(devices, "nf4", llama.Config(**DEEP), SEQ)
+
+
+def program_of(
+    devices: Sequence[jax.Device] | None, weights: str, sizes: llama.Config, seq: int
+) -> tuple[Program, Any]:
     config = load_config(
         {
             "train_micro_batch_size_per_gpu": 1,
@@ -37,8 +52,7 @@ def step(devices: Sequence[jax.Device], weights: str, preset: str | None = None)
             "model": {"quantize": {"weights": weights}},
         }
     )
-    batch = {"tokens": jax.ShapeDtypeStruct((len(devices), seq + 1), jnp.int32)}
     program = build_program(
         config, lambda rngs: llama.build(sizes, rngs), llama.loss, devices=devices
     )
-    return measure(program, batch)
+    return program, {"tokens": jax.ShapeDtypeStruct((program.batch.train, seq + 1), jnp.int32)}

@@ -1,15 +1,20 @@
 """ZeRO 3 gathers a quantized base in its codes, and no stack of layers exists in another form."""
 
 import dataclasses
+import importlib.util
 import math
 from typing import Any
 
+import jax
 import pytest
 from jaxspeed.models import llama
 
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.planner.compile import in_child
+from jaxspeed.planner.memory import memory_of
 from tests.support.topology import run_on_topology
 from tests.system.measured import collectives_of
-from tests.system.quantized_programs import SEQ, SIZES
+from tests.system.quantized_programs import SEQ, SIZES, deep
 
 CODES = {"nf4": "u8", "int8": "s8"}
 
@@ -47,3 +52,16 @@ def test_so_are_those_of_eight_billion_parameters():
         "tests.system.quantized_programs:step", "v5e:2x4", weights="nf4", preset="llama3-8b"
     )
     check(found, "nf4", dataclasses.asdict(llama.PRESETS["llama3-8b"]), 512)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, in_child.CUDA_PLUGINS)),
+    reason="needs jax[cuda13] (3.4 GB) to compile for a GPU",
+)
+def test_the_temporaries_of_a_gpu_are_smaller_than_the_codes_and_as_estimated():
+    found = in_child.compile_for(target_of("h100:1"), deep).report
+    estimate = memory_of(*deep(jax.devices()[:1]), "cuda")
+    codes = sum(c.bytes for c in estimate.components if c.name == "parameters")
+    assert found.temp_bytes < codes / 2
+    assert estimate.device == pytest.approx(found.argument_bytes + found.temp_bytes, rel=0.1)
