@@ -183,8 +183,10 @@ def test_initialize_and_config_load_the_schema_alone():
         "print(*sorted(m[9:] for m in sys.modules if m.startswith('jaxspeed.')))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    schema = ("parallelism", "remat", "run_sections", "schema", "tensor_section", "zero_section")
-    inside = sorted({*schema, "config", "patterns", "types", "verdicts"})
+    sections = ("lora_section", "run_sections", "tensor_section", "zero_section")
+    inside = sorted(
+        {*sections, "config", "parallelism", "patterns", "remat", "schema", "types", "verdicts"}
+    )
     above = [f"config.{name}" for name in inside]
     expected = ["axes", "config", *above, "deepspeed_habits", "errors"]
     expected += ["initialization", "lazy_names"]

@@ -154,4 +154,4 @@ def test_a_run_and_its_export_have_the_model(data, file, model, tmp_path, monkey
     again = source_of(config).corpus()
     assert again.fingerprint == before.fingerprint and again.tokenizer.to_bytes() == model
     given = parser().parse_args(["checkpoint", "export", str(tmp_path / "run"), "out"])
-    assert [path.name for path in _hf_form(given).files if path.is_file()] == ["tokenizer.model"]
+    assert [path.name for path in _hf_form(given)[0].files if path.is_file()] == ["tokenizer.model"]
