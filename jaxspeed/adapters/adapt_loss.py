@@ -19,7 +19,6 @@ from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import (
     RANK,
     Factors,
-    WeightDims,
     adapted,
     dims_of,
     factor_shapes,
@@ -43,6 +42,7 @@ from jaxspeed.jaxpr.traverse import (
     with_functions,
     with_jaxpr,
 )
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from jaxspeed.placement.paths import listed
 from jaxspeed.user_models.rng import micro_batch_key
 

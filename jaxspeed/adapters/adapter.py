@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxspeed.adapters.products import (
     Factors,
-    WeightDims,
     factor_shapes,
     initialized,
     merged,
     norms,
 )
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.specs import by_dim
 

@@ -9,18 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config.lora_section import Lora
 from jaxspeed.config.patterns import member_of, pattern_problem
 from jaxspeed.errors import ConfigError
-from jaxspeed.placement.linear_layers import TABLES, is_at_an_end, is_head, matrix_inputs
+from jaxspeed.jaxpr.weight_uses import Uses, WeightDims
+from jaxspeed.placement.linear_layers import (
+    TABLES,
+    experts_dim,
+    is_at_an_end,
+    is_head,
+    matrix_inputs,
+)
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import nearest
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.user_models.trainable import NamedLeaves
-
-Uses = Mapping[str, Sequence[WeightDims]]  # of weights by path, in a traced loss
 
 
 class SavedAdapter(Protocol):
@@ -72,19 +76,6 @@ def choose_adapters(
     if choosing.problems:
         raise ConfigError("\n".join(choosing.problems))
     return choice
-
-
-def experts_dim(leaf: Leaf, of_parameter: bool = False) -> tuple[int, ...]:
-    """The dim that stacks experts: by its name, or the first of three or more.
-
-    In a parameter that has "expert" in its path, or that `target_parameters` names, as in PEFT.
-    """
-    names = by_dim(leaf.names, len(leaf.shape))
-    if "experts" in names:
-        return (names.index("experts"),)
-    three = len(leaf.shape) - leaf.stacked >= 3
-    stacks = three and names[leaf.stacked] is None and (of_parameter or "expert" in leaf.path)
-    return (leaf.stacked,) if stacks else ()
 
 
 def refuse_unlike(

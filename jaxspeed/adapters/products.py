@@ -18,7 +18,6 @@ Dims are labelled: one of the weight has its index in the equation's operand, th
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,8 +27,8 @@ from jax import lax
 
 from jaxspeed.jaxpr.sample_rules import shape_of
 from jaxspeed.jaxpr.traverse import JaxprEqn
+from jaxspeed.jaxpr.weight_uses import WeightDims
 
-Kind = Literal["product", "convolution", "lookup"]
 RANK = -1  # the label of the factors' common dim
 # Norms are of fp32 on every chip, and in automatic mixed precision too.
 _EXACT: Mapping[str, Any] = {
@@ -37,20 +36,6 @@ _EXACT: Mapping[str, Any] = {
     "preferred_element_type": jnp.float32,
 }
 Labelled = tuple[jax.Array, Sequence[int]]  # with the labels of its dims
-
-
-@dataclass(frozen=True)
-class WeightDims:
-    """What the dims of a weight are to the equations that read it.
-
-    Each tuple has dims in the order in which the factors have them. For a convolution the window
-    is among the inputs; for a lookup the inputs are the dims that are indexed.
-    """
-
-    stack: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    kind: Kind
 
 
 class Factors(NamedTuple):

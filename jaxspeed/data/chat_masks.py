@@ -107,12 +107,15 @@ def mask_of(offsets: np.ndarray, spans: Spans) -> np.ndarray:
 class ChatEncoder:
     """Encodes conversations with a tokenizer by the config's section `data`.
 
-    `untrained` counts those that were dropped because no token of them is trained.
+    `untrained` counts those that were dropped because no token of them is trained, `plain` those
+    that are a prompt and its completion, without a template, and `rendered` the others.
     """
 
     tokenizer: Tokenizer
     data: Data
     untrained: int = 0
+    plain: int = 0
+    rendered: int = 0
     _templates: dict[str | None, ChatTemplate] = field(default_factory=dict)
     _known: set[tuple[str, bool, bool]] = field(default_factory=set)
 
@@ -136,9 +139,11 @@ class ChatEncoder:
           DataError: the template raises, or does not know a role.
         """
         if isinstance(found, Completion):
+            self.plain += 1
             text = found.prompt + found.completion
             start = 0 if self.data.train_on == "everything" else len(found.prompt)
             return Text(text, [(start, len(text))], ends=True)
+        self.rendered += 1
         template = self.template(kind)
         self._check_roles(template, found)
         return Text(*text_and_spans(template, found, self.data.train_on), ends=False)

@@ -76,7 +76,8 @@ class CompleteDocuments:
     def read(self, ids: np.ndarray) -> Batch:
         """tokens and mask, and segment_ids and positions if enabled: int32 [samples, seq_len + 1].
 
-        A document is a segment, and its positions begin with 0.
+        A document is a segment, and its positions begin with 0. The mask has what the loss counts:
+        nothing predicts a document's first token, also where documents are not segments.
         """
         assert self.tokens_each is not None
         names = ["tokens", *["segment_ids", "positions"] * self._segments, "mask"]
@@ -87,7 +88,9 @@ class CompleteDocuments:
                 begin, end = map(int, self._stream.edges[document : document + 2])
                 inside, start = slice(at, at + end - begin), int(self._spans.starts[document])
                 batch["tokens"][row, inside] = self._stream.read(begin, end)
-                batch["mask"][row, inside] = self._trained[start : start + end - begin]
+                batch["mask"][row, at + 1 : inside.stop] = self._trained[
+                    start + 1 : start + end - begin
+                ]
                 if self._segments:
                     batch["segment_ids"][row, inside] = number
                     batch["positions"][row, inside] = np.arange(end - begin)
@@ -110,7 +113,7 @@ def pack_documents(
         return CompleteDocuments(documents, spans, packing, vocab_size)
 
     is_train = np.zeros(len(documents.tokens) + 1, np.int8)
-    np.add.at(is_train, fitting.starts[train], 1)
+    np.add.at(is_train, fitting.starts[train] + 1, 1)
     np.add.at(is_train, fitting.starts[train] + fitting.lengths[train], -1)
     counted = (np.cumsum(is_train[:-1]) > 0) & documents.trained
     ids = np.bincount(documents.tokens[counted].astype(np.int64))

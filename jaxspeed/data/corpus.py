@@ -39,6 +39,7 @@ class Corpus:
     unigram_entropy: float | None  # nats per training token
     summary: str  # one line for people
     conversations: DocumentCounts | None = None  # of all, training and held-out
+    plain_prompts: bool = False  # they are prompts and completions, without a template
 
 
 def build(
@@ -105,6 +106,7 @@ def build(
         _entropy(parts, weights),
         _summary(parts, weights, train, held_out, tokenizer),
         sum(counted, DocumentCounts(dropped=encoder.untrained)) if counted and encoder else None,
+        encoder is not None and encoder.plain > 0 and not encoder.rendered,
     )
 
 

@@ -80,7 +80,12 @@ def show_data(
             spans, number = _fitting(part, data, seq_len)
             counts[part.name] = counts.get(part.name, DocumentCounts()) + number + dropped
             first = zip(spans.starts[:samples], spans.lengths[:samples])
-            found += [_shown(part, int(start), int(length), tokenizer) for start, length in first]
+            # Without masks a text continues the one before.
+            continues = part.trained is None and not data.document_masks
+            found += [
+                _shown(part, int(start), int(length), tokenizer, continues and i > 0)
+                for i, (start, length) in enumerate(first)
+            ]
     return ShownData(found, counts, seq_len)
 
 
@@ -91,16 +96,19 @@ def _fitting(documents: Documents, data: Data, seq_len: int | None) -> tuple[Spa
     if documents.trained is not None:
         return fit(documents, Packing(seq_len or longest, True, data.truncate))
     tokens = int(lengths.sum())
-    counts = DocumentCounts(len(lengths), tokens, tokens - len(lengths), longest)
+    begin = len(lengths) if data.document_masks else min(1, tokens)  # what nothing predicts
+    counts = DocumentCounts(len(lengths), tokens, tokens - begin, longest)
     return Spans(np.asarray(documents.offsets[:-1]), lengths), counts
 
 
-def _shown(documents: Documents, start: int, length: int, tokenizer: Tokenizer) -> ShownSample:
+def _shown(
+    documents: Documents, start: int, length: int, tokenizer: Tokenizer, continues: bool
+) -> ShownSample:
     ids = documents.tokens[start : start + length].tolist()
     trained = np.ones(length, bool)
     if documents.trained is not None:
         trained = np.array(documents.trained[start : start + length])
-    trained[0] = False  # nothing predicts it
+    trained[0] = continues  # otherwise nothing predicts it
     return ShownSample(length, int(trained.sum()), [*_pieces(ids, trained, tokenizer)])
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.adapters.products import WeightDims
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import MappingTable, TensorRule, TensorShare, bind, lines, matches
 from jaxspeed.interop.peft_config import CONFIG, MOST, matching_value, read_config
@@ -41,6 +40,7 @@ from jaxspeed.interop.peft_layout import (
     relative_scales,
 )
 from jaxspeed.interop.safetensors import Tensor, TensorFile
+from jaxspeed.jaxpr.weight_uses import WeightDims
 
 
 @dataclass(frozen=True)

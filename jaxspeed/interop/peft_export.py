@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.adapters.products import WeightDims
 from jaxspeed.errors import CheckpointError, PretrainedError
 from jaxspeed.interop.export_values import Values, full_array
 from jaxspeed.interop.mapping import Bound, MappingTable, bind, lines, matches
@@ -49,6 +48,7 @@ from jaxspeed.interop.peft_layout import (
     relative_scales,
 )
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from jaxspeed.placement.paths import listed
 
 

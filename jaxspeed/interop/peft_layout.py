@@ -43,8 +43,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.adapters.products import Kind, WeightDims, factor_shapes
+from jaxspeed.adapters.products import factor_shapes
 from jaxspeed.interop.mapping import MappingTable, TensorRule, TensorShare, bind, matches
+from jaxspeed.jaxpr.weight_uses import Kind, WeightDims
 
 PREFIX = "base_model.model."
 FOLDER = "lora/"  # begins the paths of adapters' leaves

@@ -6,13 +6,31 @@ these weights; the equation that reads it beside other values uses them.
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, product_of, transparent_bodies
 
 Weights = frozenset[Any]  # their names
 Origin = Weights | None  # None: it depends on more than weights and constants
+Kind = Literal["product", "convolution", "lookup"]
+
+
+@dataclass(frozen=True)
+class WeightDims:
+    """What the dims of a weight are to the equations that read it.
+
+    Each tuple has dims in the order in which the factors have them. For a convolution the window
+    is among the inputs; for a lookup the inputs are the dims that are indexed.
+    """
+
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kind: Kind
+
+
+Uses = Mapping[str, Sequence[WeightDims]]  # of weights by path, in a traced loss
 
 
 def joint_origin(origins: Iterable[Origin]) -> Origin:

@@ -5,6 +5,7 @@ is at a model's ends unless the config names it, as bitsandbytes and PEFT do.
 """
 
 from jaxspeed.placement.rows import Leaf
+from jaxspeed.placement.specs import by_dim
 
 TABLES = frozenset({"embedding", "table"})  # parameters that are looked up
 _HEADS = frozenset({"lm_head", "head", "unembed", "logits", "classifier", "score"})
@@ -29,3 +30,16 @@ def matrix_inputs(leaf: Leaf) -> int | None:
     if leaf.matrix_inputs is None and len(leaf.shape) - leaf.stacked == 3 and module:
         return None if any(leaf.names[leaf.stacked :]) else _SPLIT_HEADS.get(module[0])
     return leaf.matrix_inputs
+
+
+def experts_dim(leaf: Leaf, of_parameter: bool = False) -> tuple[int, ...]:
+    """The dim that stacks experts: by its name, or the first of three or more.
+
+    In a parameter that has "expert" in its path, or that `target_parameters` names, as in PEFT.
+    """
+    names = by_dim(leaf.names, len(leaf.shape))
+    if "experts" in names:
+        return (names.index("experts"),)
+    three = len(leaf.shape) - leaf.stacked >= 3
+    stacks = three and names[leaf.stacked] is None and (of_parameter or "expert" in leaf.path)
+    return (leaf.stacked,) if stacks else ()

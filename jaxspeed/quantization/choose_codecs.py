@@ -7,20 +7,26 @@ from collections.abc import Sequence
 from jaxspeed.config.patterns import lengths_of, match
 from jaxspeed.config.run_sections import Quantize
 from jaxspeed.errors import ConfigError
+from jaxspeed.jaxpr.weight_uses import Uses, WeightDims
 from jaxspeed.placement.codec import CodecRule
-from jaxspeed.placement.linear_layers import TABLES, is_at_an_end, matrix_inputs
+from jaxspeed.placement.linear_layers import TABLES, experts_dim, is_at_an_end, matrix_inputs
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import nearest
-from jaxspeed.quantization.codecs import FourBit, MatrixCodec, RowInt8
+from jaxspeed.quantization.codecs import FourBit, MatrixCodec, Reordered, RowInt8
 
 log = logging.getLogger("jaxspeed")
 
 KEY = "model.quantize"
 
 
-def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[CodecRule, ...]:
+def codec_rules(
+    quantize: Quantize | None, leaves: Sequence[Leaf], uses: Uses | None = None
+) -> tuple[CodecRule, ...]:
     """The codecs of a config's frozen weights of linear layers.
+
+    Args:
+      uses: the dims of each weight in the products that read it; None if the loss is not traced.
 
     Raises:
       ConfigError: a pattern of `modules` covers none, or one that is trained; or none is frozen.
@@ -28,8 +34,13 @@ def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[Code
     if quantize is None:
         return ()
     weights = {leaf.path: leaf for leaf in leaves if _is_matrix(leaf)}
+
+    def uses_of(leaf: Leaf) -> Sequence[WeightDims]:
+        return (uses or {}).get(leaf.parameter, ())
+
     if quantize.modules is None:
-        chosen = [leaf for leaf in weights.values() if not leaf.trainable and _is_linear(leaf)]
+        frozen = (leaf for leaf in weights.values() if not leaf.trainable)
+        chosen = [leaf for leaf in frozen if _is_linear(leaf, uses_of(leaf))]
         if not chosen:
             trained = [leaf.path for leaf in weights.values() if leaf.trainable]
             why = f"{listed(trained)} are trained" if trained else "it has no linear layers"
@@ -41,16 +52,36 @@ def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[Code
         chosen = _named(quantize.modules, weights)
     values, total = sum(map(_size, chosen)), sum(map(_size, leaves))
     log.info("%s %s: %.1f%% of %s parameters", KEY, quantize.weights, 100 * values / total, total)
-    return tuple(CodecRule("param", leaf.path, codec_of_leaf(quantize, leaf)) for leaf in chosen)
+    return tuple(
+        CodecRule("param", leaf.path, codec_of_leaf(quantize, leaf, uses_of(leaf)))
+        for leaf in chosen
+    )
 
 
-def codec_of_leaf(quantize: Quantize, leaf: Leaf) -> MatrixCodec:
-    dims = len(leaf.shape) - leaf.stacked
-    found = matrix_inputs(leaf)
-    inputs, outputs = (found, dims - found) if found else (1, 1)  # others are stacked, as experts
-    if quantize.weights == "int8":
-        return RowInt8(inputs, outputs)
-    return FourBit(inputs, outputs, quantize.weights, quantize.block, quantize.double)
+def codec_of_leaf(
+    quantize: Quantize, leaf: Leaf, uses: Sequence[WeightDims] = ()
+) -> MatrixCodec | Reordered:
+    """The codec along the dims that the weight's first product contracts.
+
+    Without one it goes by names, and by what is usual: [in, out] is last.
+    """
+    dims, experts = range(len(leaf.shape)), experts_dim(leaf)
+    products = (use.inputs for use in uses if use.kind == "product")
+    traced = [own for x in products if (own := tuple(d for d in x if d not in experts))]
+    if traced:
+        inputs = traced[0]
+    elif known := matrix_inputs(leaf):
+        inputs = tuple(dims[leaf.stacked :][:known])
+    else:
+        inputs = (dims[-2],)
+    rest = [d for d in dims if d not in inputs]
+    stack = min(inputs[0], len(rest) - 1)  # what stands before: layers, experts
+    order = tuple(d - stack for d in (*inputs, *rest[stack:]))
+    of = len(inputs), len(rest) - stack
+    codec: MatrixCodec = RowInt8(*of)
+    if quantize.weights != "int8":
+        codec = FourBit(*of, quantize.weights, quantize.block, quantize.double)
+    return codec if order == tuple(sorted(order)) else Reordered(codec, order)
 
 
 def _named(patterns: Sequence[str], weights: dict[str, Leaf]) -> list[Leaf]:
@@ -86,9 +117,14 @@ def _is_matrix(leaf: Leaf) -> bool:
     return own and not of_heads and len(leaf.shape) - leaf.stacked >= 2
 
 
-def _is_linear(leaf: Leaf) -> bool:
-    """Whether it is one that is quantized unless `modules` says which are."""
-    return not is_at_an_end(leaf) and "conv" not in leaf.parameter.lower()
+def _is_linear(leaf: Leaf, uses: Sequence[WeightDims]) -> bool:
+    """Whether it is one that is quantized unless `modules` says which are.
+
+    What no product is seen to read goes by its name: it may be inside a custom derivative.
+    """
+    named = "conv" not in leaf.parameter.lower()
+    is_linear = all(use.kind == "product" for use in uses) if uses else named
+    return is_linear and not is_at_an_end(leaf)
 
 
 def _size(leaf: Leaf) -> int:

@@ -233,19 +233,93 @@ class RowInt8(MatrixCodec):
         return (value * np.float32(1 / 127)).astype(dtype)
 
 
+@dataclass(frozen=True)
+class Reordered(Codec):
+    """The codec of a weight with its last dims in another order, such as [out, in] of x W^T.
+
+    Attributes:
+      codec: of the weight [*stack, *inputs, *outputs].
+      order: for each of these inputs and outputs which of the weight's last dims it is.
+    """
+
+    codec: MatrixCodec
+    order: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.codec.name} in order {' '.join(map(str, self.order))}"
+
+    @property
+    def views(self) -> Collection[str]:
+        return self.codec.views
+
+    def _dims(self, count: int) -> tuple[int, ...]:
+        """The weight's dims in the codec's order."""
+        stack = count - len(self.order)
+        return (*range(stack), *(stack + d for d in self.order))
+
+    def _to(self, sizes: Sequence[int]) -> list[int]:
+        return [sizes[d] for d in self._dims(len(sizes))]
+
+    def _from(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sizes[d] for d in np.argsort(self._dims(len(sizes))))
+
+    def multiples(self, shape: Sequence[int]) -> Sequence[int]:
+        return self._from(self.codec.multiples(self._to(shape)))
+
+    def arrays(
+        self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
+    ) -> Mapping[str, EncodedArray]:
+        found = self.codec.arrays(self._to(padded), self._to(parts), dtype, self._to(shape))
+        return {
+            name: x._replace(shape=self._from(x.shape), blocks=self._from(x.blocks))
+            if len(x.shape) == len(shape)
+            else x  # of a stack of weights
+            for name, x in found.items()
+        }
+
+    def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
+        count, dims = value.ndim, self._dims(value.ndim)
+
+        def to(x: Any) -> Any:
+            own = len(x.shape) == count
+            return jax.ShapeDtypeStruct(self._to(x.shape), x.dtype) if own else x
+
+        given = {name: to(x) for name, x in like.items()}
+        found = self.codec.encode(value.transpose(dims), self._to(shape), given)
+        return _each_of(found, count, np.argsort(dims))
+
+    def decode(self, stored: Stored, shape: Sequence[int], dtype: Any) -> jax.Array:
+        dims = self._dims(len(shape))
+        value = self.codec.decode(_each_of(stored, len(shape), dims), self._to(shape), dtype)
+        return value.transpose(np.argsort(dims))
+
+    def repadded(self, stored: Stored, shape: Sequence[int], like: Stored) -> Stored:
+        return self.codec.repadded(stored, shape, like)
+
+
+def _each_of(stored: Stored, count: int, dims: Any) -> Stored:
+    """The arrays of so many dims with their dims in this order, the others unchanged."""
+    return {name: x.transpose(dims) if x.ndim == count else x for name, x in stored.items()}
+
+
 QUANTIZED = ("nf4", "fp4", "int8 rows")  # how their names start
-_NAME = re.compile(r"(?:(nf4|fp4) blocks of (\d+)( double)?|int8 rows)(?: of (\d+) x (\d+) dims)?")
+_NAME = re.compile(
+    r"(?:(nf4|fp4) blocks of (\d+)( double)?|int8 rows)(?: of (\d+) x (\d+) dims)?"
+    r"(?: in order (\d+(?: \d+)*))?"
+)
 
 
-def codec_named(name: str) -> MatrixCodec | None:
+def codec_named(name: str) -> MatrixCodec | Reordered | None:
     """The codec of this name; None if it is not one of these."""
     if (found := _NAME.fullmatch(name)) is None:
         return None
-    values, block, double, *dims = found.groups()
+    values, block, double, *dims, order = found.groups()
     inputs, outputs = (int(n or 1) for n in dims)
-    if values is None:
-        return RowInt8(inputs, outputs)
-    return FourBit(inputs, outputs, cast(Values, values), int(block), double is not None)
+    codec: MatrixCodec = RowInt8(inputs, outputs)
+    if values is not None:
+        codec = FourBit(inputs, outputs, cast(Values, values), int(block), double is not None)
+    return Reordered(codec, tuple(map(int, order.split()))) if order else codec
 
 
 # -- codes and their values ------------------------------------------------------------------------

@@ -146,6 +146,7 @@ def chat_run(source: Source, tag: str | None = None, *, ema: bool = False, **opt
         "tokens": config.run.sample_tokens,
         "temperature": config.run.sample_temperature,
         "context": config.data.seq_len or source.reads.seq_len,
+        "plain": checkpoint.plain_prompts,
     }
     return Chat(engine, tokenizer, config.data, **given | options)
 
@@ -176,6 +177,7 @@ class ChosenCheckpoint:
         self._all = checkpointer_of(source)
         self.folder = self._all.folder
         self._tags = [info.tag for info in self._all.list() if info.ok]
+        self.plain_prompts = False  # of the run that saved it, once it is restored
         if tag is not None and tag not in self._tags:
             found = ", ".join(self._tags) or "none"
             raise ConfigError(f"no checkpoint {tag} in {self.folder}: {found}")
@@ -200,6 +202,7 @@ class ChosenCheckpoint:
             with self._source.watchdog.section("restore"):
                 found = self._all.restore(engine.program, tag=self._tag, in_place_of=engine.held)
             engine.state, step, tag = found.state, found.step, found.tag
+            self.plain_prompts = bool(found.client_state.get("plain_prompts"))
         if ema:
             engine.state = engine.averaged
         return engine, step, tag

@@ -11,13 +11,14 @@ import jax
 from jaxspeed.config.run_sections import Data
 from jaxspeed.data import Corpus, Tokenizer
 from jaxspeed.data.chat_template import (
+    ChatTemplate,
     Message,
     MissingTemplateError,
     end_of_turn,
     find_template,
 )
 from jaxspeed.engine import Engine
-from jaxspeed.errors import JaxspeedError, ModelError
+from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
 
 log = logging.getLogger("jaxspeed")
 
@@ -62,10 +63,12 @@ class Chat:
       tokenizer: that of its training.
       data: the config's section, whose chat template is used, or else the tokenizer's.
       system: the first message.
+      plain: the model was trained on prompts without a template: each message is one by itself.
       options: those of `Engine.stream`, and its number of tokens and temperature.
 
     Raises:
       DataError: there is no chat template.
+      ConfigError: a system message for plain prompts.
     """
 
     def __init__(
@@ -74,18 +77,30 @@ class Chat:
         tokenizer: Tokenizer,
         data: Data,
         system: str | None = None,
+        plain: bool = False,
         **options: Any,
     ) -> None:
         self._engine, self._tokenizer, self._options = engine, tokenizer, options
-        variables = data.chat_template_kwargs
-        self._template = find_template(tokenizer, data.chat_template, variables, today=None)
-        self._tokens, self._texts = end_of_turn(self._template, tokenizer)
+        self._template: ChatTemplate | None = None
+        self._tokens = [] if tokenizer.end is None else [tokenizer.end]
+        self._texts: list[str] = []
         self.messages: list[Message] = []
+        if not plain:
+            variables = data.chat_template_kwargs
+            self._template = find_template(tokenizer, data.chat_template, variables, today=None)
+            self._tokens, self._texts = end_of_turn(self._template, tokenizer)
+        elif system is not None:
+            raise ConfigError(
+                "--system: this run was trained on prompts without a chat template, which have no "
+                "system message; begin the message with it"
+            )
         if system is not None:
             self.messages.append({"role": "system", "content": system})
 
     def prompt(self, text: str) -> str:
         """The text of the conversation and of a user's next message, where the answer begins."""
+        if self._template is None:
+            return text
         said = [*self.messages, {"role": "user", "content": text}]
         return self._template.render(said, add_generation_prompt=True).text
 
@@ -167,8 +182,9 @@ class FinalSample:
                 "tokens": run.sample_tokens,
                 "temperature": run.sample_temperature,
             }
-            with contextlib.suppress(MissingTemplateError):  # prompts and completions need none
-                chat = Chat(self._engine, corpus.tokenizer, data, context=context, **options)
+            with contextlib.suppress(MissingTemplateError):  # a folder of tokens may need none
+                options |= {"context": context, "plain": corpus.plain_prompts}
+                chat = Chat(self._engine, corpus.tokenizer, data, **options)
                 prompt = chat.prompt(run.sample_prompt)
                 answer = ((0, text) for text in chat.reply(run.sample_prompt))
                 return itertools.chain([(0, prompt)], answer)

@@ -47,6 +47,7 @@ class Reached:
     eval_step: int | None = None  # of eval_loss
     seconds: dict[str, float] = field(default_factory=dict)  # of wall time, by phase
     nonfinite_losses: int = 0  # of steps that were taken nevertheless
+    plain_prompts: bool = False  # of its data (`Corpus`): a chat prompts the model likewise
 
 
 class Pending(NamedTuple):
@@ -277,6 +278,7 @@ class Trainer:
             return
         self._read_all()  # the records of all earlier steps must be written
         self.reached.seconds = self.recorder.seconds
+        self.reached.plain_prompts = self.corpus.plain_prompts
         with self.recorder.phase("checkpoint"):
             try:
                 self.checkpointer.wait()

@@ -15,6 +15,7 @@ from jaxspeed.adapters.choose_adapters import SavedAdapter, choose_adapters
 from jaxspeed.axes import AXES, PIPE, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.jaxpr.weight_uses import Uses
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
 from jaxspeed.objective.autocast import autocast_of
 from jaxspeed.objective.loss_program import LossProgram
@@ -92,11 +93,20 @@ def build_program(
         init_with=init_with,
     )
     leaves, proposal = with_tensor_names(config, mesh, base, loss_fn, example_batch)
-    example = functools.partial(traced_example, base, loss_fn, example_batch, mesh)
-    if example_batch is not None and (config.lora or trained.names_layers(leaves)):
-        leaves = with_scanned_layers(leaves, example())
+
+    @functools.cache
+    def example() -> LossProgram:
+        return traced_example(base, loss_fn, example_batch, mesh)
+
     trace = None if example_batch is None else example
-    adapted, leaves = _with_adapters(config, base, leaves, trace, saved)
+    by_use = config.lora or config.quantize  # what reads a weight decides how
+    if trace and (by_use or trained.names_layers(leaves)):
+        leaves = with_scanned_layers(leaves, trace())
+    uses = None
+    if trace and by_use:
+        paths = {v: path for path, v in trace().parameters.items()}
+        uses = weight_dims(trace().closed.jaxpr, paths)
+    adapted, leaves = _with_adapters(config, base, leaves, uses, saved)
     leaves = trained.over(leaves)
     trained.check(leaves)
     _check_patterns(config, leaves, adapted.variables)
@@ -107,7 +117,7 @@ def build_program(
     leaves = trained.by_layers(named)
     stack = divided_like(stack, leaves) if stack else None
     leaves = with_stages(leaves, stack) if stack else leaves
-    codecs = (*codecs, *codec_rules(config.quantize, leaves))
+    codecs = (*codecs, *codec_rules(config.quantize, leaves, uses))
     by_path = {leaf.path: leaf for leaf in leaves}
 
     def covers(pattern: str, path: str) -> bool:
@@ -168,17 +178,12 @@ def _with_adapters(
     config: Config,
     base: Model,
     leaves: tuple[Leaf, ...],
-    trace: Callable[[], LossProgram] | None,
+    uses: Uses | None,
     saved: SavedAdapter | None,
 ) -> tuple[Model, tuple[Leaf, ...]]:
     """The model with the config's adapters, and its leaves, of which these are trained."""
     if config.lora is None:
         return base, leaves
-    uses = None
-    if trace is not None:
-        program = trace()
-        weights = {v: path for path, v in program.parameters.items()}
-        uses = weight_dims(program.closed.jaxpr, weights)
     choice = choose_adapters(config.lora, leaves, uses, saved)
     own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
     adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)

@@ -14,10 +14,10 @@ from jax import lax
 
 from jaxspeed.adapters import adapt_loss as adapting
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.traverse import bodies
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from jaxspeed.train.build import build_program
 
 X, IDS = (3, 4), np.array([1, 2, 6])

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.adapters.products import (
     Factors,
-    WeightDims,
     adapted,
     delta,
     dims_of,
@@ -34,6 +33,7 @@ from jaxspeed.adapters.products import (
 )
 from jaxspeed.jaxpr.primitives import PRODUCTS, RAGGED_PRODUCTS
 from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, bodies
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from tests.support.covering import examples
 
 Draw = Callable[..., Any]

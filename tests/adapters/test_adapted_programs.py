@@ -16,8 +16,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxspeed.adapters.adapt_loss import adapt_loss
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.adapters.products import WeightDims
 from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from tests.support.covering import covering
 
 WIDTH, LAYERS = 6, 3

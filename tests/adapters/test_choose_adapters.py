@@ -9,9 +9,9 @@ import pytest
 
 from jaxspeed.adapters.adapter import leaves_with_adapters
 from jaxspeed.adapters.choose_adapters import choose_adapters, usual_dims
-from jaxspeed.adapters.products import WeightDims
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from jaxspeed.optim import PathGroup
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.user_models.trainable import ALL_TRAINED, TrainRule

@@ -16,6 +16,7 @@ from jaxspeed.data import ByteTokenizer, known_shapes, tokenize
 from jaxspeed.data.complete_documents import Packing, best_fit, pack_documents
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import ModelLimits
+from jaxspeed.data.shown_samples import show_data
 from jaxspeed.data.token_store import Masked, in_memory
 from jaxspeed.errors import DataError
 from tests.data import chat_examples
@@ -196,7 +197,7 @@ def test_packing_holds_each_document_once_and_mixes_none(lengths, seq_len, how, 
             continue
         part = slice(-size, None) if how == "start" else slice(size)
         if x.trained[part][1:].any():
-            wanted.append((x.ids[part].tolist(), x.trained[part].tolist()))
+            wanted.append((x.ids[part].tolist(), [False, *x.trained[part][1:].tolist()]))
             over += len(x.ids) > size
     found, trained, in_training = [], 0, np.zeros(0, np.int64)
     for samples in filter(None, (train, held)):
@@ -243,7 +244,11 @@ def test_long_conversations_are_truncated_by_the_policy_and_counted(tmp_path):
     assert len(whole[1][0]) > size
     for how, wanted, dropped in (
         ("end", [whole[0], tuple(x[:size] for x in whole[1])], 1),  # of the third none is trained
-        ("start", [whole[0], *(tuple(x[-size:] for x in each) for each in whole[1:])], 0),
+        (
+            "start",
+            [whole[0], *((text[-size:], [0, *mask[1 - size :]]) for text, mask in whole[1:])],
+            0,
+        ),
         ("drop", [whole[0]], 2),
     ):
         corpus = start(file, truncate=how)
@@ -253,6 +258,32 @@ def test_long_conversations_are_truncated_by_the_policy_and_counted(tmp_path):
         assert counts.truncated == len(wanted) - 1
         assert counts.longest == max(len(text) for text, _ in whole)
         assert f"{dropped} dropped" in corpus.summary or not dropped
+
+
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize("kind", ["chats", "texts"])
+def test_the_loss_counts_what_is_shown_as_trained(tmp_path, kind, masks):
+    """Also without document masks, where texts continue one another and conversations do not."""
+    how = {"document_masks": masks}
+    if kind == "chats":
+        file = write_lines(tmp_path / "a.jsonl", MESSAGES)
+        section = {"source": "jsonl", "path": str(file), **DATA, "train_on": "everything", **how}
+    else:
+        (tmp_path / "a.txt").write_text("x" * 3)
+        (tmp_path / "b.txt").write_text("y" * 9)
+        section = {"source": "text", "path": str(tmp_path / "*.txt"), "held_out": 0.0, **how}
+    seq_len = 300 if kind == "chats" else 13  # 4 + 10 tokens of texts, one of them the first
+    corpus, total = opened(section, seq_len=seq_len), 0
+    for batch in corpus.train.once(1):
+        counts = batch.get("mask", np.ones_like(batch["tokens"]))[:, 1:] > 0
+        if masks:  # nothing is predicted across documents
+            counts &= np.diff(batch["segment_ids"]) == 0
+        total += int(counts.sum())
+    data = Config.load({"data": {"tokenizer": "bytes", **section}}).data
+    shown = show_data(data, ModelLimits(seq_len=seq_len))
+    assert total == sum(counts.trained for counts in shown.counts.values())
+    if kind == "texts":
+        assert total == sum(each.trained for each in shown.samples) == 14 - (2 if masks else 1)
 
 
 def test_one_conversation_a_sample_and_a_share_of_few_held_out(tmp_path):

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspeed
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.adapters.products import WeightDims
 from jaxspeed.checkpoint.header import AdapterRecord
 from jaxspeed.cli.main import main
 from jaxspeed.config.lora_section import Lora
@@ -21,6 +20,7 @@ from jaxspeed.interop.export_values import MergedValues
 from jaxspeed.interop.peft import adapted_weights, adapter_values, lora_section, read_adapter
 from jaxspeed.interop.peft_config import AdapterForm
 from jaxspeed.interop.peft_export import write_adapter
+from jaxspeed.jaxpr.weight_uses import WeightDims
 from tests.interop import peft_values
 from tests.interop.peft_values import ArrayValues
 

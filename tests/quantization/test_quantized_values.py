@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.quantization.codecs import FourBit, RowInt8, codec_named, nearest8, value8
+from jaxspeed.quantization.codecs import FourBit, Reordered, RowInt8, codec_named, nearest8, value8
 from jaxspeed.quantization.maps import dynamic_map
 from tests.quantization import numpy_codes
 
@@ -161,6 +161,7 @@ def test_the_values_of_8_bits_are_those_of_the_table():
 
 
 def test_a_codec_is_found_by_its_name():
-    for codec in (FourBit(), FourBit(2, 1, "fp4", 128, False), RowInt8(), RowInt8(1, 2)):
+    own = (FourBit(), FourBit(2, 1, "fp4", 128, False), RowInt8(), RowInt8(1, 2))
+    for codec in (*own, Reordered(FourBit(2, 1), (1, 2, 0)), Reordered(RowInt8(), (1, 0))):
         assert codec_named(codec.name) == codec
     assert codec_named("nf4") is None

@@ -99,6 +99,34 @@ def test_a_chat_is_the_text_that_follows_the_rendered_conversation(run):
         Request(["a"], stop_tokens=["a"])
 
 
+def test_a_run_on_prompts_and_completions_is_prompted_as_it_was_trained(tmp_path, capsys):
+    """Without the template that there is, each message by itself."""
+    lines = [{"prompt": f"{i} the of to", "completion": f" and in {i}"} for i in range(24)]
+    file = write_lines(tmp_path / "a.jsonl", lines)
+    config = {
+        "model": MODEL,
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "data": {"source": "jsonl", "path": str(file), "seq_len": 32, "chat_template": "chatml"},
+        "run": {"steps": 1, "sample_tokens": 4, "output": str(tmp_path / "run")},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trainer = open_run(source_of(tmp_path / "config.json"))
+    trainer.run()
+    assert FinalSample(trainer.engine, trainer.corpus).text().startswith("def ")
+    options = {"temperature": 0.0, "tokenizer": trainer.corpus.tokenizer}
+    wanted = [each.text for each in trainer.engine.generate(["the of", "to"], 4, **options)]
+    trainer.close()
+    capsys.readouterr()
+    asked = ["sample", str(tmp_path / "config.json"), "--tokens", "4", "--temperature", "0"]
+    for text, answer in zip(["the of", "to"], wanted, strict=True):
+        assert main([*asked, "--chat", text, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)["messages"]
+        assert [each["content"] for each in said] == [text, answer]
+    assert main([*asked, "--chat", "a", "--system", "b"]) == 2
+    assert "--system: this run was trained on prompts" in capsys.readouterr().err
+
+
 def test_each_line_of_the_input_is_a_turn(run, monkeypatch, capsys):
     config, _, _ = run
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nyou\n"))

@@ -1,10 +1,12 @@
 """What a step compiles to, as plain numbers; and how it compiles without one of its constraints."""
 
 import contextlib
+import pickle
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed.communication import Communication
+from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import collectives, largest_buffers, loop_carry_shapes
+from jaxspeed.ops import gpu
+from jaxspeed.planner.compile import child, deviceless_cuda, in_child
+from jaxspeed.planner.compile.workers import Workers
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from tests.system import stacks
@@ -158,6 +164,39 @@ def measure(
         "peak_bytes": memory.peak_memory_in_bytes,
         "largest": [asdict(b) for b in largest_buffers(text, 40)],
     }
+
+
+@dataclass(frozen=True)
+class MeasureJob:
+    """The job of a process that answers what a step for absent GPUs compiles to."""
+
+    target: Target
+
+    def __call__(self) -> Callable[[bytes], dict[str, Any]]:
+        devices = child.devices_of(self.target)
+
+        def compiling(program: Program, batch: Any) -> Any:
+            traced = program.step.trace(program.state, program.abstract_batch(batch))
+            lowered = traced.lower(lowering_platforms=("cuda",))
+            return deviceless_cuda.compile_lowered(lowered, self.target)
+
+        def answer(job: bytes) -> dict[str, Any]:
+            with gpu.assumed(self.target.chip.capability):
+                return measure(*pickle.loads(job)(devices), compiling)
+
+        return answer
+
+
+def measure_on_gpus(target: Target, job: Callable[[Any], tuple[Program, Any]]) -> dict[str, Any]:
+    """`measure` of a step for absent GPUs, which `job(devices)` builds in a child process."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = in_child._environment(target, folder)
+        own = pickle.dumps(MeasureJob(target))
+        workers = Workers(own, 1, environment, f"{target}: the compile failed", folder)
+        try:
+            return workers.submit(in_child.pickled(job)).result(in_child.PATIENCE)
+        finally:
+            workers.close()
 
 
 def measure_stacks(

@@ -29,8 +29,14 @@ DEEP = {**SIZES, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_lay
 
 def step(devices: Sequence[jax.Device], weights: str, preset: str | None = None) -> dict[str, Any]:
     """What a step of norms on a quantized base compiles to; of 8 B parameters by its preset."""
+    return measure(*program(devices, weights, preset))
+
+
+def program(
+    devices: Sequence[jax.Device] | None, weights: str, preset: str | None = None
+) -> tuple[Program, Any]:
     sizes = llama.PRESETS[preset] if preset else llama.Config(**SIZES)
-    return measure(*program_of(devices, weights, sizes, 512 if preset else SEQ))
+    return program_of(devices, weights, sizes, 512 if preset else SEQ)
 
 
 def deep(devices: Sequence[jax.Device] | None) -> tuple[Program, Any]:
@@ -52,7 +58,5 @@ def program_of(
             "model": {"quantize": {"weights": weights}},
         }
     )
-    program = build_program(
-        config, lambda rngs: llama.build(sizes, rngs), llama.loss, devices=devices
-    )
-    return program, {"tokens": jax.ShapeDtypeStruct((program.batch.train, seq + 1), jnp.int32)}
+    made = build_program(config, lambda rngs: llama.build(sizes, rngs), llama.loss, devices=devices)
+    return made, {"tokens": jax.ShapeDtypeStruct((made.batch.train, seq + 1), jnp.int32)}
