@@ -3,6 +3,7 @@
 docs/verification.md has the reasons why this is not Orbax's `CheckpointManager`.
 """
 
+import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from jaxspeed.checkpoint.header import (
     read_header,
 )
 from jaxspeed.checkpoint.header import NAME as HEADER
-from jaxspeed.checkpoint.leaves import Arrays, saved_leaves
+from jaxspeed.checkpoint.leaves import Arrays, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.manifest import (
     checksums,
     files_of,
@@ -40,7 +41,7 @@ from jaxspeed.checkpoint.manifest import (
 )
 from jaxspeed.checkpoint.orbax_arrays import FOLDER, ArrayFiles
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
-from jaxspeed.checkpoint.restore import restore_state
+from jaxspeed.checkpoint.restore import check_base, restore_state
 from jaxspeed.checkpoint.snapshot import Snapshot, snapshot_function
 from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
@@ -62,6 +63,7 @@ class Restored:
     client_state: dict[str, Any]
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)  # what was skipped, rounded or reinitialized
+    frozen_as_read: bool = False  # the frozen parameters are as they are where the model's are read
 
 
 class Checkpointer:
@@ -91,7 +93,7 @@ class Checkpointer:
         self._processes = Processes()
         self._saving = Processes()  # the thread's channel, with a count of rounds of its own
         self._files = ArrayFiles()
-        self._snapshot: tuple[Program, Any] | None = None
+        self._snapshot: tuple[Program, bool, Any] | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -101,9 +103,9 @@ class Checkpointer:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def check(self, program: Program) -> None:
+    def check(self, program: Program, exclude_frozen: bool = False) -> None:
         """Raise CheckpointError unless the folder is writable and has space for a checkpoint."""
-        nbytes = _nbytes(program)
+        nbytes = _nbytes(program, exclude_frozen)
         self._processes.first("checking the folder", lambda: check_writable(self.folder, nbytes))
 
     def save(
@@ -114,10 +116,15 @@ class Checkpointer:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
+        exclude_frozen: bool = False,
     ) -> str:
         """Start a save; return its tag once the state may be donated.
 
         Waits for a save that is still being written, and raises its failure.
+
+        Args:
+          exclude_frozen: leave out parameters that are not trained, and record where the model's
+            weights are read from: only if they are as they are there.
         """
         self.wait()
         step = int(state.step)
@@ -126,11 +133,11 @@ class Checkpointer:
         for name in given:
             check_tag(name)
         check_client_state(client_state or {})
-        header = header_of(program, tag, step, client_state or {}, sorted(given))
+        header = header_of(program, tag, step, client_state or {}, sorted(given), exclude_frozen)
         with _as_checkpoint_error(self.folder, f"saving {tag}"):
-            folder = self._begin(program, tag)
+            folder = self._begin(tag, _nbytes(program, exclude_frozen))
             try:
-                snapshot = self._take_snapshot(program, state)
+                snapshot = self._take_snapshot(program, state, exclude_frozen)
                 if not snapshot.copied:
                     self._files.begin(folder, snapshot.arrays)
             except BaseException:
@@ -164,8 +171,8 @@ class Checkpointer:
         finally:
             self._files.close()
 
-    def _begin(self, program: Program, tag: str) -> epath.Path:
-        folder, nbytes = self._store.writing(tag), _nbytes(program)
+    def _begin(self, tag: str, nbytes: int) -> epath.Path:
+        folder = self._store.writing(tag)
 
         def begin(tags: list[str]) -> None:
             if len(set(tags)) > 1:
@@ -178,10 +185,11 @@ class Checkpointer:
         self._processes.all("beginning to save", lambda: tag, begin)
         return folder
 
-    def _take_snapshot(self, program: Program, state: TrainState) -> Snapshot:
-        if self._snapshot is None or self._snapshot[0] is not program:
-            self._snapshot = (program, snapshot_function(program))
-        snapshot: Snapshot = self._snapshot[1](state)
+    def _take_snapshot(self, program: Program, state: TrainState, exclude_frozen: bool) -> Snapshot:
+        if self._snapshot is None or self._snapshot[:2] != (program, exclude_frozen):
+            take = snapshot_function(program, exclude_frozen)
+            self._snapshot = program, exclude_frozen, take
+        snapshot: Snapshot = self._snapshot[2](state)
         return snapshot
 
     def _finish(
@@ -267,6 +275,7 @@ class Checkpointer:
         weights_only: bool = False,
         renames: Mapping[str, str] | None = None,
         in_place_of: TrainState | None = None,
+        frozen_as_read: bool = False,
     ) -> Restored:
         """The state of a checkpoint, sharded as in `program`.
 
@@ -279,6 +288,8 @@ class Checkpointer:
             modules; with `weights_only`.
           in_place_of: a state to replace: its memory is freed once the checkpoint is known to be
             valid and to match, before any array is read.
+          frozen_as_read: the frozen parameters of `in_place_of` are those of the folder that the
+            model is read from, so that they are not read again where the checkpoint has none.
 
         Raises:
           CheckpointError: no checkpoint is valid, or it is of another model.
@@ -295,23 +306,38 @@ class Checkpointer:
                 check_valid(self._store, self._processes, existing(self._store, tag))
             folder = self.folder / tag
 
-            def ready() -> None:
-                for leaf in jax.tree.leaves(in_place_of):
-                    leaf.delete()
-
             # The manifest grows with the processes that saved.
             form = self._processes.first("reading the format", lambda: read_manifest(folder).format)
             header = read_header(folder, form)
+            if header.excluded:
+                check = functools.partial(check_base, folder, header, program.model.weights)
+                self._processes.all("comparing the frozen parameters", check)
+            kept: Arrays = {}
+            if in_place_of is not None and header.excluded and frozen_as_read and not weights_only:
+                kept = {
+                    name: in_place_of.params[name.removeprefix("params/")]
+                    for name in frozen_leaves(program)
+                }
+
+            def ready() -> None:
+                keep = set(map(id, jax.tree.leaves(kept)))
+                for leaf in jax.tree.leaves(in_place_of):
+                    if id(leaf) not in keep:
+                        leaf.delete()
+
             if weights_only:
-                state, notes = restore_weights(program, folder, header, dict(renames or {}), ready)
+                state, notes, as_read = restore_weights(
+                    program, folder, header, dict(renames or {}), ready
+                )
             else:
-                state, notes = restore_state(program, folder, header, ready)
+                state, notes = restore_state(program, folder, header, ready, kept)
+                as_read = bool(header.excluded)
             files = {name: (folder / FILES / name).read_bytes() for name in header.files}
-        return Restored(state, tag, header.step, header.client_state, files, notes)
+        return Restored(state, tag, header.step, header.client_state, files, notes, as_read)
 
 
-def _nbytes(program: Program) -> int:
-    return sum(leaf.nbytes for leaf in saved_leaves(program).values())
+def _nbytes(program: Program, exclude_frozen: bool) -> int:
+    return sum(leaf.nbytes for leaf in saved_leaves(program, exclude_frozen).values())
 
 
 def _describe(folder: epath.Path, header: Header, files: Mapping[str, bytes]) -> None:

@@ -15,13 +15,14 @@ from pydantic import TypeAdapter
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.checkpoint.leaves import saved_leaves
+from jaxspeed.checkpoint.leaves import SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.codec import CODECS, PLAIN, Codec
 from jaxspeed.quantization.codecs import QUANTIZED, codec_named
 from jaxspeed.quantization.moments import MOMENT_CODECS
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.pretrained_model import Origin
 
 NAME = "checkpoint.json"
 FILES = "files"
@@ -90,13 +91,20 @@ class Header:
     client_state: dict[str, Any]
     files: list[str]
     adapters: AdapterRecord | None = None
+    base: Origin | None = None  # of the parameters that are `excluded`
+    excluded: dict[str, LeafRecord] = field(default_factory=dict)  # frozen, and not saved
 
 
 def header_of(
-    program: Program, tag: str, step: int, client_state: Mapping[str, Any], files: list[str]
+    program: Program,
+    tag: str,
+    step: int,
+    client_state: Mapping[str, Any],
+    files: list[str],
+    exclude_frozen: bool = False,
 ) -> Header:
-    leaves = {
-        name: LeafRecord(
+    def record(leaf: SavedLeaf) -> LeafRecord:
+        return LeafRecord(
             leaf.shape,
             tuple(leaf.stored.shape),
             leaf.stored.dtype.name,
@@ -104,8 +112,13 @@ def header_of(
             leaf.codec.name,
             {part: (tuple(x.shape), x.dtype.name) for part, x in leaf.encoded.items()},
         )
-        for name, leaf in saved_leaves(program).items()
-    }
+
+    leaves = {n: record(leaf) for n, leaf in saved_leaves(program, exclude_frozen).items()}
+    base, excluded = None, {}
+    if exclude_frozen:
+        assert program.model.weights is not None
+        base = program.model.weights.origin
+        excluded = {n: record(leaf) for n, leaf in frozen_leaves(program).items()}
     return Header(
         tag=tag,
         step=step,
@@ -122,6 +135,8 @@ def header_of(
         client_state=dict(client_state),
         files=files,
         adapters=AdapterRecord.of(program),
+        base=base,
+        excluded=excluded,
     )
 
 

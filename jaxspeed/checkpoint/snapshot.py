@@ -25,14 +25,16 @@ class Snapshot(NamedTuple):
     copied: bool  # the state may be donated at once, else only once the arrays are on the host
 
 
-def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
+def snapshot_function(
+    program: Program, exclude_frozen: bool = False
+) -> Callable[[TrainState], Snapshot]:
     """A function from a state to arrays that later steps do not change.
 
     Arrays in host memory are copied, since NumPy would see them in place. From other memories Orbax
     copies to the host before its save returns. Of replicated arrays each device copies a shard, and
     elsewhere of small ones too: Orbax would slice them, and each slice is a program to compile.
     """
-    leaves = saved_leaves(program)
+    leaves = saved_leaves(program, exclude_frozen)
     on_host = program.mesh.devices.flat[0].platform == "cpu"
 
     def copies_of(arrays: Arrays) -> Arrays:

@@ -24,10 +24,16 @@ class Saver:
         directory: str | Path,
         tag: str | None,
         client_state: Mapping[str, Any] | None,
+        exclude_frozen: bool,
     ) -> str:
         tokenizer = tokenizer_of(self._program.model.weights)
         return self._at(directory).save(
-            self._program, state, tag=tag, client_state=client_state, files=files_of(tokenizer)
+            self._program,
+            state,
+            tag=tag,
+            client_state=client_state,
+            files=files_of(tokenizer),
+            exclude_frozen=exclude_frozen,
         )
 
     def load(
@@ -37,6 +43,7 @@ class Saver:
         weights_only: bool,
         renames: Mapping[str, str] | None,
         in_place_of: TrainState | None,
+        frozen_as_read: bool,
     ) -> Restored | None:
         """None where nothing was ever saved there to its end."""
         there = self._at(directory)
@@ -49,6 +56,7 @@ class Saver:
             weights_only=weights_only,
             renames=renames,
             in_place_of=in_place_of,
+            frozen_as_read=frozen_as_read,
         )
 
     def wait(self) -> None:
