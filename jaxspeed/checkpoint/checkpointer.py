@@ -29,7 +29,7 @@ from jaxspeed.checkpoint.header import (
     read_header,
 )
 from jaxspeed.checkpoint.header import NAME as HEADER
-from jaxspeed.checkpoint.leaves import Arrays, frozen_leaves, saved_leaves
+from jaxspeed.checkpoint.leaves import Arrays, SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.manifest import (
     checksums,
     files_of,
@@ -40,6 +40,8 @@ from jaxspeed.checkpoint.manifest import (
     write_manifest,
 )
 from jaxspeed.checkpoint.orbax_arrays import FOLDER, ArrayFiles
+from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
+from jaxspeed.checkpoint.other_adapters import OtherAdapter, leaves_of_others
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.checkpoint.restore import check_base, restore_state
 from jaxspeed.checkpoint.snapshot import Snapshot, snapshot_function
@@ -64,6 +66,8 @@ class Restored:
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)  # what was skipped, rounded or reinitialized
     frozen_as_read: bool = False  # the frozen parameters are as they are where the model's are read
+    adapter: str | None = None  # the one in use, of those that were loaded
+    adapters: dict[str, OtherAdapter] = field(default_factory=dict)  # the others
 
 
 class Checkpointer:
@@ -93,7 +97,7 @@ class Checkpointer:
         self._processes = Processes()
         self._saving = Processes()  # the thread's channel, with a count of rounds of its own
         self._files = ArrayFiles()
-        self._snapshot: tuple[Program, bool, Any] | None = None
+        self._snapshot: tuple[Any, Any] | None = None  # a function, and what it was made for
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -105,7 +109,7 @@ class Checkpointer:
 
     def check(self, program: Program, exclude_frozen: bool = False) -> None:
         """Raise CheckpointError unless the folder is writable and has space for a checkpoint."""
-        nbytes = _nbytes(program, exclude_frozen)
+        nbytes = _nbytes(saved_leaves(program, exclude_frozen))
         self._processes.first("checking the folder", lambda: check_writable(self.folder, nbytes))
 
     def save(
@@ -117,6 +121,8 @@ class Checkpointer:
         client_state: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
         exclude_frozen: bool = False,
+        adapter: str = "default",
+        adapters: Mapping[str, OtherAdapter] | None = None,
     ) -> str:
         """Start a save; return its tag once the state may be donated.
 
@@ -125,6 +131,8 @@ class Checkpointer:
         Args:
           exclude_frozen: leave out parameters that are not trained, and record where the model's
             weights are read from: only if they are as they are there.
+          adapter: the name of the adapter in use.
+          adapters: those that are not, by name.
         """
         self.wait()
         step = int(state.step)
@@ -133,11 +141,17 @@ class Checkpointer:
         for name in given:
             check_tag(name)
         check_client_state(client_state or {})
-        header = header_of(program, tag, step, client_state or {}, sorted(given), exclude_frozen)
+        leaves = saved_leaves(program, exclude_frozen)
+        others = {name: x.has_moments for name, x in (adapters or {}).items()}
+        leaves |= leaves_of_others(leaves, program, others)
+        excluded = frozen_leaves(program) if exclude_frozen else {}
+        header = header_of(
+            program, tag, step, client_state or {}, sorted(given), leaves, excluded, adapter
+        )
         with _as_checkpoint_error(self.folder, f"saving {tag}"):
-            folder = self._begin(tag, _nbytes(program, exclude_frozen))
+            folder = self._begin(tag, _nbytes(leaves))
             try:
-                snapshot = self._take_snapshot(program, state, exclude_frozen)
+                snapshot = self._take_snapshot(program, state, leaves, adapters or {})
                 if not snapshot.copied:
                     self._files.begin(folder, snapshot.arrays)
             except BaseException:
@@ -185,11 +199,22 @@ class Checkpointer:
         self._processes.all("beginning to save", lambda: tag, begin)
         return folder
 
-    def _take_snapshot(self, program: Program, state: TrainState, exclude_frozen: bool) -> Snapshot:
-        if self._snapshot is None or self._snapshot[:2] != (program, exclude_frozen):
-            take = snapshot_function(program, exclude_frozen)
-            self._snapshot = program, exclude_frozen, take
-        snapshot: Snapshot = self._snapshot[2](state)
+    def _take_snapshot(
+        self,
+        program: Program,
+        state: TrainState,
+        leaves: Mapping[str, SavedLeaf],
+        adapters: Mapping[str, OtherAdapter],
+    ) -> Snapshot:
+        made_for = program, [*leaves]
+        if self._snapshot is None or self._snapshot[1] != made_for:
+            self._snapshot = snapshot_function(program, leaves), made_for
+        others = {
+            f"{OTHERS}{adapter}/{name}": x
+            for adapter, other in adapters.items()
+            for name, x in other.arrays.items()
+        }
+        snapshot: Snapshot = self._snapshot[0](state, others)
         return snapshot
 
     def _finish(
@@ -325,19 +350,30 @@ class Checkpointer:
                     if id(leaf) not in keep:
                         leaf.delete()
 
+            adapter, adapters = None, dict[str, OtherAdapter]()
             if weights_only:
                 state, notes, as_read = restore_weights(
                     program, folder, header, dict(renames or {}), ready
                 )
             else:
-                state, notes = restore_state(program, folder, header, ready, kept)
-                as_read = bool(header.excluded)
+                state, adapters, notes = restore_state(program, folder, header, ready, kept)
+                adapter, as_read = header.adapter, bool(header.excluded)
             files = {name: (folder / FILES / name).read_bytes() for name in header.files}
-        return Restored(state, tag, header.step, header.client_state, files, notes, as_read)
+        return Restored(
+            state,
+            tag,
+            header.step,
+            header.client_state,
+            files,
+            notes,
+            as_read,
+            adapter,
+            adapters,
+        )
 
 
-def _nbytes(program: Program, exclude_frozen: bool) -> int:
-    return sum(leaf.nbytes for leaf in saved_leaves(program, exclude_frozen).values())
+def _nbytes(leaves: Mapping[str, SavedLeaf]) -> int:
+    return sum(leaf.nbytes for leaf in leaves.values())
 
 
 def _describe(folder: epath.Path, header: Header, files: Mapping[str, bytes]) -> None:

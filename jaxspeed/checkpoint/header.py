@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.checkpoint.leaves import SavedLeaf, frozen_leaves, saved_leaves
+from jaxspeed.checkpoint.leaves import SavedLeaf
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.codec import CODECS, PLAIN, Codec
@@ -93,6 +93,7 @@ class Header:
     adapters: AdapterRecord | None = None
     base: Origin | None = None  # of the parameters that are `excluded`
     excluded: dict[str, LeafRecord] = field(default_factory=dict)  # frozen, and not saved
+    adapter: str = "default"  # the name of the one in use; others are below `adapters/NAME`
 
 
 def header_of(
@@ -101,7 +102,9 @@ def header_of(
     step: int,
     client_state: Mapping[str, Any],
     files: list[str],
-    exclude_frozen: bool = False,
+    saved: Mapping[str, SavedLeaf],
+    excluded: Mapping[str, SavedLeaf],
+    adapter: str,
 ) -> Header:
     def record(leaf: SavedLeaf) -> LeafRecord:
         return LeafRecord(
@@ -113,17 +116,12 @@ def header_of(
             {part: (tuple(x.shape), x.dtype.name) for part, x in leaf.encoded.items()},
         )
 
-    leaves = {n: record(leaf) for n, leaf in saved_leaves(program, exclude_frozen).items()}
-    base, excluded = None, {}
-    if exclude_frozen:
-        assert program.model.weights is not None
-        base = program.model.weights.origin
-        excluded = {n: record(leaf) for n, leaf in frozen_leaves(program).items()}
+    weights = program.model.weights
     return Header(
         tag=tag,
         step=step,
         time=time.time(),
-        leaves=leaves,
+        leaves={name: record(leaf) for name, leaf in saved.items()},
         mesh=dict(program.mesh.shape),
         device=program.mesh.devices.flat[0].device_kind,
         processes=jax.process_count(),
@@ -135,8 +133,9 @@ def header_of(
         client_state=dict(client_state),
         files=files,
         adapters=AdapterRecord.of(program),
-        base=base,
-        excluded=excluded,
+        base=weights.origin if weights and excluded else None,
+        excluded={name: record(leaf) for name, leaf in excluded.items()},
+        adapter=adapter,
     )
 
 

@@ -5,6 +5,7 @@
     opt/PATH, ema/PATH              its moments, its moving average, other optimizer leaves
     variables/PATH                  statistics, random streams, buffers
     ring_errors/LAYOUT              rounding errors of quantized ring reduction
+    adapters/NAME/...               the same of an adapter that is loaded and not in use
 
 A value that a codec stores is saved as it is stored, one array for each of the codec's, below its
 name: `params/PATH/codes`.

@@ -23,6 +23,8 @@ from jaxspeed.checkpoint.leaves import (
     saved_leaves,
 )
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
+from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
+from jaxspeed.checkpoint.other_adapters import OtherAdapter, leaves_of_others
 from jaxspeed.errors import CheckpointError
 from jaxspeed.optim import loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored
@@ -43,8 +45,8 @@ def restore_state(
     header: Header,
     ready: Callable[[], None],
     frozen: Mapping[str, Stored],
-) -> tuple[TrainState, list[str]]:
-    """The full state, and notes on what could not be restored.
+) -> tuple[TrainState, dict[str, OtherAdapter], list[str]]:
+    """The full state, the adapters that were not in use, and notes on what could not be restored.
 
     `ready` is called when all has been checked, before any array is read. Parameters that the
     checkpoint does not have are `frozen`, by their names, or are read from where the model's are.
@@ -52,7 +54,13 @@ def restore_state(
     Raises:
       CheckpointError: its arrays are not those of this model and optimizer.
     """
-    wanted = saved_leaves(program, bool(header.excluded))
+    own = saved_leaves(program, bool(header.excluded))
+    others: dict[str, bool] = {}  # whether each has moments
+    for name in header.leaves:
+        if name.startswith(OTHERS):
+            adapter, _, rest = name.removeprefix(OTHERS).partition("/")
+            others[adapter] = others.get(adapter, False) or not rest.startswith("params/")
+    wanted = own | leaves_of_others(own, program, others)
     notes = []
     fresh: Arrays = {}
     if header.loss_scale_rule != repr(program.optimizer.rule):
@@ -76,7 +84,16 @@ def restore_state(
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
     on_disk = {name: as_on_disk(name, leaf, header.leaves[name]) for name, leaf in read.items()}
     ready()
-    saved, params = donatable_arrays(program, read_arrays(folder, on_disk), read, on_disk)
+    arrays = read_arrays(folder, on_disk)
+
+    def donatable(prefix: str, names: Iterable[str]) -> tuple[Arrays, Arrays]:
+        named = {prefix + name: name for name in names if prefix + name in read}
+        here = {named[name]: arrays.pop(name) for name in named if name in arrays}
+        stored, was = ({n: of[name] for name, n in named.items()} for of in (read, on_disk))
+        return donatable_arrays(program, here, stored, was)
+
+    saved, params = donatable("", own)
+    adapters = {name: OtherAdapter(*donatable(f"{OTHERS}{name}/", own)) for name in others}
     if header.excluded:
         base = frozen or {f"params/{path}": x for path, x in program.storage.frozen().items()}
         saved |= base
@@ -94,7 +111,7 @@ def restore_state(
             )
         else:
             notes += [f"{name} was rounded by the codec {codec}" for name in names]
-    return as_state(program, {**saved, **fresh}, params), notes
+    return as_state(program, {**saved, **fresh}, params), adapters, notes
 
 
 def check_adapters(program: Program, folder: epath.Path, header: Header) -> None:

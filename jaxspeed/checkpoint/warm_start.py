@@ -9,6 +9,7 @@ from etils import epath
 from jaxspeed.checkpoint.header import Header
 from jaxspeed.checkpoint.leaves import SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
+from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
 from jaxspeed.checkpoint.restore import as_on_disk, check_adapters, donatable_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.paths import listed
@@ -73,6 +74,8 @@ def restore_weights(
             " the same layers, or start from an export of it (jaxspeed checkpoint export)"
         )
     notes += [f"{_path(source)} was not restored: not in the model" for source in there.values()]
+    others = {n.split("/")[1] for n in header.leaves if n.startswith(OTHERS)}
+    notes += [f"the adapter {name} was not restored" for name in sorted(others)]
     if not any(name.startswith("params/") for name in taken):
         raise CheckpointError(
             f"{folder}: no parameter matches this model's; give renames={{old: new}}. "

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.choose_adapters import refuse_unlike
 from jaxspeed.checkpoint import Restored
+from jaxspeed.checkpoint.other_adapters import OtherAdapter, exchanged, other_adapter
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
@@ -102,7 +103,7 @@ class Engine(DeepSpeedHabits):
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
         self.frozen_as_read, self._said = self._is_read, False
-        self._adapter, self._adapters = "default", dict[str, Mapping[str, Any]]()
+        self._adapter, self._adapters = "default", dict[str, OtherAdapter]()
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -140,6 +141,10 @@ class Engine(DeepSpeedHabits):
         """Take the state of a checkpoint that was restored for this engine's program."""
         self.state = restored.state
         self.frozen_as_read = restored.frozen_as_read and self._is_read
+        if restored.adapter is not None:
+            self._adapter = restored.adapter
+            self._adapters |= restored.adapters
+            self._adapters.pop(self._adapter, None)
 
     @property
     def _is_read(self) -> bool:
@@ -320,7 +325,9 @@ class Engine(DeepSpeedHabits):
                     "exclude_frozen_parameters: the frozen parameters could not be read again: "
                     + (_REPLACED if self._is_read else _NOT_READ)
                 )
-        return self._saver.save(self.state, directory, tag, client_state, excluded)
+        return self._saver.save(
+            self.state, directory, tag, client_state, excluded, self._adapter, self._adapters
+        )
 
     def excludes_frozen(self) -> bool:
         """Whether checkpoints have only what is trained: a frozen base in a folder stays there.
@@ -396,6 +403,10 @@ class Engine(DeepSpeedHabits):
         program = self.program
         if not isinstance(program.model, AdaptedModel):
             raise ConfigError("load_adapter: the config has no section lora")
+        if name == self._adapter:
+            raise ConfigError(f"load_adapter: {name!r} is in use; give another name")
+        if not name or "/" in name:
+            raise ConfigError(f"load_adapter: {name!r} is no name: it is empty, or has a slash")
         saved = saved_adapter(folder, program.config, program.source.model)
         table = program.table
         shapes = {path: table.shape_of(path) for path in table.parameters}
@@ -409,13 +420,14 @@ class Engine(DeepSpeedHabits):
                 f"load_adapter: {where} {listed(unlike)}; lora.use_dora, lora.modules_to_save and "
                 "lora.bias have to be those of the adapter: start another engine with lora.adapter"
             )
-        self._adapters[name] = values
+        self._adapters[name] = other_adapter(program, values)
 
     def use_adapter(self, name: str) -> None:
         """Train, evaluate and generate with an adapter of `load_adapter` from now on.
 
-        The one in use is kept, with what it has learned: that of the start has the name "default".
-        The optimizer's state with its moving averages, and the step, stay as they are.
+        The one in use is kept, with its moments and moving averages, as checkpoints keep it too;
+        that of the start has the name "default". One that was never in use starts with fresh
+        moments. The step and the schedules that count it are the run's.
 
         Raises:
           ConfigError: no adapter of this name is loaded.
@@ -427,9 +439,8 @@ class Engine(DeepSpeedHabits):
                 f"use_adapter: {name!r} is not loaded; there are "
                 + ", ".join(sorted({self._adapter, *self._adapters}))
             )
-        state, rows = self.state, self._rows_of_adapters()  # a base may be too large to be decoded
-        current = self.placements.joined({row.path: _parameter(state, row) for row in rows})
-        self.parameters, self._adapters[self._adapter] = self._adapters.pop(name), current
+        other = self._adapters.pop(name)
+        self.state, self._adapters[self._adapter] = exchanged(self.program, self.state, other)
         self._adapter = name
 
     def _rows_of_adapters(self) -> list[Row]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.checkpoint import Checkpointer, Restored
+from jaxspeed.checkpoint.other_adapters import OtherAdapter
 from jaxspeed.data.tokenizer import files_of
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.train.program import Program
@@ -25,6 +26,8 @@ class Saver:
         tag: str | None,
         client_state: Mapping[str, Any] | None,
         exclude_frozen: bool,
+        adapter: str,
+        adapters: Mapping[str, OtherAdapter],
     ) -> str:
         tokenizer = tokenizer_of(self._program.model.weights)
         return self._at(directory).save(
@@ -34,6 +37,8 @@ class Saver:
             client_state=client_state,
             files=files_of(tokenizer),
             exclude_frozen=exclude_frozen,
+            adapter=adapter,
+            adapters=adapters,
         )
 
     def load(
