@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
@@ -19,7 +18,7 @@ from jaxspeed.checkpoint.catalog import existing
 from jaxspeed.checkpoint.header import FILES as SAVED
 from jaxspeed.checkpoint.header import AdapterRecord, Header, read_header
 from jaxspeed.checkpoint.manifest import read_manifest
-from jaxspeed.checkpoint.process_agreement import Processes
+from jaxspeed.checkpoint.process_agreement import OnFirst, Processes
 from jaxspeed.checkpoint.restore import check_base
 from jaxspeed.checkpoint.stores import store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid
@@ -377,28 +376,35 @@ def _write(
     bound = identity(shapes) if form is None else bind(form.table, shapes)
     tensors = _tensors(bound, values.leaves, _floating(dtype))
     groups = _file_groups(tensors, file_bytes)
-    first = jax.process_index() == 0
-    try:
-        if first:
-            target.mkdir(parents=True, exist_ok=True)
-            if there := sorted(target.glob("model*.safetensors*")):
-                raise CheckpointError(f"{target}: contains an export already ({there[0].name})")
-        files = {
-            name: TensorFile.create(target / name, {n: tensors[n] for n in group}, metadata)
-            for name, group in groups.items()
-            if first
-        }
-        file_of = {tensor: file for file in files.values() for tensor in file.tensors}
-        for path in values.leaves:
-            for index, block in values.blocks(path):
-                if first:
-                    _scatter(bound, path, index, block, file_of, tensors)
+    files: dict[str, TensorFile] = {}
+    file_of: dict[str, TensorFile] = {}
+
+    def create() -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        if there := sorted(target.glob("model*.safetensors*")):
+            raise CheckpointError(f"{target}: contains an export already ({there[0].name})")
+        for name, group in groups.items():
+            of_group = {n: tensors[n] for n in group}
+            files[name] = TensorFile.create(target / name, of_group, metadata)
+            file_of.update(dict.fromkeys(group, files[name]))
+
+    def finish() -> None:
         for name, file in files.items():
             file.finish(target / name)
-        if first and len(files) > 1:
+        if len(files) > 1:
             _write_index(target, tensors, groups)
-        if first and form is not None:
+        if form is not None:
             _write_other_files(target, tensors, form)
+
+    on_first = OnFirst("exporting")
+    try:
+        on_first(create)
+        on_first.agree()
+        for path in values.leaves:
+            for index, block in values.blocks(path):
+                on_first(functools.partial(_scatter, bound, path, index, block, file_of, tensors))
+        on_first(finish)
+        on_first.agree()
     except OSError as error:
         raise CheckpointError(f"{target}: export failed: {error.strerror or error}") from error
     return list(groups), tensors

@@ -13,7 +13,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights are read from, and what tells them from others.
+    """Where weights are read from, and what distinguishes them from others.
 
     Attributes:
       folder: that has the files.
