@@ -107,10 +107,12 @@ def test_8_bit_moments_of_a_run_that_was_killed_are_bitwise_those_of_one_never_k
     killed = tmp_path / "killed"
     child = started(config, killed)
     deadline = time.monotonic() + ENOUGH
-    while child.poll() is None and not (killed / "checkpoints" / "step-00000003").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    child.kill()
+    try:
+        while child.poll() is None and not (killed / "checkpoints" / "step-00000003").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        child.kill()
     _, said = child.communicate()
     assert child.returncode == -signal.SIGKILL, said
     assert not (killed / "checkpoints" / "step-00000005").exists()
