@@ -97,7 +97,7 @@ class Checkpointer:
         self._processes = Processes()
         self._saving = Processes()  # the thread's channel, with a count of rounds of its own
         self._files = ArrayFiles()
-        self._snapshot: tuple[Any, Any] | None = None  # a function, and what it was made for
+        self._snapshot: tuple[Program, set[str], Any] | None = None  # of a program's leaves
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -206,15 +206,15 @@ class Checkpointer:
         leaves: Mapping[str, SavedLeaf],
         adapters: Mapping[str, OtherAdapter],
     ) -> Snapshot:
-        made_for = program, [*leaves]
-        if self._snapshot is None or self._snapshot[1] != made_for:
-            self._snapshot = snapshot_function(program, leaves), made_for
+        made = self._snapshot
+        if made is None or made[0] is not program or made[1] != leaves.keys():
+            self._snapshot = made = program, set(leaves), snapshot_function(program, leaves)
         others = {
             f"{OTHERS}{adapter}/{name}": x
             for adapter, other in adapters.items()
             for name, x in other.arrays.items()
         }
-        snapshot: Snapshot = self._snapshot[0](state, others)
+        snapshot: Snapshot = made[2](state, others)
         return snapshot
 
     def _finish(

@@ -76,7 +76,8 @@ def restore_state(
         fresh |= _zero_ring_errors(program)
     missing = sorted(set(wanted) - set(header.leaves) - set(fresh))
     extra = sorted(set(header.leaves) - set(wanted) - of_rings)
-    if extra and not missing and all(name.startswith("ema/") for name in extra):
+    kinds = {name.split("/")[2 if name.startswith(OTHERS) else 0] for name in extra}
+    if not missing and kinds == {"ema"}:
         notes.append("its moving average was not restored: the config sets none")
         extra = []
     _check(folder, wanted, header, missing, extra)

@@ -14,6 +14,8 @@ from jaxspeed.errors import ConfigError
 if TYPE_CHECKING:
     from jaxspeed.checkpoint import CheckpointInfo
     from jaxspeed.config import Config
+    from jaxspeed.interop import HFForm
+    from jaxspeed.user_models.pretrained_model import Weights
 
 
 def add(commands: Any) -> None:
@@ -195,6 +197,21 @@ def _model_of(given: argparse.Namespace) -> tuple["Config", Any]:
     return loaded, resolve_model(loaded)[0]
 
 
+def _hf_form(given: argparse.Namespace) -> tuple["HFForm", str | None, "Weights | None"]:
+    """The form of that model, its base's folder, and the weights in it.
+
+    Raises:
+      NoHFForm: it has none.
+    """
+    from jaxspeed.data.tokenizer import BESIDE
+    from jaxspeed.interop.exporting import hf_form
+
+    config, model = _model_of(given)
+    base = config.model.pretrained if config.model else None
+    form = hf_form(config, model, [_run(given) / name for name in BESIDE])
+    return form, base, getattr(model, "weights", None)
+
+
 def _run(given: argparse.Namespace) -> Path:
     run = Path(given.folder)
     return run.parent if run.name == "checkpoints" else run
@@ -227,22 +244,19 @@ def _export(given: argparse.Namespace) -> int:
         raise ConfigError(
             f"--merge writes Hugging Face's format; leave out --format {given.format}"
         )
-    from jaxspeed.data.tokenizer import BESIDE
     from jaxspeed.interop import export, export_adapter
-    from jaxspeed.interop.exporting import NoHFForm, hf_form
+    from jaxspeed.interop.exporting import NoHFForm
     from jaxspeed.placement.show import bytes_text
 
     how = {"tag": _tag(given, folder), "dtype": given.dtype, "ema": given.ema}
     form = base = None
     is_native = not given.merge and given.format in (None, "native")
-    # Keys of adapters may be the paths of parameters.
-    with contextlib.suppress(*([NoHFForm] if given.format == "peft" else [])):
-        if not is_native or given.config is not None:
-            config, model = _model_of(given)
-            base = config.model.pretrained if config.model else None
-            how["weights"] = getattr(model, "weights", None)
-            if not is_native:
-                form = hf_form(config, model, [_run(given) / name for name in BESIDE])
+    if is_native and given.config is not None:
+        how["weights"] = getattr(_model_of(given)[1], "weights", None)
+    elif not is_native:
+        # Keys of adapters may be the paths of parameters.
+        with contextlib.suppress(*([NoHFForm] if given.format == "peft" else [])):
+            form, base, how["weights"] = _hf_form(given)
     if given.format == "peft":
         summary = export_adapter(folder, given.out, form=form, base=base, **how)
     else:
