@@ -98,7 +98,7 @@ def with_adapters(config, base):
 def test_8_bit_moments_of_a_run_that_was_killed_are_bitwise_those_of_one_never_killed(
     tmp_path, monkeypatch, lora
 ):
-    optimizer = {"type": "AdamW8bit", "params": {"lr": 0.003, "min_8bit_size": 1}}
+    optimizer = {"type": "AdamW8bit", "params": {"lr": 0.003, "min_8bit_size": 1 if lora else 512}}
     changes = {"run": {"steps": 5, "checkpoint_every": 3}, "data": {"held_out": 0}}
     config = small.write(tmp_path, optimizer=optimizer, **changes)
     if lora:
@@ -106,7 +106,7 @@ def test_8_bit_moments_of_a_run_that_was_killed_are_bitwise_those_of_one_never_k
         with_adapters(config, tmp_path / "base")
     killed = tmp_path / "killed"
     child = started(config, killed)
-    deadline = time.monotonic() + ENOUGH
+    deadline = time.monotonic() + 2 * ENOUGH  # two programs of a quantized state compile
     try:
         while child.poll() is None and not (killed / "checkpoints" / "step-00000003").exists():
             assert time.monotonic() < deadline
