@@ -13,6 +13,7 @@ from jaxspeed.checkpoint.header import NAME, LeafRecord, read_header
 from jaxspeed.checkpoint.manifest import Manifest, files_of, problems_of, read_manifest, unlisted
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, store_at
 from jaxspeed.errors import CheckpointError
+from jaxspeed.user_models.pretrained_model import Origin
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -35,6 +36,8 @@ class CheckpointInfo:
     client_state: dict[str, Any] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     leaves: dict[str, LeafRecord] = field(default_factory=dict)
+    base: Origin | None = None
+    excluded: dict[str, LeafRecord] = field(default_factory=dict)
 
 
 def default_tag(step: int) -> str:
@@ -79,6 +82,8 @@ def info_of(folder: epath.Path) -> CheckpointInfo:
         },
         files=tuple(header.files),
         leaves=header.leaves,
+        base=header.base,
+        excluded=header.excluded,
     )
 
 

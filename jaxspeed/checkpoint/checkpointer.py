@@ -3,6 +3,7 @@
 docs/verification.md has the reasons why this is not Orbax's `CheckpointManager`.
 """
 
+import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from jaxspeed.checkpoint.header import (
     read_header,
 )
 from jaxspeed.checkpoint.header import NAME as HEADER
-from jaxspeed.checkpoint.leaves import Arrays, saved_leaves
+from jaxspeed.checkpoint.leaves import Arrays, SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.manifest import (
     checksums,
     files_of,
@@ -39,8 +40,10 @@ from jaxspeed.checkpoint.manifest import (
     write_manifest,
 )
 from jaxspeed.checkpoint.orbax_arrays import FOLDER, ArrayFiles
+from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
+from jaxspeed.checkpoint.other_adapters import OtherAdapter, leaves_of_others
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
-from jaxspeed.checkpoint.restore import restore_state
+from jaxspeed.checkpoint.restore import check_base, restore_state
 from jaxspeed.checkpoint.snapshot import Snapshot, snapshot_function
 from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
@@ -62,6 +65,9 @@ class Restored:
     client_state: dict[str, Any]
     files: dict[str, bytes]
     notes: list[str] = field(default_factory=list)  # what was skipped, rounded or reinitialized
+    frozen_as_read: bool = False  # the frozen parameters are as they are where the model's are read
+    adapter: str | None = None  # the one in use, of those that were loaded
+    adapters: dict[str, OtherAdapter] = field(default_factory=dict)  # the others
 
 
 class Checkpointer:
@@ -91,7 +97,7 @@ class Checkpointer:
         self._processes = Processes()
         self._saving = Processes()  # the thread's channel, with a count of rounds of its own
         self._files = ArrayFiles()
-        self._snapshot: tuple[Program, Any] | None = None
+        self._snapshot: tuple[Program, set[str], Any] | None = None  # of a program's leaves
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -101,9 +107,9 @@ class Checkpointer:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def check(self, program: Program) -> None:
+    def check(self, program: Program, exclude_frozen: bool = False) -> None:
         """Raise CheckpointError unless the folder is writable and has space for a checkpoint."""
-        nbytes = _nbytes(program)
+        nbytes = _nbytes(saved_leaves(program, exclude_frozen))
         self._processes.first("checking the folder", lambda: check_writable(self.folder, nbytes))
 
     def save(
@@ -114,10 +120,19 @@ class Checkpointer:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
+        exclude_frozen: bool = False,
+        adapter: str = "default",
+        adapters: Mapping[str, OtherAdapter] | None = None,
     ) -> str:
         """Start a save; return its tag once the state may be donated.
 
         Waits for a save that is still being written, and raises its failure.
+
+        Args:
+          exclude_frozen: leave out parameters that are not trained, and record where the model's
+            weights are read from: only if they are as they are there.
+          adapter: the name of the adapter in use.
+          adapters: those that are not, by name.
         """
         self.wait()
         step = int(state.step)
@@ -126,11 +141,17 @@ class Checkpointer:
         for name in given:
             check_tag(name)
         check_client_state(client_state or {})
-        header = header_of(program, tag, step, client_state or {}, sorted(given))
+        leaves = saved_leaves(program, exclude_frozen)
+        others = {name: x.has_moments for name, x in (adapters or {}).items()}
+        leaves |= leaves_of_others(leaves, program, others)
+        excluded = frozen_leaves(program) if exclude_frozen else {}
+        header = header_of(
+            program, tag, step, client_state or {}, sorted(given), leaves, excluded, adapter
+        )
         with _as_checkpoint_error(self.folder, f"saving {tag}"):
-            folder = self._begin(program, tag)
+            folder = self._begin(tag, _nbytes(leaves))
             try:
-                snapshot = self._take_snapshot(program, state)
+                snapshot = self._take_snapshot(program, state, leaves, adapters or {})
                 if not snapshot.copied:
                     self._files.begin(folder, snapshot.arrays)
             except BaseException:
@@ -164,8 +185,8 @@ class Checkpointer:
         finally:
             self._files.close()
 
-    def _begin(self, program: Program, tag: str) -> epath.Path:
-        folder, nbytes = self._store.writing(tag), _nbytes(program)
+    def _begin(self, tag: str, nbytes: int) -> epath.Path:
+        folder = self._store.writing(tag)
 
         def begin(tags: list[str]) -> None:
             if len(set(tags)) > 1:
@@ -178,10 +199,22 @@ class Checkpointer:
         self._processes.all("beginning to save", lambda: tag, begin)
         return folder
 
-    def _take_snapshot(self, program: Program, state: TrainState) -> Snapshot:
-        if self._snapshot is None or self._snapshot[0] is not program:
-            self._snapshot = (program, snapshot_function(program))
-        snapshot: Snapshot = self._snapshot[1](state)
+    def _take_snapshot(
+        self,
+        program: Program,
+        state: TrainState,
+        leaves: Mapping[str, SavedLeaf],
+        adapters: Mapping[str, OtherAdapter],
+    ) -> Snapshot:
+        made = self._snapshot
+        if made is None or made[0] is not program or made[1] != leaves.keys():
+            self._snapshot = made = program, set(leaves), snapshot_function(program, leaves)
+        others = {
+            f"{OTHERS}{adapter}/{name}": x
+            for adapter, other in adapters.items()
+            for name, x in other.arrays.items()
+        }
+        snapshot: Snapshot = made[2](state, others)
         return snapshot
 
     def _finish(
@@ -267,6 +300,7 @@ class Checkpointer:
         weights_only: bool = False,
         renames: Mapping[str, str] | None = None,
         in_place_of: TrainState | None = None,
+        frozen_as_read: bool = False,
     ) -> Restored:
         """The state of a checkpoint, sharded as in `program`.
 
@@ -279,6 +313,8 @@ class Checkpointer:
             modules; with `weights_only`.
           in_place_of: a state to replace: its memory is freed once the checkpoint is known to be
             valid and to match, before any array is read.
+          frozen_as_read: the frozen parameters of `in_place_of` are those of the folder that the
+            model is read from, so that they are not read again where the checkpoint has none.
 
         Raises:
           CheckpointError: no checkpoint is valid, or it is of another model.
@@ -295,23 +331,49 @@ class Checkpointer:
                 check_valid(self._store, self._processes, existing(self._store, tag))
             folder = self.folder / tag
 
-            def ready() -> None:
-                for leaf in jax.tree.leaves(in_place_of):
-                    leaf.delete()
-
             # The manifest grows with the processes that saved.
             form = self._processes.first("reading the format", lambda: read_manifest(folder).format)
             header = read_header(folder, form)
+            if header.excluded:
+                check = functools.partial(check_base, folder, header, program.model.weights)
+                self._processes.all("comparing the frozen parameters", check)
+            kept: Arrays = {}
+            if in_place_of is not None and header.excluded and frozen_as_read and not weights_only:
+                kept = {
+                    name: in_place_of.params[name.removeprefix("params/")]
+                    for name in frozen_leaves(program)
+                }
+
+            def ready() -> None:
+                keep = set(map(id, jax.tree.leaves(kept)))
+                for leaf in jax.tree.leaves(in_place_of):
+                    if id(leaf) not in keep:
+                        leaf.delete()
+
+            adapter, adapters = None, dict[str, OtherAdapter]()
             if weights_only:
-                state, notes = restore_weights(program, folder, header, dict(renames or {}), ready)
+                state, notes, as_read = restore_weights(
+                    program, folder, header, dict(renames or {}), ready
+                )
             else:
-                state, notes = restore_state(program, folder, header, ready)
+                state, adapters, notes = restore_state(program, folder, header, ready, kept)
+                adapter, as_read = header.adapter, bool(header.excluded)
             files = {name: (folder / FILES / name).read_bytes() for name in header.files}
-        return Restored(state, tag, header.step, header.client_state, files, notes)
+        return Restored(
+            state,
+            tag,
+            header.step,
+            header.client_state,
+            files,
+            notes,
+            as_read,
+            adapter,
+            adapters,
+        )
 
 
-def _nbytes(program: Program) -> int:
-    return sum(leaf.nbytes for leaf in saved_leaves(program).values())
+def _nbytes(leaves: Mapping[str, SavedLeaf]) -> int:
+    return sum(leaf.nbytes for leaf in leaves.values())
 
 
 def _describe(folder: epath.Path, header: Header, files: Mapping[str, bytes]) -> None:

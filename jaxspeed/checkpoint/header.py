@@ -15,13 +15,14 @@ from pydantic import TypeAdapter
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.checkpoint.leaves import saved_leaves
+from jaxspeed.checkpoint.leaves import SavedLeaf
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.codec import CODECS, PLAIN, Codec
 from jaxspeed.quantization.codecs import QUANTIZED, codec_named
 from jaxspeed.quantization.moments import MOMENT_CODECS
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.pretrained_model import Origin
 
 NAME = "checkpoint.json"
 FILES = "files"
@@ -90,13 +91,23 @@ class Header:
     client_state: dict[str, Any]
     files: list[str]
     adapters: AdapterRecord | None = None
+    base: Origin | None = None  # of the parameters that are `excluded`
+    excluded: dict[str, LeafRecord] = field(default_factory=dict)  # frozen, and not saved
+    adapter: str = "default"  # the name of the one in use; others are below `adapters/NAME`
 
 
 def header_of(
-    program: Program, tag: str, step: int, client_state: Mapping[str, Any], files: list[str]
+    program: Program,
+    tag: str,
+    step: int,
+    client_state: Mapping[str, Any],
+    files: list[str],
+    saved: Mapping[str, SavedLeaf],
+    excluded: Mapping[str, SavedLeaf],
+    adapter: str,
 ) -> Header:
-    leaves = {
-        name: LeafRecord(
+    def record(leaf: SavedLeaf) -> LeafRecord:
+        return LeafRecord(
             leaf.shape,
             tuple(leaf.stored.shape),
             leaf.stored.dtype.name,
@@ -104,13 +115,13 @@ def header_of(
             leaf.codec.name,
             {part: (tuple(x.shape), x.dtype.name) for part, x in leaf.encoded.items()},
         )
-        for name, leaf in saved_leaves(program).items()
-    }
+
+    weights = program.model.weights
     return Header(
         tag=tag,
         step=step,
         time=time.time(),
-        leaves=leaves,
+        leaves={name: record(leaf) for name, leaf in saved.items()},
         mesh=dict(program.mesh.shape),
         device=program.mesh.devices.flat[0].device_kind,
         processes=jax.process_count(),
@@ -122,6 +133,9 @@ def header_of(
         client_state=dict(client_state),
         files=files,
         adapters=AdapterRecord.of(program),
+        base=weights.origin if weights and excluded else None,
+        excluded={name: record(leaf) for name, leaf in excluded.items()},
+        adapter=adapter,
     )
 
 

@@ -5,6 +5,7 @@
     opt/PATH, ema/PATH              its moments, its moving average, other optimizer leaves
     variables/PATH                  statistics, random streams, buffers
     ring_errors/LAYOUT              rounding errors of quantized ring reduction
+    adapters/NAME/...               the same of an adapter that is loaded and not in use
 
 A value that a codec stores is saved as it is stored, one array for each of the codec's, below its
 name: `params/PATH/codes`.
@@ -84,8 +85,13 @@ def saved_arrays(program: Program, state: TrainState) -> Arrays:
     }
 
 
-def saved_leaves(program: Program) -> dict[str, SavedLeaf]:
-    """The saved leaves of a program's state, by name, without arrays."""
+def saved_leaves(program: Program, exclude_frozen: bool = False) -> dict[str, SavedLeaf]:
+    """The saved leaves of a program's state, by name, without arrays.
+
+    Args:
+      exclude_frozen: leave out parameters that are not trained. Of one of which some layers are
+        trained, only their ranges are saved, as `params/PATH/[start:stop]`.
+    """
     table = program.table
     values = {f"params/{row.path}": table.stored(row, row.updated) for row in table}
     values |= {f"opt/{path}": value for path, value in program.layout.values.items()}
@@ -93,9 +99,13 @@ def saved_leaves(program: Program) -> dict[str, SavedLeaf]:
     logical |= {f"ema/{row.path}": row.leaf.shape for row in table}
     arrays = saved_arrays(program, program.state)
     leaves = {name: _leaf(x, values.get(name), logical.get(name)) for name, x in arrays.items()}
+    if exclude_frozen:
+        frozen = frozen_leaves(program)
+        leaves = {name: leaf for name, leaf in leaves.items() if name not in frozen}
     for path, rows in table.parameters.items():
-        if len(rows) > 1 and all(row.updated.codec == PLAIN for row in rows):
-            names = [f"params/{row.path}" for row in rows]
+        names = [f"params/{row.path}" for row in rows]
+        are_saved = all(name in leaves for name in names)
+        if len(rows) > 1 and are_saved and all(row.updated.codec == PLAIN for row in rows):
             averages = [f"ema/{row.path}" for row in rows]
             averages = [a if a in leaves else p for a, p in zip(averages, names, strict=True)]
             if averages != names:
@@ -103,6 +113,18 @@ def saved_leaves(program: Program) -> dict[str, SavedLeaf]:
             leaves[f"params/{path}"] = _joined({name: leaves[name] for name in names})
     parts = {name for leaf in leaves.values() for name in leaf.parts}
     return {name: leaf for name, leaf in leaves.items() if name not in parts}
+
+
+def frozen_leaves(program: Program) -> dict[str, SavedLeaf]:
+    """The leaves of the parameters that are not trained, by their names in a state."""
+    table = program.table
+    return {
+        f"params/{row.path}": _leaf(
+            program.state.params[row.path], table.stored(row, row.updated), row.leaf.shape
+        )
+        for row in table
+        if not row.leaf.trainable
+    }
 
 
 def _joined(parts: Mapping[str, SavedLeaf]) -> SavedLeaf:

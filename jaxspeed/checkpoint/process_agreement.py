@@ -32,6 +32,42 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+class OnFirst:
+    """Work of the first process between collectives of all, such as writing what they gather.
+
+    An error there would leave the others waiting in the next collective. So it ends the work, but
+    `agree` raises it, on all.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._processes = what, Processes()
+        self._failure: Exception | None = None
+
+    def __call__(self, work: Callable[[], Any]) -> None:
+        """Run `work()` on the first process, unless its work failed before."""
+        if not is_first() or self._failure is not None:
+            return
+        try:
+            work()
+        except Exception as error:
+            if jax.process_count() == 1:
+                raise
+            self._failure = error
+
+    def agree(self) -> None:
+        """Wait for all processes.
+
+        Raises:
+          PeerError: the first one's work failed; there its own exception is raised.
+        """
+
+        def check() -> None:
+            if self._failure is not None:
+                raise self._failure
+
+        self._processes.first(self._what, check)
+
+
 class Processes:
     """The processes of this run; each call of `all` is a barrier."""
 

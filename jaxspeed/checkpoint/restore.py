@@ -23,6 +23,8 @@ from jaxspeed.checkpoint.leaves import (
     saved_leaves,
 )
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
+from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
+from jaxspeed.checkpoint.other_adapters import OtherAdapter, leaves_of_others
 from jaxspeed.errors import CheckpointError
 from jaxspeed.optim import loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored
@@ -31,22 +33,34 @@ from jaxspeed.placement.rules import examples
 from jaxspeed.placement.specs import by_dim, num_shards
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
+from jaxspeed.user_models.pretrained_model import Weights
 
 _COPY_BYTES = 256 << 20  # copied at once: the peak is one state and this
 _SCALE = tuple(f"loss_scale/{name}" for name in loss_scale.LossScale._fields)
 
 
 def restore_state(
-    program: Program, folder: epath.Path, header: Header, ready: Callable[[], None]
-) -> tuple[TrainState, list[str]]:
-    """The full state, and notes on what could not be restored.
+    program: Program,
+    folder: epath.Path,
+    header: Header,
+    ready: Callable[[], None],
+    frozen: Mapping[str, Stored],
+) -> tuple[TrainState, dict[str, OtherAdapter], list[str]]:
+    """The full state, the adapters that were not in use, and notes on what could not be restored.
 
-    `ready` is called when all has been checked, before any array is read.
+    `ready` is called when all has been checked, before any array is read. Parameters that the
+    checkpoint does not have are `frozen`, by their names, or are read from where the model's are.
 
     Raises:
       CheckpointError: its arrays are not those of this model and optimizer.
     """
-    wanted = saved_leaves(program)
+    own = saved_leaves(program, bool(header.excluded))
+    others: dict[str, bool] = {}  # whether each has moments
+    for name in header.leaves:
+        if name.startswith(OTHERS):
+            adapter, _, rest = name.removeprefix(OTHERS).partition("/")
+            others[adapter] = others.get(adapter, False) or not rest.startswith("params/")
+    wanted = own | leaves_of_others(own, program, others)
     notes = []
     fresh: Arrays = {}
     if header.loss_scale_rule != repr(program.optimizer.rule):
@@ -62,15 +76,28 @@ def restore_state(
         fresh |= _zero_ring_errors(program)
     missing = sorted(set(wanted) - set(header.leaves) - set(fresh))
     extra = sorted(set(header.leaves) - set(wanted) - of_rings)
-    if extra and not missing and all(name.startswith("ema/") for name in extra):
+    kinds = {name.split("/")[2 if name.startswith(OTHERS) else 0] for name in extra}
+    if not missing and kinds == {"ema"}:
         notes.append("its moving average was not restored: the config sets none")
         extra = []
-    _check(folder, wanted, header.leaves, missing, extra)
+    _check(folder, wanted, header, missing, extra)
     check_adapters(program, folder, header)
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
     on_disk = {name: as_on_disk(name, leaf, header.leaves[name]) for name, leaf in read.items()}
     ready()
-    saved, params = donatable_arrays(program, read_arrays(folder, on_disk), read, on_disk)
+    arrays = read_arrays(folder, on_disk)
+
+    def donatable(prefix: str, names: Iterable[str]) -> tuple[Arrays, Arrays]:
+        named = {prefix + name: name for name in names if prefix + name in read}
+        here = {named[name]: arrays.pop(name) for name in named if name in arrays}
+        stored, was = ({n: of[name] for name, n in named.items()} for of in (read, on_disk))
+        return donatable_arrays(program, here, stored, was)
+
+    saved, params = donatable("", own)
+    adapters = {name: OtherAdapter(*donatable(f"{OTHERS}{name}/", own)) for name in others}
+    if header.excluded:
+        base = frozen or {f"params/{path}": x for path, x in program.storage.frozen().items()}
+        saved |= base
     rounded: dict[tuple[str, bool], list[str]] = {}
     for name, leaf in wanted.items():
         was = header.leaves.get(name)
@@ -85,7 +112,7 @@ def restore_state(
             )
         else:
             notes += [f"{name} was rounded by the codec {codec}" for name in names]
-    return as_state(program, {**saved, **fresh}, params), notes
+    return as_state(program, {**saved, **fresh}, params), adapters, notes
 
 
 def check_adapters(program: Program, folder: epath.Path, header: Header) -> None:
@@ -110,6 +137,25 @@ def check_adapters(program: Program, folder: epath.Path, header: Header) -> None
             f"here it has {[*now.ranks]} and {[*now.scales]}. Set lora.lora_alpha, "
             "lora.use_rslora, lora.rank_pattern and lora.alpha_pattern as they were"
         )
+
+
+def check_base(folder: epath.Path, header: Header, weights: Weights | None) -> None:
+    """Raise CheckpointError if these weights are not those that a checkpoint does not have.
+
+    Weights of another base would be taken for its frozen parameters.
+    """
+    theirs, ours = header.base, weights.origin if weights is not None else None
+    if theirs is None or theirs.files == (ours and ours.files):
+        return
+    why = f"{folder}: has only what was trained; its frozen parameters are those of {theirs.folder}"
+    if ours is None:
+        raise CheckpointError(f"{why}: set model.pretrained to that folder")
+    names = sorted({*theirs.files, *ours.files})
+    unlike = next(name for name in names if theirs.files.get(name) != ours.files.get(name))
+    was, now = (of.files.get(unlike, "absent") for of in (theirs, ours))
+    raise CheckpointError(
+        f"{why}, and those of {ours.folder} are others: {unlike} was {was}, and is {now} there"
+    )
 
 
 def fresh_loss_scale(program: Program) -> Arrays:
@@ -221,11 +267,13 @@ def _groups(leaves: Mapping[str, SavedLeaf]) -> Iterator[list[str]]:
 def _check(
     folder: epath.Path,
     wanted: Mapping[str, SavedLeaf],
-    there: Mapping[str, LeafRecord],
+    header: Header,
     missing: Iterable[str],
     extra: Iterable[str],
 ) -> None:
-    problems = {name: f"has no {name} {list(wanted[name].shape)}" for name in missing}
+    there = header.leaves
+    frozen = {name: ", which was frozen" if name in header.excluded else "" for name in missing}
+    problems = {n: f"has no {n} {list(wanted[n].shape)}{why}" for n, why in frozen.items()}
     problems |= {name: f"has {name} {list(there[name].shape)}, unexpected" for name in extra}
     for name in wanted.keys() & there.keys():
         was, now = there[name], wanted[name]

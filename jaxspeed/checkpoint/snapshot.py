@@ -1,15 +1,15 @@
 """Snapshot of a state before it is written, since the next step donates its buffers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.checkpoint.leaves import Arrays, join, key_data, saved_arrays, saved_leaves
-from jaxspeed.placement.codec import parts_of
+from jaxspeed.checkpoint.leaves import Arrays, SavedLeaf, join, key_data, saved_arrays
+from jaxspeed.placement.codec import Stored, parts_of
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.train.program import Program
@@ -25,14 +25,15 @@ class Snapshot(NamedTuple):
     copied: bool  # the state may be donated at once, else only once the arrays are on the host
 
 
-def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
-    """A function from a state to arrays that later steps do not change.
+def snapshot_function(
+    program: Program, leaves: Mapping[str, SavedLeaf]
+) -> Callable[[TrainState, Mapping[str, Stored]], Snapshot]:
+    """A function from a state, and other arrays by name, to copies that later steps do not change.
 
     Arrays in host memory are copied, since NumPy would see them in place. From other memories Orbax
     copies to the host before its save returns. Of replicated arrays each device copies a shard, and
     elsewhere of small ones too: Orbax would slice them, and each slice is a program to compile.
     """
-    leaves = saved_leaves(program)
     on_host = program.mesh.devices.flat[0].platform == "cpu"
 
     def copies_of(arrays: Arrays) -> Arrays:
@@ -63,9 +64,9 @@ def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
     ]
     copy = jax.jit(copies_of, out_shardings={name: at[name] for name in moved})
 
-    def snapshot(state: TrainState) -> Snapshot:
+    def snapshot(state: TrainState, others: Mapping[str, Stored]) -> Snapshot:
         arrays: Arrays = {}
-        found = saved_arrays(program, state)
+        found = {**saved_arrays(program, state), **others}
         for name, leaf in leaves.items():
             if leaf.parts:
                 arrays[name] = {part: found[part] for part in leaf.parts}

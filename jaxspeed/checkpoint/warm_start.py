@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxspeed.checkpoint.header import Header
-from jaxspeed.checkpoint.leaves import SavedLeaf, saved_leaves
+from jaxspeed.checkpoint.leaves import SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
+from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
 from jaxspeed.checkpoint.restore import as_on_disk, check_adapters, donatable_arrays
 from jaxspeed.errors import CheckpointError
+from jaxspeed.placement.paths import listed
+from jaxspeed.placement.rows import IS_RANGE
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
 
@@ -23,13 +26,23 @@ def restore_weights(
     header: Header,
     renames: Mapping[str, str],
     ready: Callable[[], None],
-) -> tuple[TrainState, list[str]]:
+) -> tuple[TrainState, list[str], bool]:
     """An initial state with the checkpoint's weights where path and shape match, and notes.
 
+    The third value is whether frozen parameters are as they were read from the model's folder.
+
     `ready` is called when all has been checked, before any array is read. Random streams and
-    counters are reinitialized with the optimizer.
+    counters are reinitialized with the optimizer. Parameters that the checkpoint does not have
+    since they were frozen are those of the model's folder, which is the same.
     """
-    wanted = {name: leaf for name, leaf in saved_leaves(program).items() if _is_weight(name, leaf)}
+    leaves = saved_leaves(program)
+    if header.excluded:  # of a stack the layers that were trained
+        apart = saved_leaves(program, True) | frozen_leaves(program)
+        known = header.leaves.keys() | header.excluded.keys()
+        for name, leaf in list(leaves.items()):
+            if leaf.parts and name.startswith("params/") and known >= leaf.parts.keys():
+                leaves |= {part: apart[part] for part in leaves.pop(name).parts}
+    wanted = {name: leaf for name, leaf in leaves.items() if _is_weight(name, leaf)}
     there = {
         renamed(name, renames): name
         for name, record in header.leaves.items()
@@ -45,6 +58,8 @@ def restore_weights(
     notes, taken = [], {}
     for name, leaf in wanted.items():
         source = there.pop(name, None)
+        if source is None and name in header.excluded:
+            continue
         if source is None:
             notes.append(f"{_path(name)} is reinitialized: not in the checkpoint")
         elif header.leaves[source].shape != leaf.shape:
@@ -53,7 +68,14 @@ def restore_weights(
             notes.append(f"{_path(name)} is reinitialized: {was} in the checkpoint, {here} here")
         else:
             taken[name] = source
+    if ranges := [n for n in there if header.excluded and IS_RANGE.fullmatch(n.split("/")[-1])]:
+        raise CheckpointError(
+            f"{folder}: of stacked layers it has only {listed(sorted(map(_path, ranges)))}: train "
+            " the same layers, or start from an export of it (jaxspeed checkpoint export)"
+        )
     notes += [f"{_path(source)} was not restored: not in the model" for source in there.values()]
+    others = {n.split("/")[1] for n in header.leaves if n.startswith(OTHERS)}
+    notes += [f"the adapter {name} was not restored" for name in sorted(others)]
     if not any(name.startswith("params/") for name in taken):
         raise CheckpointError(
             f"{folder}: no parameter matches this model's; give renames={{old: new}}. "
@@ -68,7 +90,10 @@ def restore_weights(
     ready()
     read = read_arrays(folder, {taken[name]: on_disk[name] for name in taken})
     named = {name: read.pop(source) for name, source in taken.items() if source in read}
-    return _with_weights(program, *donatable_arrays(program, named, leaves, on_disk)), notes
+    restored = {part for name in taken for part in (wanted[name].parts or (name,))}
+    as_read = restored.isdisjoint(frozen_leaves(program))
+    state = _with_weights(program, *donatable_arrays(program, named, leaves, on_disk))
+    return state, notes, as_read
 
 
 def renamed(name: str, renames: Mapping[str, str]) -> str:

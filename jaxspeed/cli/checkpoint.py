@@ -12,7 +12,10 @@ from jaxspeed.cli.common import command, out, print_json
 from jaxspeed.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxspeed.checkpoint import CheckpointInfo
+    from jaxspeed.config import Config
     from jaxspeed.interop import HFForm
+    from jaxspeed.user_models.pretrained_model import Weights
 
 
 def add(commands: Any) -> None:
@@ -56,7 +59,8 @@ def add(commands: Any) -> None:
             )
             verb.add_argument(
                 "--config",
-                help="with --format hf or peft: names the model, if DIR is not a run's folder",
+                help="names the model, with --format hf or peft, if DIR is not a run's folder; or "
+                "where the folder of its base is now",
             )
             verb.add_argument(
                 "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as stored"
@@ -143,6 +147,7 @@ def _show(given: argparse.Namespace) -> int:
         ("written on", f"{mesh_text(info.mesh)} ({info.device}), ZeRO stage {info.stage}"),
         ("by", f"{info.processes} process(es), {versions}"),
         ("files", ", ".join(info.files) or "none"),
+        *([("frozen", _frozen(info))] if info.base else []),
     ):
         console.print(f"{name:<10} {value}", highlight=False, markup=False)
     table = Table(box=None)
@@ -155,20 +160,29 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _hf_form(given: argparse.Namespace) -> tuple["HFForm", str | None]:
-    """The form of the model that the run was of, or that a config names; its base's folder.
+def _frozen(info: "CheckpointInfo") -> str:
+    """What a checkpoint does not have, and where that is."""
+    from jaxspeed.placement.paths import counted
+    from jaxspeed.placement.show import bytes_text
+
+    assert info.base is not None
+    nbytes = bytes_text(sum(leaf.nbytes for leaf in info.excluded.values()))
+    count = counted(len(info.excluded), "parameter")
+    return f"{count} ({nbytes}) not saved: those of {info.base.folder}"
+
+
+def _model_of(given: argparse.Namespace) -> tuple["Config", Any]:
+    """The config of the run's model, or the one that is given, and the model.
 
     Raises:
-      NoHFForm: it has none.
+      NoHFForm: it names no model.
     """
     from jaxspeed.config import load_config
-    from jaxspeed.data.tokenizer import BESIDE
-    from jaxspeed.interop.exporting import NoHFForm, hf_form
+    from jaxspeed.interop.exporting import NoHFForm
     from jaxspeed.run.claim import WHOSE
     from jaxspeed.user_models.config_model import resolve_model
 
-    run = Path(given.folder)
-    run = run.parent if run.name == "checkpoints" else run
+    run = _run(given)
     config = given.config
     if config is None:
         try:
@@ -180,9 +194,27 @@ def _hf_form(given: argparse.Namespace) -> tuple["HFForm", str | None]:
         if config["model"] is None:
             raise NoHFForm(f"{run}: its config names no model; engine.save_pretrained exports it")
     loaded = load_config(config)
-    model, _ = resolve_model(loaded)
-    base = loaded.model.pretrained if loaded.model else None
-    return hf_form(loaded, model, [run / name for name in BESIDE]), base
+    return loaded, resolve_model(loaded)[0]
+
+
+def _hf_form(given: argparse.Namespace) -> tuple["HFForm", str | None, "Weights | None"]:
+    """The form of that model, its base's folder, and the weights in it.
+
+    Raises:
+      NoHFForm: it has none.
+    """
+    from jaxspeed.data.tokenizer import BESIDE
+    from jaxspeed.interop.exporting import hf_form
+
+    config, model = _model_of(given)
+    base = config.model.pretrained if config.model else None
+    form = hf_form(config, model, [_run(given) / name for name in BESIDE])
+    return form, base, getattr(model, "weights", None)
+
+
+def _run(given: argparse.Namespace) -> Path:
+    run = Path(given.folder)
+    return run.parent if run.name == "checkpoints" else run
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -217,13 +249,17 @@ def _export(given: argparse.Namespace) -> int:
     from jaxspeed.placement.show import bytes_text
 
     how = {"tag": _tag(given, folder), "dtype": given.dtype, "ema": given.ema}
+    form = base = None
+    is_native = not given.merge and given.format in (None, "native")
+    if is_native and given.config is not None:
+        how["weights"] = getattr(_model_of(given)[1], "weights", None)
+    elif not is_native:
+        # Keys of adapters may be the paths of parameters.
+        with contextlib.suppress(*([NoHFForm] if given.format == "peft" else [])):
+            form, base, how["weights"] = _hf_form(given)
     if given.format == "peft":
-        form = base = None
-        with contextlib.suppress(NoHFForm):  # its keys are the paths
-            form, base = _hf_form(given)
         summary = export_adapter(folder, given.out, form=form, base=base, **how)
     else:
-        form = _hf_form(given)[0] if given.merge or given.format == "hf" else None
         summary = export(folder, given.out, form=form, merge=given.merge, **how)
     if given.json:
         print_json(asdict(summary))

@@ -86,8 +86,13 @@ def _capital(value: Any) -> Any:
 
 
 class Checkpoint(Lenient):
-    """DeepSpeed's options of checkpoints."""
+    """Options of checkpoints."""
 
+    exclude_frozen_parameters: Flag | None = honoured(
+        None,
+        "Whether checkpoints leave out the parameters that are not trained, which are read again "
+        "from the folder of a pretrained model; by default true with lora and such a model.",
+    )
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = (
         harmless("Warn", "One program runs on all processes, so they agree on the tag.")
     )

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.choose_adapters import refuse_unlike
+from jaxspeed.checkpoint import Restored
+from jaxspeed.checkpoint.other_adapters import OtherAdapter, exchanged, other_adapter
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
@@ -27,7 +29,7 @@ from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.engine.step_report import compiled_report
-from jaxspeed.errors import ConfigError, JaxspeedError
+from jaxspeed.errors import CheckpointError, ConfigError, JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained, saved_adapter
@@ -47,6 +49,8 @@ from jaxspeed.user_models.batches import WithExtra
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any
+_REPLACED = "they were assigned, or restored from a checkpoint that had them"
+_NOT_READ = "they were not read from a folder (model.pretrained)"
 BATCHES = "train_batch", "eval_batch", "evaluating"  # that compile for their shapes
 
 
@@ -98,7 +102,8 @@ class Engine(DeepSpeedHabits):
         self._gathered = Gathered(program, self._processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
-        self._adapter, self._adapters = "default", dict[str, Mapping[str, Any]]()
+        self.frozen_as_read, self._said = self._is_read, False
+        self._adapter, self._adapters = "default", dict[str, OtherAdapter]()
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -123,7 +128,29 @@ class Engine(DeepSpeedHabits):
     def state(self, state: TrainState) -> None:
         self._reporter.begin_at(int(state.step))
         self._gathered.drop()
+        of_both = [
+            jax.tree.leaves(
+                [each.params.get(r.path) for r in self.placements if not r.leaf.trainable]
+            )
+            for each in (self._state, state)
+        ]
+        self.frozen_as_read &= [*map(id, of_both[0])] == [*map(id, of_both[1])]
         self._state = state
+
+    def continue_from(self, restored: Restored) -> None:
+        """Take the state of a checkpoint that was restored for this engine's program."""
+        self.state = restored.state
+        self.frozen_as_read = restored.frozen_as_read and self._is_read
+        if restored.adapter is not None:
+            self._adapter = restored.adapter
+            self._adapters |= restored.adapters
+            self._adapters.pop(self._adapter, None)
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the model is read from a folder, which can be read again."""
+        weights = self.program.model.weights
+        return weights is not None and weights.origin is not None and self.program.serving is None
 
     @property
     def held(self) -> TrainState | None:
@@ -134,6 +161,7 @@ class Engine(DeepSpeedHabits):
     def reset(self) -> None:
         """Replace the state by a freshly initialized one."""
         self.state = self.program.init(self.config.run.seed)
+        self.frozen_as_read = self._is_read
 
     # -- training -------------------------------------------------------------------------------
 
@@ -279,12 +307,41 @@ class Engine(DeepSpeedHabits):
         directory: str | Path,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        exclude_frozen_parameters: bool | None = None,
     ) -> str:
         """Start saving a checkpoint of the current state in the background, and return its tag.
 
-        `wait` waits for it and raises its errors.
+        `wait` waits for it and raises its errors. `exclude_frozen_parameters` is by default that of
+        the config's section `checkpoint`.
+
+        Raises:
+          CheckpointError: frozen parameters are to be left out, which could not be read again.
         """
-        return self._saver.save(self.state, directory, tag, client_state)
+        excluded = self.excludes_frozen()
+        if exclude_frozen_parameters is not None:
+            excluded = exclude_frozen_parameters
+            if excluded and not self.frozen_as_read:
+                raise CheckpointError(
+                    "exclude_frozen_parameters: the frozen parameters could not be read again: "
+                    + (_REPLACED if self._is_read else _NOT_READ)
+                )
+        return self._saver.save(
+            self.state, directory, tag, client_state, excluded, self._adapter, self._adapters
+        )
+
+    def excludes_frozen(self) -> bool:
+        """Whether checkpoints have only what is trained: a frozen base in a folder stays there.
+
+        By default with adapters; `checkpoint.exclude_frozen_parameters` decides otherwise. Frozen
+        parameters that are not as they were read are always saved.
+        """
+        asked = self.config.checkpoint.exclude_frozen_parameters
+        if asked is None:
+            asked = isinstance(self.program.model, AdaptedModel)
+        if asked and self._is_read and not self.frozen_as_read and not self._said:
+            log.warning("checkpoints have the frozen parameters too: %s", _REPLACED)
+            self._said = True
+        return asked and self.frozen_as_read
 
     @watched("restore")
     def load_checkpoint(
@@ -303,11 +360,12 @@ class Engine(DeepSpeedHabits):
         devices never hold two.
         """
         self._gathered.drop()
-        restored = self._saver.load(directory, tag, weights_only, renames, self.held)
+        held, as_read = self.held, self.frozen_as_read
+        restored = self._saver.load(directory, tag, weights_only, renames, held, as_read)
         if restored is None:
             log.warning("%s holds no checkpoint: the state stays as it is", directory)
             return None, {}
-        self.state = restored.state
+        self.continue_from(restored)
         for note in restored.notes:
             log.warning("checkpoint %s: %s", restored.tag, note)
         return restored.tag, restored.client_state
@@ -345,6 +403,10 @@ class Engine(DeepSpeedHabits):
         program = self.program
         if not isinstance(program.model, AdaptedModel):
             raise ConfigError("load_adapter: the config has no section lora")
+        if name == self._adapter:
+            raise ConfigError(f"load_adapter: {name!r} is in use; give another name")
+        if not name or "/" in name:
+            raise ConfigError(f"load_adapter: {name!r} is no name: it is empty, or has a slash")
         saved = saved_adapter(folder, program.config, program.source.model)
         table = program.table
         shapes = {path: table.shape_of(path) for path in table.parameters}
@@ -358,13 +420,14 @@ class Engine(DeepSpeedHabits):
                 f"load_adapter: {where} {listed(unlike)}; lora.use_dora, lora.modules_to_save and "
                 "lora.bias have to be those of the adapter: start another engine with lora.adapter"
             )
-        self._adapters[name] = values
+        self._adapters[name] = other_adapter(program, values)
 
     def use_adapter(self, name: str) -> None:
         """Train, evaluate and generate with an adapter of `load_adapter` from now on.
 
-        The one in use is kept, with what it has learned: that of the start has the name "default".
-        The optimizer's state with its moving averages, and the step, stay as they are.
+        The one in use is kept, with its moments and moving averages, as checkpoints keep it too;
+        that of the start has the name "default". One that was never in use starts with fresh
+        moments. The step and the schedules that count it are the run's.
 
         Raises:
           ConfigError: no adapter of this name is loaded.
@@ -376,9 +439,8 @@ class Engine(DeepSpeedHabits):
                 f"use_adapter: {name!r} is not loaded; there are "
                 + ", ".join(sorted({self._adapter, *self._adapters}))
             )
-        state, rows = self.state, self._rows_of_adapters()  # a base may be too large to be decoded
-        current = self.placements.joined({row.path: _parameter(state, row) for row in rows})
-        self.parameters, self._adapters[self._adapter] = self._adapters.pop(name), current
+        other = self._adapters.pop(name)
+        self.state, self._adapters[self._adapter] = exchanged(self.program, self.state, other)
         self._adapter = name
 
     def _rows_of_adapters(self) -> list[Row]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.checkpoint import Checkpointer, Restored
+from jaxspeed.checkpoint.other_adapters import OtherAdapter
 from jaxspeed.data.tokenizer import files_of
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.train.program import Program
@@ -24,10 +25,20 @@ class Saver:
         directory: str | Path,
         tag: str | None,
         client_state: Mapping[str, Any] | None,
+        exclude_frozen: bool,
+        adapter: str,
+        adapters: Mapping[str, OtherAdapter],
     ) -> str:
         tokenizer = tokenizer_of(self._program.model.weights)
         return self._at(directory).save(
-            self._program, state, tag=tag, client_state=client_state, files=files_of(tokenizer)
+            self._program,
+            state,
+            tag=tag,
+            client_state=client_state,
+            files=files_of(tokenizer),
+            exclude_frozen=exclude_frozen,
+            adapter=adapter,
+            adapters=adapters,
         )
 
     def load(
@@ -37,6 +48,7 @@ class Saver:
         weights_only: bool,
         renames: Mapping[str, str] | None,
         in_place_of: TrainState | None,
+        frozen_as_read: bool,
     ) -> Restored | None:
         """None where nothing was ever saved there to its end."""
         there = self._at(directory)
@@ -49,6 +61,7 @@ class Saver:
             weights_only=weights_only,
             renames=renames,
             in_place_of=in_place_of,
+            frozen_as_read=frozen_as_read,
         )
 
     def wait(self) -> None:

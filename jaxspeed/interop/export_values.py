@@ -1,8 +1,9 @@
 """The arrays of an export, block by block: those of a checkpoint, or of a state on devices."""
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
 from jaxspeed.adapters.adapter import Adapter
@@ -18,10 +19,14 @@ from jaxspeed.checkpoint.header import Header, codec_of
 from jaxspeed.checkpoint.manifest import is_local
 from jaxspeed.checkpoint.orbax_arrays import FOLDER
 from jaxspeed.interop.mapping import Index
-from jaxspeed.placement.codec import PLAIN, unpad
-from jaxspeed.placement.rows import Row
+from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, unpad
+from jaxspeed.placement.memory_kinds import on_device
+from jaxspeed.placement.rows import IS_RANGE, LayerRange, Leaf, Row
+from jaxspeed.quantization.codecs import MatrixCodec
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState, updated_values
+from jaxspeed.train_state.state_storage import read_encoded
+from jaxspeed.user_models.pretrained_model import Weights
 
 _BLOCK_BYTES = 64 << 20
 
@@ -40,31 +45,85 @@ class Values(Protocol):
 class CheckpointValues:
     """Arrays of a checkpoint as stored by Orbax: Zarr chunks in one OCDBT database.
 
-    `names` are their names in the checkpoint by path.
+    Args:
+      names: their names in the checkpoint by path, or by the paths of ranges of their layers.
+      base: opens the weights of those that the checkpoint does not have, since they were frozen.
     """
 
-    def __init__(self, source: epath.Path, header: Header, names: Mapping[str, str]) -> None:
-        self._source, self._header, self._names = source, header, names
-        self.leaves = {
-            path: (header.leaves[name].shape, header.leaves[name].dtype)
-            for path, name in names.items()
-        }
+    def __init__(
+        self,
+        source: epath.Path,
+        header: Header,
+        names: Mapping[str, str],
+        base: Callable[[], Weights] | None = None,
+    ) -> None:
+        self._source, self._header, self._base = source, header, base
+        self._records = {**header.leaves, **header.excluded}
+        self._parts: dict[str, list[tuple[int, str]]] = {}  # (the first layer, the name)
+        for path, name in names.items():
+            parameter, _, layers = path.rpartition("/")
+            is_range = IS_RANGE.fullmatch(layers)
+            first = int(layers[1:].partition(":")[0]) if is_range else 0
+            self._parts.setdefault(parameter if is_range else path, []).append((first, name))
+        self.leaves = {path: self._joined(parts) for path, parts in self._parts.items()}
+
+    def _joined(self, parts: Sequence[tuple[int, str]]) -> tuple[tuple[int, ...], str]:
+        records = [self._records[name] for _, name in parts]
+        shape = records[0].shape
+        if len(records) > 1:
+            shape = (sum(record.shape[0] for record in records), *shape[1:])
+        return shape, jnp.result_type(*(record.dtype for record in records)).name
 
     def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
-        """Blocks of full chunks, without padding; of an encoded value the value at once."""
-        shape, dtype = self.leaves[path]
+        """Blocks of full chunks, without padding; of an encoded stack layers."""
+        for first, name in self._parts[path]:
+            is_saved = name in self._header.leaves
+            found = self._saved(name) if is_saved else self._of_base(path, first, name)
+            for index, block in found:
+                yield _shifted(index, first), block
+
+    def _of_base(self, path: str, first: int, name: str) -> Iterator[tuple[Index, np.ndarray]]:
+        """Those of what was frozen, encoded and decoded as it was when the rest was trained."""
+        assert self._base is not None
+        weights, record = self._base(), self._header.excluded[name]
+        shape, dtype, codec = record.shape, jnp.dtype(record.dtype), codec_of(name, record)
+        if codec == PLAIN:
+            row = math.prod(shape[1:]) * dtype.itemsize
+            step = max(1, _BLOCK_BYTES // max(row, 1))
+            for start in range(0, shape[0], step) if shape else [0]:
+                index = tuple(slice(0, n) for n in shape)
+                if shape:
+                    index = slice(start, min(start + step, shape[0])), *index[1:]
+                yield index, weights.read(path, _shifted(index, first), dtype)
+            return
+        stacked = len(codec.stack(shape)[:1]) if isinstance(codec, MatrixCodec) else 0
+        mesh = Mesh(np.array(jax.local_devices()[:1]), ("data",))
+        at = NamedSharding(mesh, PartitionSpec())
+        form = StoredValue(shape, shape, dtype, at, codec, stacked)
+        rows = LayerRange(path, first, first + shape[0], "") if stacked else None
+        leaf = Leaf(path, shape, dtype, trainable=False, range=rows)
+        for number in range(shape[0]) if stacked else [None]:
+            own = form if number is None else form.layer
+            arrays = read_encoded(weights, leaf, own, number)
+            yield _of_layer(shape, number, _decoded(codec, arrays, own.shape, dtype))
+
+    def _saved(self, name: str) -> Iterator[tuple[Index, np.ndarray]]:
+        record = self._header.leaves[name]
+        shape, dtype = record.shape, jnp.dtype(record.dtype)
         if not math.prod(shape):
             return
-        name = self._names[path]
-        record = self._header.leaves[name]
         if (codec := codec_of(name, record)) != PLAIN:
-            arrays = {part: self._open(f"{name}/{part}").read().result() for part in record.arrays}
-            value = codec.decode(jax.tree.map(jnp.asarray, arrays), shape, jnp.dtype(dtype))
-            yield tuple(slice(0, n) for n in shape), np.asarray(unpad(value, shape))
+            arrays = {part: self._open(f"{name}/{part}") for part in record.arrays}
+            stacked = isinstance(codec, MatrixCodec) and codec.stack(shape)
+            for number in range(shape[0]) if stacked else [None]:
+                own = {part: x if number is None else x[number] for part, x in arrays.items()}
+                read = {part: jnp.asarray(x.read().result()) for part, x in own.items()}
+                layer = shape if number is None else shape[1:]
+                yield _of_layer(shape, number, _decoded(codec, read, layer, dtype))
             return
         array = self._open(name)
         step = list(array.chunk_layout.read_chunk.shape or ())  # a scalar has none
-        size = math.prod(step) * jnp.dtype(dtype).itemsize
+        size = math.prod(step) * dtype.itemsize
         for dim in reversed(range(len(shape))):
             most = -(-shape[dim] // step[dim])
             times = max(1, min(most, _BLOCK_BYTES // size))
@@ -107,33 +166,21 @@ class StateValues:
         for row in self._table.parameters[path]:
             for index, block in self._of_row(row):
                 if row.leaf.range:
-                    first, *others = index
-                    start = row.leaf.range.start
-                    index = slice(first.start + start, first.stop + start), *others
+                    index = _shifted(index, row.leaf.range.start)
                 yield index, block
 
     def _of_row(self, row: Row) -> Iterator[tuple[Index, np.ndarray]]:
-        shape = row.leaf.shape
-        x = updated_values(self._state, row)
-        if row.updated.codec != PLAIN:
-            x = row.decoded(row.updated, x)
-        if not x.is_fully_addressable:
-            yield from _gathered(x, shape)
-            return
-        seen = set()
-        for shard in x.addressable_shards:
-            index = tuple(
-                slice(*span.indices(n)[:2]) for span, n in zip(shard.index, x.shape, strict=True)
-            )
-            index = tuple(
-                slice(min(i.start, n), min(i.stop, n)) for i, n in zip(index, shape, strict=True)
-            )
-            if str(index) in seen:
-                continue
-            seen.add(str(index))
-            block = np.asarray(shard.data)[tuple(slice(i.stop - i.start) for i in index)]
-            if block.size:
-                yield index, block
+        """Blocks of a parameter; of an encoded stack those of one layer after another."""
+        form, x = self._table.stored(row, row.updated), updated_values(self._state, row)
+        if form.codec == PLAIN:
+            yield from _shards(x, form.shape)
+        elif not form.stacked:
+            yield from _shards(_decoded(form.codec, x, form.shape, form.dtype), form.shape)
+        else:
+            for number in range(form.shape[0]):
+                layer = _decoded_layer(form, x, number)
+                for index, block in _shards(layer, form.layer.shape):
+                    yield (slice(number, number + 1), *index), block[None]
 
 
 class MergedValues:
@@ -221,3 +268,55 @@ def _gathered(x: jax.Array, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.
         stop = min(start + rows, shape[0])
         inside = (slice(start, stop), *(slice(0, n) for n in shape[1:]))
         yield inside, np.asarray(replicated(x[inside]).addressable_data(0))
+
+
+def _shards(x: jax.Array, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
+    """One shard of a padded array at a time; if other processes have some, gathered blocks."""
+    if not x.is_fully_addressable:
+        yield from _gathered(x, shape)
+        return
+    seen = set()
+    for shard in x.addressable_shards:
+        index = tuple(
+            slice(*span.indices(n)[:2]) for span, n in zip(shard.index, x.shape, strict=True)
+        )
+        index = tuple(
+            slice(min(i.start, n), min(i.stop, n)) for i, n in zip(index, shape, strict=True)
+        )
+        if str(index) in seen:
+            continue
+        seen.add(str(index))
+        block = np.asarray(shard.data)[tuple(slice(i.stop - i.start) for i in index)]
+        if block.size:
+            yield index, block
+
+
+def _shifted(index: Index, first: int) -> Index:
+    """An index into a range of layers, as one into all."""
+    if not first:
+        return index
+    rows, *others = index
+    return slice(rows.start + first, rows.stop + first), *others
+
+
+def _of_layer(
+    shape: tuple[int, ...], number: int | None, value: jax.Array
+) -> tuple[Index, np.ndarray]:
+    """A layer's value (or an array's, without a number) as a block."""
+    index = tuple(slice(0, n) for n in shape)
+    if number is None:
+        return index, np.asarray(value)
+    return (slice(number, number + 1), *index[1:]), np.asarray(value)[None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _decoded(codec: Codec, stored: Stored, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An unpadded value; one program, since a decoder has many intermediate values."""
+    return unpad(codec.decode(on_device(stored), shape, dtype), shape)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decoded_layer(form: StoredValue, stored: Stored, number: Any) -> jax.Array:
+    """A layer of an encoded stack."""
+    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False), stored)
+    return form.layer.decode(on_device(layer))

@@ -1,6 +1,7 @@
 """Export of weights to safetensors files, block by block, from a checkpoint or from an engine."""
 
 import contextlib
+import functools
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -8,23 +9,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
 from jaxspeed.checkpoint.catalog import existing
 from jaxspeed.checkpoint.header import FILES as SAVED
 from jaxspeed.checkpoint.header import AdapterRecord, Header, read_header
 from jaxspeed.checkpoint.manifest import read_manifest
-from jaxspeed.checkpoint.process_agreement import Processes
+from jaxspeed.checkpoint.process_agreement import OnFirst, Processes
+from jaxspeed.checkpoint.restore import check_base
 from jaxspeed.checkpoint.stores import store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid
-from jaxspeed.config import Config
+from jaxspeed.config import Config, load_config
 from jaxspeed.data.tokenizer import BESIDE, FILES
-from jaxspeed.errors import CheckpointError, PretrainedError
+from jaxspeed.errors import CheckpointError, ConfigError, PretrainedError
 from jaxspeed.interop.export_values import CheckpointValues, MergedValues, StateValues, Values
-from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
+from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX, PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
 from jaxspeed.interop.peft import AdapterFolder, read_adapter
 from jaxspeed.interop.peft_config import CONFIG as ADAPTER_CONFIG
@@ -35,8 +37,8 @@ from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
-from jaxspeed.user_models.config_model import family_sizes
-from jaxspeed.user_models.pretrained_model import Pretrained
+from jaxspeed.user_models.config_model import family_sizes, resolve_model
+from jaxspeed.user_models.pretrained_model import Pretrained, Weights
 
 _KINDS = ("params/", "variables/")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -83,6 +85,7 @@ def export(
     form: HFForm | None = None,
     ema: bool = False,
     merge: bool = False,
+    weights: Weights | None = None,
 ) -> ExportSummary:
     """Write the weights of a valid checkpoint to `out/model*.safetensors`.
 
@@ -97,22 +100,26 @@ def export(
       file_bytes: larger exports are split into several files with an index.
       ema: write the moving averages of the parameters that have one.
       merge: add the adapters to the weights that they adapt; needs a `form`.
+      weights: what the model was read from, of a checkpoint without frozen parameters; by default
+        the folder that the checkpoint names.
 
     Raises:
-      CheckpointError: no checkpoint is valid, it has no moving average, or `out` cannot be written
-        to.
+      CheckpointError: no checkpoint is valid, it has no moving average, `out` cannot be written to,
+        or the frozen parameters are not where they were.
       PretrainedError: the form is of another model, or has no place for adapters.
     """
     source, header = _checkpoint(folder, tag)
     kinds = _KINDS if form is None else _KINDS[:1]
-    names = [n for n, leaf in header.leaves.items() if n.startswith(kinds) and not leaf.key]
+    records = header.leaves | header.excluded
+    names = [n for n, leaf in records.items() if n.startswith(kinds) and not leaf.key]
     left = sorted(_path(n) for n in header.leaves if n.startswith(_KINDS) and n not in names)
     metadata = {"tag": header.tag, "step": str(header.step), "writer": "jaxspeed"}
     stored = _stored(source, header, names, ema)
     if form is not None and any(name in FILES for name in header.files):
         others = [path for path in form.files if path.name not in BESIDE]
         form = replace(form, files=[*others, *(source / SAVED / name for name in header.files)])
-    values = CheckpointValues(source, header, stored)
+    base = functools.partial(_base, source, header, weights, form)
+    values = CheckpointValues(source, header, stored, functools.cache(base))
     merged = _without_adapters(values, header.adapters, merge) if form else values
     files, tensors = _write(merged, Path(out), dtype, file_bytes, metadata, form)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -128,6 +135,7 @@ def export_adapter(
     form: HFForm | None = None,
     base: str | None = None,
     ema: bool = False,
+    weights: Weights | None = None,
 ) -> ExportSummary:
     """Write the adapters of a valid checkpoint to a folder as PEFT does.
 
@@ -135,7 +143,7 @@ def export_adapter(
       form: the base in Hugging Face's format; without one the keys are paths, and only jaxspeed
         reads the folder.
       base: the folder or the id of the base.
-      tag, dtype, ema: as of `export`.
+      tag, dtype, ema, weights: as of `export`.
 
     Raises:
       CheckpointError: no checkpoint is valid, it has no adapters, or `out` cannot be written to.
@@ -144,8 +152,10 @@ def export_adapter(
     source, header = _checkpoint(folder, tag)
     if header.adapters is None:
         raise CheckpointError(f"{source}: has no adapters: the config had no section lora")
-    names = [n for n, leaf in header.leaves.items() if n.startswith(_KINDS[0]) and not leaf.key]
-    values = CheckpointValues(source, header, _stored(source, header, names, ema))
+    names = [name for name in header.leaves | header.excluded if name.startswith(_KINDS[0])]
+    frozen = functools.partial(_base, source, header, weights, form)
+    stored = _stored(source, header, names, ema)
+    values = CheckpointValues(source, header, stored, functools.cache(frozen))
     return _write_adapter(values, out, header.adapters, form, base, dtype, header.tag, header.step)
 
 
@@ -233,6 +243,40 @@ def _checkpoint(folder: Any, tag: str | None) -> tuple[epath.Path, Header]:
         check_valid(store, processes, existing(store, tag))
     source = store.root / tag
     return source, read_header(source, read_manifest(source).format)
+
+
+def _base(
+    source: epath.Path, header: Header, weights: Weights | None, form: HFForm | None
+) -> Weights:
+    """The weights of the parameters that a checkpoint does not have, since they were frozen."""
+    assert header.base is not None
+    try:
+        if weights is None:
+            weights = _weights_in(header.base.folder, form)
+        shapes = {n: x.shape for n, x in (header.leaves | header.excluded).items()}
+        params = {_path(n): n for n in shapes if n.startswith(_KINDS[0])}
+        own = {path: n for path, n in params.items() if not path.startswith(ADAPTERS)}
+        weights.check(
+            {p: shape for p, (shape, _) in CheckpointValues(source, header, own).leaves.items()}
+        )
+    except PretrainedError as error:
+        raise CheckpointError(
+            f"{source}: its frozen parameters were not saved, and cannot be read again: {error}"
+        ) from None
+    check_base(source, header, weights)
+    return weights
+
+
+def _weights_in(folder: str, form: HFForm | None) -> Weights:
+    """The weights in a folder, of a family's model or else by the table of a form."""
+    try:
+        model, _ = resolve_model(load_config({"model": {"pretrained": folder}}))
+    except (ConfigError, PretrainedError):
+        if form is None:
+            raise
+        return FolderWeights(PretrainedFolder(folder), form.table)
+    weights: Weights = model.weights
+    return weights
 
 
 def _stored(source: epath.Path, header: Header, names: Sequence[str], ema: bool) -> dict[str, str]:
@@ -332,28 +376,35 @@ def _write(
     bound = identity(shapes) if form is None else bind(form.table, shapes)
     tensors = _tensors(bound, values.leaves, _floating(dtype))
     groups = _file_groups(tensors, file_bytes)
-    first = jax.process_index() == 0
-    try:
-        if first:
-            target.mkdir(parents=True, exist_ok=True)
-            if there := sorted(target.glob("model*.safetensors*")):
-                raise CheckpointError(f"{target}: contains an export already ({there[0].name})")
-        files = {
-            name: TensorFile.create(target / name, {n: tensors[n] for n in group}, metadata)
-            for name, group in groups.items()
-            if first
-        }
-        file_of = {tensor: file for file in files.values() for tensor in file.tensors}
-        for path in values.leaves:
-            for index, block in values.blocks(path):
-                if first:
-                    _scatter(bound, path, index, block, file_of, tensors)
+    files: dict[str, TensorFile] = {}
+    file_of: dict[str, TensorFile] = {}
+
+    def create() -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        if there := sorted(target.glob("model*.safetensors*")):
+            raise CheckpointError(f"{target}: contains an export already ({there[0].name})")
+        for name, group in groups.items():
+            of_group = {n: tensors[n] for n in group}
+            files[name] = TensorFile.create(target / name, of_group, metadata)
+            file_of.update(dict.fromkeys(group, files[name]))
+
+    def finish() -> None:
         for name, file in files.items():
             file.finish(target / name)
-        if first and len(files) > 1:
+        if len(files) > 1:
             _write_index(target, tensors, groups)
-        if first and form is not None:
+        if form is not None:
             _write_other_files(target, tensors, form)
+
+    on_first = OnFirst("exporting")
+    try:
+        on_first(create)
+        on_first.agree()
+        for path in values.leaves:
+            for index, block in values.blocks(path):
+                on_first(functools.partial(_scatter, bound, path, index, block, file_of, tensors))
+        on_first(finish)
+        on_first.agree()
     except OSError as error:
         raise CheckpointError(f"{target}: export failed: {error.strerror or error}") from error
     return list(groups), tensors

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -155,6 +156,16 @@ class PretrainedFolder:
         return packed.codes.arrays(
             codec, shape, [self._files[part].array(part) for part in packed.parts]
         )
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each file of tensors, and of how config.json says that they are quantized."""
+        files = (TensorFile.open(path) for path in sorted({f.path for f in self._files.values()}))
+        found = {file.path.name: file.digest() for file in files}
+        there = (self.path / CONFIG).exists()
+        if quantization := self.config.get("quantization_config") if there else None:
+            text = json.dumps(quantization, sort_keys=True)
+            found[CONFIG] = f"quantization_config, crc32 {zlib.crc32(text.encode()):08x}"
+        return found
 
     def release(self) -> None:
         """Drop what was read from memory."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.checkpoint.process_agreement import OnFirst
 from jaxspeed.errors import CheckpointError, PretrainedError
 from jaxspeed.interop.export_values import Values, full_array
-from jaxspeed.interop.mapping import Bound, MappingTable, bind, lines, matches
+from jaxspeed.interop.mapping import Bound, Index, MappingTable, TensorShare, bind, lines, matches
 from jaxspeed.interop.peft_config import (
     CONFIG,
     SAVED_EMBEDDINGS,
@@ -144,30 +144,46 @@ def write_adapter(
     tensors = {tensor.name: tensor for tensor in wide_first}
     in_blocks = {each.module.name: each.parts for each in modules if _in_blocks(each)}
     metadata = {"format": "pt", **({PARTS: json.dumps(in_blocks)} if in_blocks else {})}
-    first_process = jax.process_index() == 0
+    files: list[TensorFile] = []  # one, on the process that writes
+
+    def create() -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        if (target / TENSORS).exists() or (target / CONFIG).exists():
+            raise CheckpointError(f"{target}: contains an adapter already")
+        files.append(TensorFile.create(target / TENSORS, tensors, metadata))
+
+    def write_heads() -> None:
+        (file,) = files
+        for head, embedding in heads:
+            for which, other in ((A, B), (B, A)):
+                of_embedding = file.array(embedding.module.keys[other])
+                file.array(head.module.keys[which])[...] = of_embedding.T
+
+    def write_block(
+        keys: Sequence[tuple[TensorShare, str]], index: Index, block: np.ndarray
+    ) -> None:
+        for piece, key in keys:
+            array = files[0].array(key)
+            piece.write(array, index, block.astype(array.dtype, copy=False))
+
+    def finish() -> None:
+        files[0].finish(target / TENSORS)
+        (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+
+    on_first = OnFirst("writing an adapter")
     try:
-        file = None
-        if first_process:
-            target.mkdir(parents=True, exist_ok=True)
-            if (target / TENSORS).exists() or (target / CONFIG).exists():
-                raise CheckpointError(f"{target}: contains an adapter already")
-            file = TensorFile.create(target / TENSORS, tensors, metadata)
+        on_first(create)
+        on_first.agree()
         for each in modules:
-            _write_module(each, leaves, form, file)
-        if file is not None:
-            for head, embedding in heads:
-                for which, other in ((A, B), (B, A)):
-                    of_embedding = file.array(embedding.module.keys[other])
-                    file.array(head.module.keys[which])[...] = of_embedding.T
+            for key, view, array in _arrays_of(each, leaves, form):
+                on_first(partial(_write_array, files, key, view, array))
+        on_first(write_heads)
         for path, of in pieces.items():
+            keys = [(piece, key) for piece in of for key in saved[piece.tensor]]
             for index, block in values.blocks(path) if of else ():
-                if file is not None:
-                    for piece, key in ((p, key) for p in of for key in saved[p.tensor]):
-                        array = file.array(key)
-                        piece.write(array, index, block.astype(array.dtype, copy=False))
-        if file is not None:
-            file.finish(target / TENSORS)
-            (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+                on_first(partial(write_block, keys, index, block))
+        on_first(finish)
+        on_first.agree()
     except OSError as error:
         raise CheckpointError(f"{target}: export failed: {error.strerror or error}") from error
     return tensors
@@ -261,10 +277,10 @@ def _written(module: AdaptedModule, leaves: _Leaves, form: AdapterForm) -> Writt
     return WrittenModule(module, parts, total, scaled)
 
 
-def _write_module(
-    each: WrittenModule, leaves: _Leaves, form: AdapterForm, file: TensorFile | None
-) -> None:
-    """Write the tensors of a module; without a file only take part in reading."""
+def _arrays_of(
+    each: WrittenModule, leaves: _Leaves, form: AdapterForm
+) -> Iterator[tuple[str, Callable[[np.ndarray], np.ndarray], np.ndarray]]:
+    """The arrays of a module: (key, view of its tensor that is the array's, array)."""
     module = each.module
     spans = rank_spans([rank for rank, _ in each.parts], each.rank)
     scales = relative_scales(each.parts, form.section["use_rslora"])
@@ -277,10 +293,18 @@ def _write_module(
                 own = leaves.norms(module, part, form.record.adapters[_adapted(each).path].dims)
             else:
                 continue
-            if file is not None:
-                own = own * np.float32(scale) if which == B and scale != 1 else own
-                view = module.view(which, part, file.array(module.keys[which]), span)
-                view[...] = own.reshape(view.shape)
+            own = own * np.float32(scale) if which == B and scale != 1 else own
+            yield module.keys[which], partial(module.view, which, part, ranks=span), own
+
+
+def _write_array(
+    files: Sequence[TensorFile],
+    key: str,
+    view_of: Callable[[np.ndarray], np.ndarray],
+    array: np.ndarray,
+) -> None:
+    view = view_of(files[0].array(key))
+    view[...] = array.reshape(view.shape)
 
 
 def _saved(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
 from jaxspeed.placement.codec import Codec
 from jaxspeed.quantization.codecs import MatrixCodec
-from jaxspeed.user_models.pretrained_model import Pretrained
+from jaxspeed.user_models.pretrained_model import Origin, Pretrained
 
 
 class FolderWeights:
@@ -39,6 +40,12 @@ class FolderWeights:
         for name in self._names.values():
             if not jnp.issubdtype(tensors[name].dtype, jnp.inexact):
                 raise PretrainedError(f"{where}: {name} has dtype {tensors[name].dtype}")
+        _ = self.origin
+
+    @cached_property
+    def origin(self) -> Origin:
+        """The folder as it was when this was first asked for: in `check`, before values are."""
+        return Origin(str(self.folder.path.absolute()), self.folder.digests())
 
     def read(self, path: str, index: Index, dtype: Any) -> np.ndarray:
         assert self._bound is not None, "checked first"

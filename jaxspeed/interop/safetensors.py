@@ -6,6 +6,7 @@ reads only its own pages and none is anonymous memory; files that are written bl
 which the library wants all tensors in memory; and NumPy's names for bf16 and fp8.
 """
 
+import hashlib
 import json
 import math
 import mmap
@@ -40,6 +41,7 @@ _NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_SAMPLED, _SAMPLE_BYTES = 64, 1024  # of a digest: tensors of a file, and bytes of each
 _DTYPES = {name: jnp.dtype(dtype) for dtype, name in _NAMES.items()}
 
 
@@ -155,6 +157,20 @@ class TensorFile:
             return np.empty(tensor.shape, dtype)
         flat = np.frombuffer(self._mapped, dtype, count, self._start + offset)
         return flat.reshape(tensor.shape)
+
+    def digest(self) -> str:
+        """The file's size, and a hash of its header and of a few values of up to 64 tensors.
+
+        It reads little of the file. A model that was trained further has other values in each.
+        """
+        found = hashlib.sha256()
+        tensors = [place for place in self._places.values() if place[0].nbytes]
+        with self.path.open("rb", buffering=0) as file:
+            found.update(file.read(self._start))
+            for tensor, offset in tensors[:: max(1, -(-len(tensors) // _SAMPLED))]:
+                file.seek(self._start + offset + tensor.nbytes // 2)
+                found.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes - tensor.nbytes // 2)))
+        return f"{self.path.stat().st_size} bytes, sha256 {found.hexdigest()[:16]}"
 
     def release(self) -> None:
         """Unmap the pages that were used; what was written is in the system's page cache."""

@@ -200,8 +200,14 @@ class ChosenCheckpoint:
         engine, step, tag = self._source.engine(), 0, None
         if self._tags:
             with self._source.watchdog.section("restore"):
-                found = self._all.restore(engine.program, tag=self._tag, in_place_of=engine.held)
-            engine.state, step, tag = found.state, found.step, found.tag
+                found = self._all.restore(
+                    engine.program,
+                    tag=self._tag,
+                    in_place_of=engine.held,
+                    frozen_as_read=engine.frozen_as_read,
+                )
+            engine.continue_from(found)
+            step, tag = found.step, found.tag
             self.plain_prompts = bool(found.client_state.get("plain_prompts"))
         if ema:
             engine.state = engine.averaged

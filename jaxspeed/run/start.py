@@ -183,7 +183,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         )
     engine = source.engine()
     checkpointer = checkpointer_of(source)
-    checkpointer.check(engine.program)
+    checkpointer.check(engine.program, engine.excludes_frozen())
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
     with source.watchdog.section("restore"):
         reached = begin()
@@ -216,7 +216,7 @@ def _warm_start(engine: Engine, folder: str) -> None:
     if there.is_empty():
         raise ConfigError(f"run.init_from: {folder} holds no checkpoint")
     restored = there.restore(engine.program, weights_only=True, in_place_of=engine.held)
-    engine.state = restored.state
+    engine.continue_from(restored)
     log.info("initialized from %s, %s", folder, restored.tag)
     for note in restored.notes:
         log.warning("run.init_from: %s", note)
@@ -235,8 +235,10 @@ def checkpointer_of(source: Source) -> Checkpointer:
 
 def restore(engine: Engine, checkpointer: Checkpointer) -> Reached:
     """Restore the newest valid checkpoint; the progress of the run."""
-    restored = checkpointer.restore(engine.program, in_place_of=engine.held)
-    engine.state = restored.state
+    restored = checkpointer.restore(
+        engine.program, in_place_of=engine.held, frozen_as_read=engine.frozen_as_read
+    )
+    engine.continue_from(restored)
     try:
         return Reached(**restored.client_state)
     except TypeError:

@@ -292,6 +292,7 @@ class Trainer:
                 self.engine.state,
                 client_state=asdict(self.reached),
                 files=self.files,
+                exclude_frozen=self.engine.excludes_frozen(),
             )
         self._saved = self.reached.step
         self.recorder.saved(self.reached.step)

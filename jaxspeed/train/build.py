@@ -109,6 +109,12 @@ def build_program(
     adapted, leaves = _with_adapters(config, base, leaves, uses, saved)
     leaves = trained.over(leaves)
     trained.check(leaves)
+    if config.checkpoint.exclude_frozen_parameters and adapted.weights is None:
+        raise ConfigError(
+            "checkpoint.exclude_frozen_parameters: this model's parameters are not read from a "
+            "folder (model.pretrained), so those that a checkpoint leaves out would be lost; "
+            "remove it"
+        )
     _check_patterns(config, leaves, adapted.variables)
     own = [leaf for leaf in leaves if not leaf.adapts]
     stack = _stack_of(config, mesh, own, trace)

@@ -16,7 +16,7 @@ from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored, StoredValue, pad, unpad
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import in_mesh
-from jaxspeed.placement.rows import Leaf
+from jaxspeed.placement.rows import Leaf, Row
 from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import init_options
@@ -99,7 +99,8 @@ class StateStorage:
         """
         at = self.shardings
         if self.model.weights is not None:
-            params, master = self._read(self.model.weights)
+            rows = [row for row in self.table if not row.leaf.adapts]
+            params, master = self._read(self.model.weights, rows)
             params, master = self._with_adapters(seed, params, master)
             draw = in_mesh(self.mesh, lambda seed: self.model.init(seed)[1])
             variables = staged_init(draw, at.variables, seed)
@@ -256,23 +257,32 @@ class StateStorage:
         errors = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.ring_errors.items()}
         return {**zeros, "opt": opt, "ema": average, "loss_scale": scale, "ring_errors": errors}
 
-    def _read(self, weights: Weights) -> tuple[Arrays, Arrays]:
+    def frozen(self) -> Arrays:
+        """The parameters that are not trained, read from where the model's weights are."""
+        assert self.model.weights is not None
+        return self._read(
+            self.model.weights, [row for row in self.table if not row.leaf.trainable]
+        )[0]
+
+    def _read(self, weights: Weights, rows: Sequence[Row]) -> tuple[Arrays, Arrays]:
         """(params, masters), each shard read by itself, once for the devices that have it.
 
         A stack that is encoded is read and encoded layer by layer: none of its values exists at
         once on any device.
         """
-        own = [row for row in self.table if not row.leaf.adapts]
-        weights.check({row.leaf.parameter: self.table.shape_of(row.leaf.parameter) for row in own})
+        own = {row.leaf.parameter for row in self.table if not row.leaf.adapts}
+        weights.check(
+            {path: self.table.shape_of(path) for path in self.table.parameters if path in own}
+        )
         params: Arrays = {}
         master: Arrays = {}
-        for row in own:
+        for row in rows:
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is None:
                     continue
                 form = self.table.stored(row, placement)
                 if form.codec == PLAIN or not form.stacked:
-                    stored[row.path] = _read_encoded(weights, row.leaf, form)
+                    stored[row.path] = read_encoded(weights, row.leaf, form)
                     continue
                 shapes = {name: (x.shape, x.dtype) for name, x in form.arrays.items()}
                 arrays = jax.jit(
@@ -280,7 +290,7 @@ class StateStorage:
                     out_shardings=form.on_device,
                 )()
                 for number in range(form.shape[0]):
-                    layer = _read_encoded(weights, row.leaf, form.layer, number)
+                    layer = read_encoded(weights, row.leaf, form.layer, number)
                     arrays = _layer_written(form)(arrays, layer, number)
                 stored[row.path] = jax.device_put(arrays, form.shardings, donate=True)
         return params, master
@@ -331,7 +341,7 @@ def _read_shards(
     return jax.make_array_from_single_device_arrays(shape, at, order)
 
 
-def _read_encoded(
+def read_encoded(
     weights: Weights, leaf: Leaf, form: StoredValue, layer: int | None = None
 ) -> Stored:
     """The arrays of a parameter, or of a layer of a stack, in device memory for a layer."""

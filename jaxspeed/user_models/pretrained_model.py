@@ -11,8 +11,25 @@ from jaxspeed.placement.codec import Codec
 Index = tuple[slice, ...]
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where weights are read from, and what distinguishes them from others.
+
+    Attributes:
+      folder: that has the files.
+      files: a digest of each.
+    """
+
+    folder: str
+    files: Mapping[str, str]
+
+
 class Weights(Protocol):
     """The values of a model's parameters, of which any block can be read."""
+
+    @property
+    def origin(self) -> Origin | None:
+        """The folder from which they can be read again; None if there is none."""
 
     def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raise PretrainedError unless they have these parameters; reads no values."""

@@ -61,6 +61,8 @@ def test_adapters_start_without_an_effect_unless_asked_otherwise():
 class Weights:
     """Values of a model's parameters, to be read instead of drawn."""
 
+    origin = None
+
     def __init__(self, values):
         self.values = values
 

@@ -11,6 +11,8 @@ from jax.experimental import multihost_utils
 
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.interop import HFForm, MappingTable, TensorRule
+from jaxspeed.interop.safetensors import TensorFile
 from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train_state.state import updated_values
@@ -107,6 +109,33 @@ def disagree(folder: Path) -> None:
     assert saver.list() == []
 
 
+def fail_to_write(folder: Path) -> None:
+    """The first process alone writes what all gather."""
+    engine = states.engine(stage=3, lora={"r": 2})
+    table = MappingTable([TensorRule(path.replace("/", "."), path) for path in PLAIN])
+
+    def no_space(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for method in ("create", "array", "finish"):
+        if jax.process_index() == 0:
+            intact = getattr(TensorFile, method)
+            setattr(TensorFile, method, no_space)
+        for what, write in {
+            "adapter": lambda folder: engine.save_adapter(folder),
+            "merged": lambda folder: engine.save_pretrained(folder, form=HFForm(table), merge=True),
+        }.items():
+            try:
+                write(folder / f"{what}-{method}")
+            except jaxspeed.CheckpointError as error:
+                print(f"{what} {method}: {error}")
+        if jax.process_index() == 0:
+            setattr(TensorFile, method, intact)
+    multihost_utils.sync_global_devices("written")
+
+
+PLAIN = [f"{layer}/{name}" for layer in ("wide", "narrow", "head") for name in ("kernel", "bias")]
+
 if __name__ == "__main__":
     folder, port, rank, count = sys.argv[1:]
     logging.basicConfig()
@@ -115,3 +144,4 @@ if __name__ == "__main__":
     restore_train_save(Path(folder))
     damaged(Path(f"{folder}-damaged"))
     disagree(Path(f"{folder}-disagree"))
+    fail_to_write(Path(f"{folder}-written"))

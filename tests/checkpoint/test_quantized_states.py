@@ -5,8 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.checkpoint.header import read_header
+from jaxspeed.checkpoint.manifest import read_manifest
+from jaxspeed.interop.export_values import CheckpointValues, StateValues
 from tests.train.test_quantized_base import MESHES, batch, by_layer, by_name, engine, is_base
 
 
@@ -65,3 +69,21 @@ def test_the_table_and_live_arrays_have_the_bytes_of_the_codes(saved):
     shards = [x.addressable_shards[0].data for x in jax.tree.leaves(arrays["layers/up"])]
     assert stored.device_bytes == sum(x.nbytes for x in shards)
     assert "nf4 blocks of 64 double of f32" in str(made.placements)
+
+
+def test_an_export_decodes_a_stack_layer_by_layer(saved):
+    """From a checkpoint and from an engine, so that a host holds no stack in full precision."""
+    made, folder = saved
+    source = epath.Path(folder) / "first"
+    header = read_header(source, read_manifest(source).format)
+    names = {path: f"params/{path}" for path in made.placements.parameters}
+    expected = made.parameters["layers/up"]
+    for values in (
+        CheckpointValues(source, header, names),
+        StateValues(made.program, made.state),
+    ):
+        found = np.zeros(expected.shape, np.float32)
+        for index, block in values.blocks("layers/up"):
+            assert len(block) == 1
+            found[index] = block
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)

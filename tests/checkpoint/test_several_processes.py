@@ -99,3 +99,12 @@ def test_processes_that_fail_or_disagree_raise_the_same_error(two_processes):
     said = two_processes[1]
     assert all("different tags: ['tag-0', 'tag-1']" in out for out in said)
     assert all("process 1" in out or "injected" in out for out in said), said
+
+
+@pytest.mark.parametrize("method", ["create", "array", "finish"])
+@pytest.mark.parametrize("what", ["adapter", "merged"])
+def test_an_error_of_the_process_that_writes_reaches_all(two_processes, what, method):
+    """Before the values are gathered, while they are, or after that."""
+    for out in two_processes[1]:
+        (line,) = [line for line in out.splitlines() if line.startswith(f"{what} {method}: ")]
+        assert "No space left on device" in line

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
 
 from jaxspeed.cli.main import main
 from jaxspeed.metrics import read_records
 from jaxspeed.run import train
+from tests.interop import folders
 from tests.run import small
 
 ENOUGH = 240  # seconds for a child
@@ -79,6 +81,49 @@ def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_pat
         for run in (killed, tmp_path / "whole")
     )
     assert seen == never
+
+
+def with_adapters(config, base):
+    """A config of adapters of a folder's model, whose checkpoints have them alone."""
+    folders.folder(base, folders.LLAMA | {"vocab_size": 256}, folders.llama_tensors())
+    given = json.loads(config.read_text())
+    given["model"] = {"pretrained": str(base), "quantize": {"weights": "nf4"}}
+    given["data"]["seq_len"] = 16
+    given["lora"] = {"r": 2, "init_lora_weights": False}
+    config.write_text(json.dumps(given))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [True, False])
+def test_8_bit_moments_of_a_run_that_was_killed_are_bitwise_those_of_one_never_killed(
+    tmp_path, monkeypatch, lora
+):
+    optimizer = {"type": "AdamW8bit", "params": {"lr": 0.003, "min_8bit_size": 1 if lora else 512}}
+    changes = {"run": {"steps": 5, "checkpoint_every": 3}, "data": {"held_out": 0}}
+    config = small.write(tmp_path, optimizer=optimizer, **changes)
+    if lora:
+        monkeypatch.setattr(folders, "VOCAB", 256)
+        with_adapters(config, tmp_path / "base")
+    killed = tmp_path / "killed"
+    child = started(config, killed)
+    deadline = time.monotonic() + 2 * ENOUGH  # two programs of a quantized state compile
+    try:
+        while child.poll() is None and not (killed / "checkpoints" / "step-00000003").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        child.kill()
+    _, said = child.communicate()
+    assert child.returncode == -signal.SIGKILL, said
+    assert not (killed / "checkpoints" / "step-00000005").exists()
+    trained(config, killed)
+    trained(config, tmp_path / "never")
+    ends = [small.kept(config, folder) for folder in (killed, tmp_path / "never")]
+    small.assert_bitwise_equal(*ends)
+    assert any(x.dtype == np.uint8 and ".opt" in path for path, x in ends[0].items())
+    assert int(ends[0][".step"]) == 5
+    leaves = json.loads((killed / "checkpoints" / "step-00000005" / "checkpoint.json").read_text())
+    assert bool(leaves["excluded"]) == lora
 
 
 @pytest.mark.parametrize(
