@@ -41,7 +41,14 @@ def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[Code
         chosen = _named(quantize.modules, weights)
     values, total = sum(map(_size, chosen)), sum(map(_size, leaves))
     log.info("%s %s: %.1f%% of %s parameters", KEY, quantize.weights, 100 * values / total, total)
-    return tuple(CodecRule("param", leaf.path, codec_of_leaf(quantize, leaf)) for leaf in chosen)
+    return tuple(_OfLeaf("param", leaf.path, codec_of_leaf(quantize, leaf)) for leaf in chosen)
+
+
+class _OfLeaf(CodecRule):
+    """The codec of the leaf that has this path: a pattern would match its adapter too."""
+
+    def covers(self, path: str) -> bool:
+        return path == self.pattern
 
 
 def codec_of_leaf(quantize: Quantize, leaf: Leaf) -> MatrixCodec:
