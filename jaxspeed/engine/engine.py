@@ -98,7 +98,8 @@ class Engine(DeepSpeedHabits):
         self._gathered = Gathered(program, self._processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
-        self._adapter, self._adapters = "default", dict[str, Mapping[str, Any]]()
+        self._adapter: str | None = "default"  # None: the base alone
+        self._adapters: dict[str, Mapping[str, Any]] = {}  # those that are not in use
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -144,6 +145,7 @@ class Engine(DeepSpeedHabits):
         `extra` is a tree of arrays for `loss_fn(model, batch, extra)`, which are not divided into
         samples: a graph's edges, another network's weights, tables. They stay where they lie.
         """
+        self._refuse_disabled("train_batch")
         placed = self._place(batch, "train_batch", self.program.batch.train, extra)
         if not self._moves_checked:
             if asks(self.program):
@@ -284,6 +286,7 @@ class Engine(DeepSpeedHabits):
 
         `wait` waits for it and raises its errors.
         """
+        self._refuse_disabled("save_checkpoint")
         return self._saver.save(self.state, directory, tag, client_state)
 
     @watched("restore")
@@ -302,6 +305,7 @@ class Engine(DeepSpeedHabits):
         `renames` maps paths of the checkpoint to the model's. The current state is freed first: the
         devices never hold two.
         """
+        self._refuse_disabled("load_checkpoint")
         self._gathered.drop()
         restored = self._saver.load(directory, tag, weights_only, renames, self.held)
         if restored is None:
@@ -360,26 +364,60 @@ class Engine(DeepSpeedHabits):
             )
         self._adapters[name] = values
 
-    def use_adapter(self, name: str) -> None:
+    def use_adapter(self, name: str | None) -> None:
         """Train, evaluate and generate with an adapter of `load_adapter` from now on.
+
+        None is the base alone, for evaluation and generation until the next call.
 
         The one in use is kept, with what it has learned: that of the start has the name "default".
         The optimizer's state with its moving averages, and the step, stay as they are.
 
         Raises:
-          ConfigError: no adapter of this name is loaded.
+          ConfigError: no adapter of this name is loaded, or what the base had in place of trained
+            parameters is not known.
         """
         if name == self._adapter:
             return
-        if name not in self._adapters:
+        if name is not None and name not in self._adapters:
             raise ConfigError(
                 f"use_adapter: {name!r} is not loaded; there are "
-                + ", ".join(sorted({self._adapter, *self._adapters}))
+                + ", ".join(sorted(filter(None, {self._adapter, *self._adapters})))
             )
         state, rows = self.state, self._rows_of_adapters()  # a base may be too large to be decoded
         current = self.placements.joined({row.path: _parameter(state, row) for row in rows})
-        self.parameters, self._adapters[self._adapter] = self._adapters.pop(name), current
+        if name is None:
+            self._disable_adapter(current)
+        else:
+            self.parameters = self._adapters.pop(name)
+        if self._adapter is not None:
+            self._adapters[self._adapter] = current
         self._adapter = name
+
+    def _disable_adapter(self, current: Mapping[str, Any]) -> None:
+        """Let the factors be zero, and the magnitudes of DoRA the norms of the weights."""
+        model, storage = self.program.model, self.program.storage
+        if not isinstance(model, AdaptedModel):
+            raise ConfigError("use_adapter(None): the config has no section lora")
+        if trained := [path for path in current if not path.startswith("lora/")]:
+            raise ConfigError(
+                f"use_adapter(None): {listed(trained)} are trained beside the adapters "
+                "(lora.modules_to_save, lora.bias), and the base's own values are not kept; "
+                "evaluate an engine without the section lora"
+            )
+        factors = (adapter.leaf(name) for adapter in model.adapters.values() for name in ("A", "B"))
+        zeros = {path: jnp.zeros_like(current[path]) for path in factors}
+        state = _with_parameters(self.state, *storage.placed(zeros))
+        known = {*zeros}
+        self.state = _with_parameters(
+            state, *storage.with_magnitudes(dict(state.params), dict(state.master), known)
+        )
+
+    def _refuse_disabled(self, what: str) -> None:
+        if self._adapter is None:
+            raise ConfigError(
+                f"{what}: no adapter is in use since use_adapter(None); choose one first: "
+                + ", ".join(sorted(self._adapters))
+            )
 
     def _rows_of_adapters(self) -> list[Row]:
         """What an adapter has: its leaves, and the parameters that are trained beside them."""
@@ -400,6 +438,7 @@ class Engine(DeepSpeedHabits):
         Called on every process; arguments are those of `save_pretrained`. Where the model has no
         form in Hugging Face's format, only `lora.adapter` reads the folder.
         """
+        self._refuse_disabled("save_adapter")
         state = self.averaged if ema else self.state
         return save_adapter(self.program, state, folder, dtype=dtype, form=form)
 

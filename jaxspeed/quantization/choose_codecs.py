@@ -17,10 +17,13 @@ from jaxspeed.quantization.codecs import FourBit, MatrixCodec, RowInt8
 log = logging.getLogger("jaxspeed")
 
 KEY = "model.quantize"
+DEEPSPEED_KEY = "zero_optimization.zero_quantized_nontrainable_weights"
 
 
-def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[CodecRule, ...]:
-    """The codecs of a config's frozen weights of linear layers.
+def codec_rules(
+    quantize: Quantize | None, leaves: Sequence[Leaf], *, if_frozen: bool = False
+) -> tuple[CodecRule, ...]:
+    """The codecs of a config's frozen weights of linear layers; `if_frozen`: none if there are none.
 
     Raises:
       ConfigError: a pattern of `modules` covers none, or one that is trained; or none is frozen.
@@ -33,6 +36,9 @@ def codec_rules(quantize: Quantize | None, leaves: Sequence[Leaf]) -> tuple[Code
         if not chosen:
             trained = [leaf.path for leaf in weights.values() if leaf.trainable]
             why = f"{listed(trained)} are trained" if trained else "it has no linear layers"
+            if if_frozen:
+                log.info("%s has no effect: %s", DEEPSPEED_KEY, why)
+                return ()
             raise ConfigError(
                 f"{KEY}: quantizes the frozen weights of linear layers, and this model has none: "
                 f"{why}. Freeze the base (trainable, lora or a frozen group of optimizer.groups)"

@@ -96,7 +96,8 @@ def build_program(
     if example_batch is not None and (config.lora or trained.names_layers(leaves)):
         leaves = with_scanned_layers(leaves, example())
     trace = None if example_batch is None else example
-    adapted, leaves = _with_adapters(config, base, leaves, trace, saved)
+    adapted, leaves, layers = _with_adapters(config, base, leaves, trace, saved)
+    trained = replace(trained, layers=layers)
     leaves = trained.over(leaves)
     trained.check(leaves)
     _check_patterns(config, leaves, adapted.variables)
@@ -107,7 +108,8 @@ def build_program(
     leaves = trained.by_layers(named)
     stack = divided_like(stack, leaves) if stack else None
     leaves = with_stages(leaves, stack) if stack else leaves
-    codecs = (*codecs, *codec_rules(config.quantize, leaves))
+    rules = codec_rules(config.quantize, leaves, if_frozen=config.quantizes_what_is_frozen)
+    codecs = (*codecs, *rules)
     by_path = {leaf.path: leaf for leaf in leaves}
 
     def covers(pattern: str, path: str) -> bool:
@@ -170,10 +172,13 @@ def _with_adapters(
     leaves: tuple[Leaf, ...],
     trace: Callable[[], LossProgram] | None,
     saved: SavedAdapter | None,
-) -> tuple[Model, tuple[Leaf, ...]]:
-    """The model with the config's adapters, and its leaves, of which these are trained."""
+) -> tuple[Model, tuple[Leaf, ...], Mapping[str, Sequence[bool]]]:
+    """The model with the config's adapters, and its leaves, of which these are trained.
+
+    The third are the layers of leaves of which only some are trained.
+    """
     if config.lora is None:
-        return base, leaves
+        return base, leaves, {}
     uses = None
     if trace is not None:
         program = trace()
@@ -182,7 +187,7 @@ def _with_adapters(
     choice = choose_adapters(config.lora, leaves, uses, saved)
     own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
     adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)
-    return adapted, adapted.leaves
+    return adapted, adapted.leaves, choice.layers
 
 
 def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:
