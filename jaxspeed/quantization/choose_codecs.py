@@ -23,7 +23,9 @@ DEEPSPEED_KEY = "zero_optimization.zero_quantized_nontrainable_weights"
 def codec_rules(
     quantize: Quantize | None, leaves: Sequence[Leaf], *, if_frozen: bool = False
 ) -> tuple[CodecRule, ...]:
-    """The codecs of a config's frozen weights of linear layers; `if_frozen`: none if there are none.
+    """The codecs of a config's frozen weights of linear layers.
+
+    With `if_frozen` a model may have none.
 
     Raises:
       ConfigError: a pattern of `modules` covers none, or one that is trained; or none is frozen.
