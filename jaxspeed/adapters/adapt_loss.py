@@ -88,12 +88,14 @@ def adapt_loss(
     parameters: Mapping[str, Var],
     adapters: Mapping[str, Adapter],
     key: tuple[Var, Var, Var] | None,
+    squares: Mapping[str, Var] | None = None,
 ) -> AdaptedLoss:
     """Adapt the products of a loss that read weights with adapters.
 
     Args:
       parameters: the program's variables that are parameters, with the adapters' leaves.
       key: the variables of a key, the step and the micro-batch, for dropout; None for none.
+      squares: those of the squared norms of weights, for DoRA; others are computed at each read.
 
     Raises:
       ModelError: a weight's dims are not those that were assumed, or a weight that has dropout is
@@ -107,7 +109,7 @@ def adapt_loss(
     program = Rewriting(walk, jaxpr, [None] * len(jaxpr.invars))
     for v, path in names.items():
         view = _first_view(path, v)
-        program.set_state(v, walk.with_parts(program, view, parameters, key))
+        program.set_state(v, walk.with_parts(program, view, parameters, key, squares or {}))
     for position in range(len(jaxpr.eqns)):
         program.write(position)
     walk.merge_results(program, jaxpr.outvars)
@@ -488,6 +490,7 @@ class _Walk(Rewriter[View | None]):
         view: View,
         parameters: Mapping[str, Var],
         key: tuple[Var, Var, Var] | None,
+        squares: Mapping[str, Var],
     ) -> View:
         """The view of a weight with the values of its adapter."""
         adapter = self.adapters[view.path]
@@ -497,6 +500,8 @@ class _Walk(Rewriter[View | None]):
         }
         if adapter.dora:
             parts["magnitude"] = parameters[adapter.leaf("magnitude")]
+            if view.path in squares:
+                parts["squares"] = squares[view.path]
         if not adapter.is_uniform:
             ranks, scales = adapter.per_layer(adapter.ranks), adapter.per_layer(adapter.scales)
             constants = {

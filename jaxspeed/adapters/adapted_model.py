@@ -42,6 +42,7 @@ class AdaptedModel:
         self.base, self.adapters, self.section, self.saved = base, adapters, section, saved
         self.leaves = leaves_with_adapters(leaves, adapters)
         self._own = frozenset(leaf.path for leaf in leaves)
+        self._squares = frozenset(adapter.leaf("squares") for adapter in adapters.values())
         self._dtypes = {leaf.adapts: leaf.dtype for leaf in self.leaves if leaf.adapts}
         self.variables = dict(base.variables)
         if any(adapter.dropout for adapter in adapters.values()):
@@ -86,7 +87,8 @@ class AdaptedModel:
         known = {
             path: x
             for path, x in variables.items()
-            if path != SEED or path in self.base.variables or path not in self.variables
+            if path not in self._squares
+            and (path != SEED or path in self.base.variables or path not in self.variables)
         }
         return self.base.bind(own, known, train=train, step=step, micro=micro)
 

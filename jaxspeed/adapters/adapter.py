@@ -82,11 +82,16 @@ class Adapter:
         a, b = factor_shapes(self.shape, self.dims, self.rank)
         found = {self.leaf("A"): a, self.leaf("B"): b}
         if self.dora:
-            outputs = (self.shape[d] for d in self.dims.outputs)
-            found[self.leaf("magnitude")] = (*self.stack, *outputs)
+            found[self.leaf("magnitude")] = self.outputs
         return found
 
-    def leaf(self, name: Literal["A", "B", "magnitude"]) -> str:
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The shape of what there is one of for each output."""
+        return (*self.stack, *(self.shape[d] for d in self.dims.outputs))
+
+    def leaf(self, name: Literal["A", "B", "magnitude", "squares"]) -> str:
+        """The path of a leaf; "squares" is no leaf, but a variable of a step with DoRA."""
         return f"{PREFIX}{self.path}/{name}"
 
     def leaves(self, weight: Leaf) -> tuple[Leaf, ...]:

@@ -1,7 +1,9 @@
 """The adapters of a config: which weights and layers are adapted, and what else is trained."""
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +28,8 @@ from jaxspeed.placement.rules import nearest
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.user_models.trainable import NamedLeaves
 
+log = logging.getLogger("jaxspeed")
+
 
 class SavedAdapter(Protocol):
     """An adapter in files, of a model whose parameters have the shapes that are given."""
@@ -44,11 +48,14 @@ class SavedAdapter(Protocol):
 class ChosenAdapters:
     """The adapters by weight, and the model's own parameters that are trained beside them.
 
-    The section is that of the config with the settings of a saved adapter.
+    Attributes:
+      layers: of trained biases of which only some layers are, which ones.
+      section: that of the config with the settings of a saved adapter.
     """
 
     adapters: Mapping[str, Adapter]
     trained: frozenset[str]
+    layers: Mapping[str, Sequence[bool]]
     section: Lora
 
 
@@ -75,6 +82,9 @@ def choose_adapters(
             _refuse_another_choice(section, choice, leaves, uses)
     if choosing.problems:
         raise ConfigError("\n".join(choosing.problems))
+    if choice.section.bias != "none" and not any(map(_is_bias, choice.trained)):
+        of = "this model" if choice.section.bias == "all" else "an adapted module"
+        log.warning("lora.bias is %r, and no parameter of %s is a bias", choice.section.bias, of)
     return choice
 
 
@@ -214,7 +224,14 @@ class _Choosing:
                 "lora: no weight of this model is adapted; name modules in lora.target_modules, "
                 f"such as {listed(self._module_names())}"
             )
-        return ChosenAdapters(adapters, frozenset((*saved, *self._biases(adapters))), self.section)
+        return self._choice(adapters, saved)
+
+    def _choice(self, adapters: Mapping[str, Adapter], saved: set[str]) -> ChosenAdapters:
+        biases = self._biases(adapters)
+        layers = {
+            path: flags for path, flags in biases.items() if path not in saved and not all(flags)
+        }
+        return ChosenAdapters(adapters, frozenset((*saved, *biases)), layers, self.section)
 
     def _modules(self) -> dict[str, set[int]]:
         """The layers of each weight that `target_modules` names."""
@@ -293,6 +310,7 @@ class _Choosing:
         """The adapters that a saved one has."""
         found = saved.ranks({leaf.path: leaf.shape for leaf in self.leaves})
         adapters: dict[str, Adapter] = {}
+        experts = [x.path for x in self.leaves if x.path in found and experts_dim(x)]
         for leaf in self.leaves:
             if leaf.path not in found:
                 continue
@@ -306,8 +324,13 @@ class _Choosing:
                 continue
             ranks, alphas = (x[:, 0].tolist() for x in of_layers)
             adapters[leaf.path] = self._adapter(leaf, ranks, alphas, bool(experts_dim(leaf)))
-        trained = frozenset((*self._saved(), *self._biases(adapters)))
-        return ChosenAdapters(adapters, trained, self.section)
+        if experts and self.section.lora_dropout:
+            self.problems.append(
+                f"lora.lora_dropout: found {self.section.lora_dropout:g}, and the adapter "
+                f"{self.section.adapter} is of stacked experts ({listed(experts)}). "
+                "PEFT has dropout for modules alone: remove it"
+            )
+        return self._choice(adapters, self._saved())
 
     def _saved(self) -> set[str]:
         """The parameters that `modules_to_save` names."""
@@ -387,16 +410,26 @@ class _Choosing:
         found = (x for name, x in values.items() if self.named.is_of(_pattern(name), leaf, layer))
         return next(found, default)
 
-    def _biases(self, adapters: Mapping[str, Adapter]) -> Iterator[str]:
-        """The biases that are trained."""
-        modules = {path.rpartition("/")[0] for path in adapters}
-        for leaf in self.leaves:
-            module, _, name = leaf.path.rpartition("/")
-            wanted = self.section.bias == "all" or (
-                self.section.bias == "lora_only" and module in modules
-            )
-            if name == "bias" and wanted:
-                yield leaf.path
+    def _biases(self, adapters: Mapping[str, Adapter]) -> dict[str, Sequence[bool]]:
+        """The biases that are trained, and which of their layers are."""
+        if self.section.bias == "none":
+            return {}
+        adapted: dict[str, set[int]] = defaultdict(set)  # the layers of each module
+        for path, adapter in adapters.items():
+            count = len(self.named.layers(self.named.by_path[path]))
+            ranks = adapter.ranks * (count if len(adapter.ranks) == 1 else 1)
+            adapted[path.rpartition("/")[0]] |= {i for i, rank in enumerate(ranks) if rank}
+        found: dict[str, Sequence[bool]] = {}
+        for leaf in filter(lambda leaf: _is_bias(leaf.path), self.leaves):
+            layers, module = self.named.layers(leaf), leaf.path.rpartition("/")[0]
+            own = layers if self.section.bias == "all" else adapted[module]
+            if own:
+                found[leaf.path] = [layer in own for layer in layers]
+        return found
+
+
+def _is_bias(path: str) -> bool:
+    return path.rpartition("/")[2] == "bias"
 
 
 def _pattern(name: str) -> str:

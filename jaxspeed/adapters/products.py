@@ -6,7 +6,8 @@ experts), the product contracts the *inputs*, and the *outputs* remain:
     A  [*stack, *inputs, rank]      B  [*stack, rank, *outputs]      x W + s (dropout(x) A) B
 
 DoRA (Liu et al. 2024) scales each output by its magnitude m over the norm of its merged weights,
-a constant to derivatives. The norm is taken without A B, from the norm of W, which is given:
+a constant to derivatives. The norm is taken without A B, from the norm of W, which a step computes
+once (`Objective.with_squares`):
 
     ||W + s A B||^2 = ||W||^2 + 2 s <W, A B> + s^2 ||A B||^2
 

@@ -164,6 +164,11 @@ class Config(Settings):
         return self._quantize
 
     @property
+    def quantizes_what_is_frozen(self) -> bool:
+        """Whether DeepSpeed's key alone asks for it: a model in which nothing is frozen is fine."""
+        return self._quantize is None
+
+    @property
     def recompute(self) -> Recompute:
         """Residual policy of units, from all keys for it."""
         keys = self.activation_checkpointing

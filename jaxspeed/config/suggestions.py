@@ -47,6 +47,20 @@ _MEANT_HERE = {
     "data.max_length": "seq_len",
     "data.max_seq_length": "seq_len",
     "data.sequence_len": "seq_len",
+    "lora.rank": "r",
+    "lora.lora_r": "r",
+    "lora.lora_rank": "r",
+    "lora.alpha": "lora_alpha",
+    "lora.alfa": "lora_alpha",
+    "lora.lora_alfa": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.lora_target_modules": "target_modules",
+    "lora.lora_modules_to_save": "modules_to_save",
+    "lora.lora_bias": "bias",
+    "lora.rslora": "use_rslora",
+    "lora.peft_use_rslora": "use_rslora",
+    "lora.dora": "use_dora",
+    "lora.peft_use_dora": "use_dora",
 }
 _OF_ASSISTANT = (
     "By default a conversation's loss counts what the assistant says, or the completion; "

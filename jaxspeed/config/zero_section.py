@@ -128,7 +128,8 @@ class Zero(Coercing):
     zero_quantized_nontrainable_weights: Flag = approximated(
         False,
         "Frozen weights of linear layers are stored and gathered as model.quantize says, by "
-        "default in rows of int8; DeepSpeed's blocks are others.",
+        "default in rows of int8; DeepSpeed's blocks are others. Without frozen ones it has no "
+        "effect, as there.",
     )
     zero_quantized_gradients: Flag = refused(
         False, "Quantised reductions are not built; remove it."

@@ -63,6 +63,7 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
         values = {row.path: row.decoded(row.source, stored[row.path]) for row in program.table}
         sources = {path: x.astype(program.table[path].read.dtype) for path, x in values.items()}
         variables, samples = with_extra(state.variables, batch)
+        variables = program.objective.with_squares(stored, variables)
         flags = _forward_flags(program, sources, state.step, variables, samples)
         labels[:] = [label for label, _ in flags]
         sums, _ = program.gradients(stored, variables, samples, state.step, state.loss_scale.scale)

@@ -103,7 +103,8 @@ class Engine(DeepSpeedHabits):
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
         self.frozen_as_read, self._said = self._is_read, False
-        self._adapter, self._adapters = "default", dict[str, OtherAdapter]()
+        self._adapter: str | None = "default"  # None: the base alone
+        self._adapters = dict[str, OtherAdapter]()  # those that are not in use
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -172,6 +173,7 @@ class Engine(DeepSpeedHabits):
         `extra` is a tree of arrays for `loss_fn(model, batch, extra)`, which are not divided into
         samples: a graph's edges, another network's weights, tables. They stay where they lie.
         """
+        self._adapter_in_use("train_batch")
         placed = self._place(batch, "train_batch", self.program.batch.train, extra)
         if not self._moves_checked:
             if asks(self.program):
@@ -317,6 +319,7 @@ class Engine(DeepSpeedHabits):
         Raises:
           CheckpointError: frozen parameters are to be left out, which could not be read again.
         """
+        in_use = self._adapter_in_use("save_checkpoint")
         excluded = self.excludes_frozen()
         if exclude_frozen_parameters is not None:
             excluded = exclude_frozen_parameters
@@ -326,7 +329,7 @@ class Engine(DeepSpeedHabits):
                     + (_REPLACED if self._is_read else _NOT_READ)
                 )
         return self._saver.save(
-            self.state, directory, tag, client_state, excluded, self._adapter, self._adapters
+            self.state, directory, tag, client_state, excluded, in_use, self._adapters
         )
 
     def excludes_frozen(self) -> bool:
@@ -359,6 +362,7 @@ class Engine(DeepSpeedHabits):
         `renames` maps paths of the checkpoint to the model's. The current state is freed first: the
         devices never hold two.
         """
+        self._adapter_in_use("load_checkpoint")
         self._gathered.drop()
         held, as_read = self.held, self.frozen_as_read
         restored = self._saver.load(directory, tag, weights_only, renames, held, as_read)
@@ -422,26 +426,62 @@ class Engine(DeepSpeedHabits):
             )
         self._adapters[name] = other_adapter(program, values)
 
-    def use_adapter(self, name: str) -> None:
+    def use_adapter(self, name: str | None) -> None:
         """Train, evaluate and generate with an adapter of `load_adapter` from now on.
+
+        None is the base alone, for evaluation and generation until the next call.
 
         The one in use is kept, with its moments and moving averages, as checkpoints keep it too;
         that of the start has the name "default". One that was never in use starts with fresh
         moments. The step and the schedules that count it are the run's.
 
         Raises:
-          ConfigError: no adapter of this name is loaded.
+          ConfigError: no adapter of this name is loaded, or what the base had in place of trained
+            parameters is not known.
         """
         if name == self._adapter:
             return
-        if name not in self._adapters:
+        if name is not None and name not in self._adapters:
             raise ConfigError(
                 f"use_adapter: {name!r} is not loaded; there are "
-                + ", ".join(sorted({self._adapter, *self._adapters}))
+                + ", ".join(sorted(filter(None, {self._adapter, *self._adapters})))
             )
-        other = self._adapters.pop(name)
-        self.state, self._adapters[self._adapter] = exchanged(self.program, self.state, other)
+        other = self._base_alone() if name is None else self._adapters.pop(name)
+        self.state, taken = exchanged(self.program, self.state, other)
+        if name is None:  # the magnitudes of DoRA are the norms of the weights
+            params, master = dict(self.state.params), dict(self.state.master)
+            measured = self.program.storage.with_magnitudes(
+                params, master, set(_factors(self.program.model))
+            )
+            self.state = _with_parameters(self.state, *measured)
+        if self._adapter is not None:
+            self._adapters[self._adapter] = taken
         self._adapter = name
+
+    def _base_alone(self) -> OtherAdapter:
+        """An adapter whose factors are zero."""
+        model = self.program.model
+        if not isinstance(model, AdaptedModel):
+            raise ConfigError("use_adapter(None): the config has no section lora")
+        state, rows = self.state, self._rows_of_adapters()  # a base may be too large to be decoded
+        current = self.placements.joined({row.path: _parameter(state, row) for row in rows})
+        if trained := [path for path in current if not path.startswith("lora/")]:
+            raise ConfigError(
+                f"use_adapter(None): {listed(trained)} are trained beside the adapters "
+                "(lora.modules_to_save, lora.bias), and the base's own values are not kept; "
+                "evaluate an engine without the section lora"
+            )
+        zeros = {path: jnp.zeros_like(current[path]) for path in _factors(model)}
+        return other_adapter(self.program, {**current, **zeros})
+
+    def _adapter_in_use(self, what: str) -> str:
+        """The name of the adapter in use, without which `what` is refused."""
+        if self._adapter is None:
+            raise ConfigError(
+                f"{what}: no adapter is in use since use_adapter(None); choose one first: "
+                + ", ".join(sorted(self._adapters))
+            )
+        return self._adapter
 
     def _rows_of_adapters(self) -> list[Row]:
         """What an adapter has: its leaves, and the parameters that are trained beside them."""
@@ -462,6 +502,7 @@ class Engine(DeepSpeedHabits):
         Called on every process; arguments are those of `save_pretrained`. Where the model has no
         form in Hugging Face's format, only `lora.adapter` reads the folder.
         """
+        self._adapter_in_use("save_adapter")
         state = self.averaged if ema else self.state
         return save_adapter(self.program, state, folder, dtype=dtype, form=form)
 
@@ -661,6 +702,11 @@ class Engine(DeepSpeedHabits):
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         with self.program.set_mesh():
             return diagnosing.diagnose(self.program, self.state, placed)
+
+
+def _factors(model: Any) -> list[str]:
+    """The paths of an adapted model's factors."""
+    return [adapter.leaf(name) for adapter in model.adapters.values() for name in ("A", "B")]
 
 
 def _parameter(state: TrainState, row: Row) -> jax.Array:

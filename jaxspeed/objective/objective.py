@@ -5,15 +5,17 @@ executed. Where parameters are stored as layers read them, it is executed unchan
 sharded or in another dtype (ZeRO 3), each unit gathers its parameters.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.adapters.adapter import Adapter
+from jaxspeed.adapters.products import WeightDims, squared_norms
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.autocast import Autocast
@@ -24,7 +26,10 @@ from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
+from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
@@ -96,6 +101,7 @@ class Objective:
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
+        variables = self.with_squares(sources, variables)
         sources = {row.path: self.given(row, sources[row.path]) for row in self.table}
         rest = (variables, batch, jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32))
         program = self.trace(rest, train)
@@ -103,6 +109,51 @@ class Objective:
         outs = self._run(program, args, self.recompute if train else NO_RECOMPUTE, batch)
         loss, written = jax.tree.unflatten(program.out_tree, outs)
         return loss, self._as_stored(written)
+
+    def with_squares(self, sources: Arrays, variables: Arrays) -> Arrays:
+        """The variables, and the squared norms of the weights that have adapters with DoRA.
+
+        Called before the loop over micro-batches, it computes them once a step: from the shards as
+        they are stored, so that no weight is gathered. Replicated, as other variables are.
+        """
+        found = dict(variables)
+        for path, adapter in self.measured.items():
+            name = adapter.leaf("squares")
+            if name not in found:
+                rows = self.table.parameters[path]
+                each = [self._squares(row, adapter.dims, sources[row.path]) for row in rows]
+                found[name] = each[0] if len(each) == 1 else jnp.concatenate(each)
+        return found
+
+    @cached_property
+    def measured(self) -> dict[str, Adapter]:
+        """The adapters, by weight, whose weights are measured once a step.
+
+        Not those of weights in host memory: they are measured where layers read them, because one
+        more transfer takes longer than to square what is there.
+        """
+        adapters: Mapping[str, Adapter] = getattr(self.model, "adapters", {})
+        return {
+            path: adapter
+            for path, adapter in adapters.items()
+            if adapter.dora and not any(in_host(row.source) for row in self.table.parameters[path])
+        }
+
+    def _squares(self, row: Row, dims: WeightDims, source: Stored) -> jax.Array:
+        """||W||^2 of each output of a stored weight, as layers read it."""
+        shape, stored = row.leaf.shape, self.stored(row)
+        value = stored.codec.decode(source, shape, row.read.dtype).astype(row.read.dtype)
+        for d in dims.inputs:  # a code of padding may be the code of a number
+            if value.shape[d] > shape[d]:
+                number = jax.lax.broadcasted_iota(jnp.int32, value.shape, d)
+                value = jnp.where(number < shape[d], value, 0)
+        total, of_total = squared_norms(value, dims), (*dims.stack, *dims.outputs)
+        # Else XLA would gather the weight, so that its squares are replicated.
+        entries = by_dim(row.source.spec, len(shape))
+        for spec in ([entries[d] for d in of_total], []):
+            at = NamedSharding(self.table.mesh, PartitionSpec(*spec))
+            total = constrain(total, at, "squares")
+        return unpad(total, tuple(shape[d] for d in of_total))
 
     def _run(
         self, traced: LossProgram, args: Sequence[Any], recompute: Recompute, batch: Any
@@ -237,6 +288,9 @@ class Objective:
     def _shapes(self, rest: tuple[Any, ...]) -> tuple[Any, Any]:
         """Shapes of (variables, batch), as the loss reads them."""
         variables, batch, _, _ = jax.tree.map(_shape, rest)
+        for adapter in self.measured.values():
+            found = jax.ShapeDtypeStruct(adapter.outputs, jnp.float32)
+            variables[adapter.leaf("squares")] = found
         return variables, jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
 
     def by_parts(self, rest: tuple[Any, ...], train: bool) -> ByParts:

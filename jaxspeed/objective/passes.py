@@ -97,7 +97,13 @@ def adapters(program: LossProgram, context: TraceContext) -> LossProgram:
         step, micro = program.closed.jaxpr.invars[-2:]
         key = seed, step, micro
     jaxpr = program.closed.jaxpr
-    made = adapt_loss(jaxpr, program.parameters, context.adapters, key)
+    paths = {path: v for v, path in program.variables.items()}
+    squares = {
+        path: paths[adapter.leaf("squares")]
+        for path, adapter in context.adapters.items()
+        if adapter.leaf("squares") in paths
+    }
+    made = adapt_loss(jaxpr, program.parameters, context.adapters, key, squares)
     _note_merged(made.merged)
     return program.rewritten(made.jaxpr)
 

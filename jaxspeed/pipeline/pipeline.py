@@ -63,6 +63,7 @@ class Pipeline:
 
         A loss or metric that mixes samples, or that draws random numbers, runs as one micro-batch.
         """
+        variables = self.objective.with_squares(sources, variables)
         sources = self.layout.by_stage(sources, step)
 
         def split(count: int, ranks: int) -> SplitStep:

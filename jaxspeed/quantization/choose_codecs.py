@@ -18,15 +18,21 @@ from jaxspeed.quantization.codecs import FourBit, MatrixCodec, Reordered, RowInt
 log = logging.getLogger("jaxspeed")
 
 KEY = "model.quantize"
+DEEPSPEED_KEY = "zero_optimization.zero_quantized_nontrainable_weights"
 
 
 def codec_rules(
-    quantize: Quantize | None, leaves: Sequence[Leaf], uses: Uses | None = None
+    quantize: Quantize | None,
+    leaves: Sequence[Leaf],
+    uses: Uses | None = None,
+    *,
+    if_frozen: bool = False,
 ) -> tuple[CodecRule, ...]:
     """The codecs of a config's frozen weights of linear layers.
 
     Args:
       uses: the dims of each weight in the products that read it; None if the loss is not traced.
+      if_frozen: a model may have none.
 
     Raises:
       ConfigError: a pattern of `modules` covers none, or one that is trained; or none is frozen.
@@ -44,6 +50,9 @@ def codec_rules(
         if not chosen:
             trained = [leaf.path for leaf in weights.values() if leaf.trainable]
             why = f"{listed(trained)} are trained" if trained else "it has no linear layers"
+            if if_frozen:
+                log.info("%s has no effect: %s", DEEPSPEED_KEY, why)
+                return ()
             raise ConfigError(
                 f"{KEY}: quantizes the frozen weights of linear layers, and this model has none: "
                 f"{why}. Freeze the base (trainable, lora or a frozen group of optimizer.groups)"
@@ -53,9 +62,15 @@ def codec_rules(
     values, total = sum(map(_size, chosen)), sum(map(_size, leaves))
     log.info("%s %s: %.1f%% of %s parameters", KEY, quantize.weights, 100 * values / total, total)
     return tuple(
-        CodecRule("param", leaf.path, codec_of_leaf(quantize, leaf, uses_of(leaf)))
-        for leaf in chosen
+        _OfLeaf("param", leaf.path, codec_of_leaf(quantize, leaf, uses_of(leaf))) for leaf in chosen
     )
+
+
+class _OfLeaf(CodecRule):
+    """The codec of the leaf that has this path: a pattern would match its adapter too."""
+
+    def covers(self, path: str) -> bool:
+        return path == self.pattern
 
 
 def codec_of_leaf(

@@ -106,7 +106,8 @@ def build_program(
     if trace and by_use:
         paths = {v: path for path, v in trace().parameters.items()}
         uses = weight_dims(trace().closed.jaxpr, paths)
-    adapted, leaves = _with_adapters(config, base, leaves, uses, saved)
+    adapted, leaves, layers = _with_adapters(config, base, leaves, uses, saved)
+    trained = replace(trained, layers=layers)
     leaves = trained.over(leaves)
     trained.check(leaves)
     if config.checkpoint.exclude_frozen_parameters and adapted.weights is None:
@@ -123,7 +124,8 @@ def build_program(
     leaves = trained.by_layers(named)
     stack = divided_like(stack, leaves) if stack else None
     leaves = with_stages(leaves, stack) if stack else leaves
-    codecs = (*codecs, *codec_rules(config.quantize, leaves, uses))
+    rules = codec_rules(config.quantize, leaves, uses, if_frozen=config.quantizes_what_is_frozen)
+    codecs = (*codecs, *rules)
     by_path = {leaf.path: leaf for leaf in leaves}
 
     def covers(pattern: str, path: str) -> bool:
@@ -186,14 +188,17 @@ def _with_adapters(
     leaves: tuple[Leaf, ...],
     uses: Uses | None,
     saved: SavedAdapter | None,
-) -> tuple[Model, tuple[Leaf, ...]]:
-    """The model with the config's adapters, and its leaves, of which these are trained."""
+) -> tuple[Model, tuple[Leaf, ...], Mapping[str, Sequence[bool]]]:
+    """The model with the config's adapters, and its leaves, of which these are trained.
+
+    The third are the layers of leaves of which only some are trained.
+    """
     if config.lora is None:
-        return base, leaves
+        return base, leaves, {}
     choice = choose_adapters(config.lora, leaves, uses, saved)
     own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
     adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)
-    return adapted, adapted.leaves
+    return adapted, adapted.leaves, choice.layers
 
 
 def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:

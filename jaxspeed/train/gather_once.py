@@ -1,4 +1,4 @@
-"""The state that many calls of a model read: parameters gathered once for all, where they fit.
+"""What many calls of a model read, computed once: gathered parameters, where they fit; squares.
 
 Under ZeRO 3 each call of a model gathers its parameters, and transfers those in host memory. A call
 for one token does little else, and an evaluation makes many with the same parameters.
@@ -10,9 +10,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.hardware.targets import memory_of_machine
 from jaxspeed.objective.loss import Loss
+from jaxspeed.objective.objective import Objective
 from jaxspeed.placement.codec import pad
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
@@ -36,6 +39,12 @@ class ModelState(NamedTuple):
     def of(cls, program: Program, state: TrainState) -> "ModelState":
         return cls(state.sources(program.table), state.variables, state.step)
 
+    def with_values(self, sources: Arrays, variables: Arrays) -> "ModelState":
+        """The state with these in place of its own."""
+        return self._replace(
+            sources={**self.sources, **sources}, variables={**self.variables, **variables}
+        )
+
 
 def part_of_machine(program: Program) -> int:
     """A simulated device's part of this machine's memory, in bytes; on several hosts less."""
@@ -44,7 +53,10 @@ def part_of_machine(program: Program) -> int:
 
 @dataclass(frozen=True)
 class GatherOnce:
-    """Parameters as layers read them, if those and the train state fit into a share of memory."""
+    """Parameters as layers read them, if those and the train state fit into a share of memory.
+
+    And the squared norms of the weights that have adapters with DoRA.
+    """
 
     program: Program
     memory: int | None = None  # bytes of a device; None: its part of this machine's
@@ -64,36 +76,43 @@ class GatherOnce:
     def shapes(self) -> ModelState:
         """Shapes, dtypes and shardings of what a call returns."""
         state, table, gathered = ModelState.of(self.program, self.program.state), self.table, {}
+        replicated = NamedSharding(self.program.mesh, PartitionSpec())
+        squares = {
+            adapter.leaf("squares"): jax.ShapeDtypeStruct(
+                adapter.outputs, jnp.float32, sharding=replicated
+            )
+            for adapter in self._objective.measured.values()
+        }
         for path in self._gathered:
             at = table[path].source
             gathered[path] = jax.ShapeDtypeStruct(
                 table[path].shape(at), at.dtype, sharding=table.sharding(at)
             )
-        return state._replace(sources={**state.sources, **gathered})
+        return state.with_values(gathered, squares)
 
     @property
     def gathers(self) -> bool:
-        """Whether there is something to gather, and it fits."""
-        return bool(self._gathered)
+        """Whether there is something to gather, and it fits, or to compute once."""
+        return bool(self._read)
 
     def __call__(self, state: ModelState) -> ModelState:
-        if not self._gathered:
+        if not self._read:
             return state
-        gathered = self._gather({path: state.sources[path] for path in self._gathered})
-        return state._replace(sources={**state.sources, **gathered})
+        found = self._gather({path: state.sources[path] for path in self._read})
+        return state.with_values(*found)
 
     def compile_ahead(self) -> Callable[[], Any]:
         """Start to compile it in the background; what is returned waits for that."""
-        if not self._gathered:
+        if not self._read:
             return lambda: None
         sources = self.program.state.sources(self.program.table)
-        given = {path: sources[path] for path in self._gathered}
+        given = {path: sources[path] for path in self._read}
         return compile_ahead(self.program.mesh, self._gather, given)
 
     @cached_property
     def evaluate(self) -> Any:
         """`Program.evaluate`, of a gathered state."""
-        objective = self.program.objective.stored_as(self.table)
+        objective = self._objective
 
         def loss_of(state: ModelState, batch: Any) -> Loss:
             variables, batch = with_extra(state.variables, batch)
@@ -102,21 +121,34 @@ class GatherOnce:
         return self.program.evaluation(loss_of)
 
     @cached_property
+    def _objective(self) -> Objective:
+        return self.program.objective.stored_as(self.table)
+
+    @cached_property
     def _gathered(self) -> list[str]:
         """The parameters that are gathered once."""
         return [row.path for row in self.program.table if row.source != self.table[row.path].source]
 
     @cached_property
+    def _read(self) -> list[str]:
+        """The parameters that are gathered or measured."""
+        parameters = self.table.parameters
+        measured = (row.path for path in self._objective.measured for row in parameters[path])
+        return list(dict.fromkeys((*self._gathered, *measured)))
+
+    @cached_property
     def _gather(self) -> Any:
+        """(the gathered parameters, the squared norms), from the stored parameters."""
         program, table = self.program, self.table
 
-        def gather(sources: Arrays) -> Arrays:
+        def gather(sources: Arrays) -> tuple[Arrays, Arrays]:
             found = {}
-            for path, x in sources.items():
+            for path in self._gathered:
                 row = program.table[path]
-                full = program.objective.stored(row).read(program.objective.given(row, x))
-                found[path] = pad(full, row.shape(row.read))
-            return found
+                given = program.objective.given(row, sources[path])
+                found[path] = pad(program.objective.stored(row).read(given), row.shape(row.read))
+            return found, self._objective.with_squares({**sources, **found}, {})
 
         places = {path: table.sharding(table[path].source) for path in self._gathered}
-        return jax.jit(program.in_mesh(gather), out_shardings=places)
+        replicated = NamedSharding(program.mesh, PartitionSpec())
+        return jax.jit(program.in_mesh(gather), out_shardings=(places, replicated))

@@ -67,6 +67,7 @@ class Gradients:
         ring_errors: Any = (),
     ) -> tuple[Sums, Arrays]:
         del ring_errors  # only `RingGradients` uses them
+        variables = self.objective.with_squares(sources, variables)
         if self.pipeline:
             layout = self.pipeline.layout
             sources = layout.by_stage(sources, step)
@@ -84,6 +85,7 @@ class Gradients:
         `first` is the number of its first micro-batch among those of all parts; random numbers
         derive from it.
         """
+        variables = self.objective.with_squares(sources, variables)
         if self.accumulation == 1:
             return self._micro(sources, variables, part, step, first, scale)[0]
         if self.table.mesh.size > 1:

@@ -39,6 +39,7 @@ class RingGradients(Gradients):
         ring_errors: Any = (),
     ) -> tuple[Sums, Arrays]:
         self._refuse_mixed_samples(variables, batch, step)
+        variables = self.objective.with_squares(sources, variables)
         errors = dict(ring_errors)
         return self._by_rings(sources, variables, batch, step, scale, errors), variables
 

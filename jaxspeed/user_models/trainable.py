@@ -9,8 +9,8 @@ becomes a leaf of its own, `blocks/up/kernel/[20:32]`.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flax import nnx
@@ -49,10 +49,14 @@ class TrainRule:
     """Which parameters and layers are trained: those selected that no frozen group names.
 
     A parameter belongs to the first of the optimizer's groups that matches.
+
+    Attributes:
+      layers: of leaves by path, which of their layers are selected, whatever the selection is.
     """
 
     selection: Selection
     groups: Sequence[GroupLike] = ()
+    layers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
 
     def __call__(self, paths: Sequence[str], leaf: Any) -> bool:
         """Whether a function or a filter selects a parameter; `over` adds what patterns do."""
@@ -166,6 +170,8 @@ class TrainRule:
 
     def _selected(self, leaf: Leaf, named: "NamedLeaves") -> list[bool]:
         """Whether each layer is selected; functions and filters have set the leaf's `trainable`."""
+        if leaf.path in self.layers:
+            return list(self.layers[leaf.path])
         patterns = self.selection.patterns
         found = [any(named.is_of(p, leaf, i) for p in patterns) for i in named.layers(leaf)]
         return found if any(found) else [leaf.trainable] * len(found)

@@ -260,8 +260,8 @@ def with_unscaled_gradient_of_a(adapter, dims, weight, parts, original=adapting.
     return factors._replace(a=a), scale
 
 
-def of_the_neighbour(self, program, view, parameters, key, original=adapting._Walk.with_parts):
-    view = original(self, program, view, parameters, key)
+def of_the_neighbour(self, program, view, *args, original=adapting._Walk.with_parts):
+    view = original(self, program, view, *args)
     parts = dict(view.parts)
     (parts["a"],) = program.splice(lambda a: jnp.roll(a, 1, 0), [parts["a"]], None)
     return view._replace(parts=tuple(parts.items()))

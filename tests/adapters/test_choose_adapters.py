@@ -217,6 +217,39 @@ def test_a_saved_adapter_says_what_is_adapted_and_keys_may_say_the_same():
             of(**keys)
 
 
+def test_a_saved_adapter_of_experts_has_no_dropout():
+    """As a fresh one: `target_parameters` exclude it."""
+
+    class Experts(Saved):
+        def ranks(self, shapes):
+            return {path: (np.full(size, 4), np.full(size, 8.0)) for path, size in SIZES.items()}
+
+    SIZES = {UP: (3,), DOWN: (3, 4)}
+
+    def of(**keys):
+        section = Config(train_batch_size=8, lora={"adapter": "saved", **keys}).lora
+        return choose_adapters(section, LEAVES, None, Experts())
+
+    assert {*of().adapters} == {UP, DOWN}
+    with pytest.raises(ConfigError, match=rf"lora_dropout: found 0.1, .*experts \({DOWN}\)"):
+        of(lora_dropout=0.1)
+
+
+def test_biases_of_the_adapted_layers_alone_are_trained(caplog):
+    bias = "blocks/mlp/up/bias"
+    found = chosen(bias="lora_only", target_modules=["up", "dense"], layers_to_transform=[1])
+    assert found.trained == {bias}
+    assert found.layers == {bias: [False, True, False]}
+    found = chosen(bias="lora_only", target_modules=["up"])
+    assert found.trained == {bias} and not found.layers
+    found = chosen(bias="all", target_modules=["up"], layers_to_transform=[1])
+    assert len(found.trained) == 3 and not found.layers
+    assert not caplog.messages
+    chosen(bias="lora_only", target_modules=["o_proj"])
+    (said,) = caplog.messages
+    assert said == "lora.bias is 'lora_only', and no parameter of an adapted module is a bias"
+
+
 @pytest.mark.parametrize(
     "sections, said",
     [
@@ -226,7 +259,10 @@ def test_a_saved_adapter_says_what_is_adapted_and_keys_may_say_the_same():
         ({"lora": {"target_modules": "q_proj"}}, '"all-linear" or a list of module names'),
         ({"lora": {"init_lora_weights": "pissa"}}, 'true, false or "gaussian"'),
         ({"lora": {"lora_dropout": 1}}, "lora.lora_dropout: found 1. Needs .* less than 1"),
-        ({"lora": {"rank": 8}}, "lora.rank: found an unknown key"),
+        ({"lora": {"rank": 8}}, 'lora.rank: found an unknown key, set to 8. Did you mean "r"'),
+        ({"lora": {"lora_alfa": 8}}, 'Did you mean "lora_alpha"'),
+        ({"lora": {"dropout": 0.1}}, 'Did you mean "lora_dropout"'),
+        ({"lora": {"lora_aplha": 8}}, 'Did you mean "lora_alpha"'),
     ],
 )
 def test_keys_that_exclude_each_other_are_problems_of_the_config(sections, said):

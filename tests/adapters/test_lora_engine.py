@@ -9,7 +9,7 @@ import pytest
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.quantization.codecs import FourBit
 from jaxspeed.user_models.pretrained_model import Pretrained
-from tests.adapters.lora_loop import adapted_cases, split_of, train_plainly
+from tests.adapters.lora_loop import adapted_cases, merged, split_of, train_plainly
 
 CASES = adapted_cases()
 PAIR, EXPERTS = CASES["pair"], CASES["experts"]
@@ -131,6 +131,36 @@ def test_saved_modules_and_biases_are_trained_too():
     np.testing.assert_allclose(engine.parameters["head"], own["head"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("stage, pipe", [(3, 1), (1, 2)])
+def test_biases_of_the_adapted_layers_of_a_stack_are_trained_alone(stage, pipe):
+    gpt2 = CASES["gpt2"]
+    lora = {"bias": "lora_only", "target_modules": ["mlp"], "layers_to_transform": [1]}
+    engine = gpt2.engine(stage, pipe=pipe, lora=lora)
+    start = {path: np.asarray(x) for path, x in engine.parameters.items()}
+    biases = {path for path in start if path.endswith("bias") and "/mlp/" in path}
+    assert len(biases) == 2 and all(len(start[path]) == 2 for path in biases)
+
+    def merge(values, scale):
+        fixed = {path: values[path].at[:1].set(start[path][:1]) for path in biases}
+        return merged({**values, **fixed}, scale)
+
+    batches = gpt2.batches(3)
+    losses = [engine.train_batch(batch)["loss"] for batch in batches]
+    expected, own = train_plainly(
+        gpt2, start, batches, 1.5, lambda p: p.startswith("lora/") or p in biases, merge
+    )
+    np.testing.assert_allclose(np.array(losses), expected, rtol=1e-5)
+    for path, value in engine.parameters.items():
+        if path in biases:
+            np.testing.assert_array_equal(value[:1], start[path][:1], err_msg=path)
+            np.testing.assert_allclose(value[1:], own[path][1:], rtol=1e-5, atol=1e-5)
+            assert not np.array_equal(value[1:], start[path][1:])
+        elif path.startswith("lora/"):
+            np.testing.assert_allclose(value, own[path], rtol=1e-5, atol=1e-5, err_msg=path)
+        else:
+            np.testing.assert_array_equal(value, start[path], err_msg=path)
+
+
 def trained_by(engine):
     rows = (row for row in engine.placements if row.leaf.trainable and not row.leaf.adapts)
     return {row.path for row in rows}
@@ -195,6 +225,40 @@ def test_an_adapter_is_saved_loaded_and_chosen_among_several(tmp_path):
         ConfigError, match=r"lora.adapter: .* has its own settings, and lora.r is 4"
     ):
         PAIR.engine(devices=one(), lora={"adapter": str(tmp_path / "a"), "r": 4})
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}])
+def test_the_base_alone_is_evaluated_without_an_adapter(tmp_path, lora):
+    batch = PAIR.batches(1)[0]
+    engine = PAIR.engine(3, devices=jax.devices()[:2], lora=lora)
+    total, weight = PAIR.loss(PAIR.bound(split_of(engine.parameters)[0]), batch)
+    engine.train_batch(batch)
+    adapted, before = float(engine.eval_batch(batch)["loss"]), split_of(engine.parameters)
+    engine.use_adapter(None)
+    base = float(engine.eval_batch(batch)["loss"])
+    assert base == pytest.approx(float(total / weight), rel=1e-5) and base != adapted
+    for call in (
+        lambda: engine.train_batch(batch),
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.load_checkpoint(tmp_path),
+        lambda: engine.save_adapter(tmp_path),
+    ):
+        with pytest.raises(ConfigError, match=r"no adapter is in use .* choose one first: default"):
+            call()
+    with pytest.raises(ConfigError, match="'b' is not loaded; there are default"):
+        engine.use_adapter("b")
+    engine.use_adapter("default")
+    jax.tree.map(np.testing.assert_array_equal, split_of(engine.parameters), before)
+    engine.train_batch(batch)
+
+
+def test_a_base_that_was_changed_is_not_shown_as_one():
+    engine = PAIR.engine(devices=one(), lora={"modules_to_save": ["head"]})
+    with pytest.raises(ConfigError, match=r"use_adapter\(None\): head are trained beside"):
+        engine.use_adapter(None)
+    plain = PAIR.engine(devices=one(), lora=None)
+    with pytest.raises(ConfigError, match=r"use_adapter\(None\): the config has no section lora"):
+        plain.use_adapter(None)
 
 
 @pytest.mark.parametrize(

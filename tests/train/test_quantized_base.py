@@ -273,9 +273,16 @@ def test_named_modules_alone_are_quantized():
     assert encoded == {"layers/down", "layers/out"}
 
 
-def test_deepspeeds_key_quantizes_what_is_frozen():
+def test_deepspeeds_key_quantizes_what_is_frozen(caplog):
+    """Where nothing is, it has no effect, as there."""
     given = sections("stacked")
     del given["model"]
     given["zero_optimization"]["zero_quantized_nontrainable_weights"] = True
     program = build_program(load_config(given), (partial(init, stacked=True), stacked), loss)
     assert "int8 rows of f32" in str(program.table)
+    given["trainable"] = ["**"]
+    caplog.set_level("INFO", "jaxspeed")
+    program = build_program(load_config(given), (partial(init, stacked=True), stacked), loss)
+    assert "int8" not in str(program.table)
+    (said,) = (x for x in caplog.messages if "zero_quantized_nontrainable_weights" in x)
+    assert "has no effect: " in said and "are trained" in said
