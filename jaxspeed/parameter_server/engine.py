@@ -110,7 +110,7 @@ class ServedEngine(Engine):
           StateLostError: on Ray, a server died. Assigning `state`, or `load_checkpoint`, starts
             another.
         """
-        self._refuse_disabled("train_batch")
+        self._adapter_in_use("train_batch")
         parts = self._parts(batch, "train_batch", self.program.batch.train, extra)
         start = time.perf_counter()
         metrics = self._as_arrays(self._aborting(self._schedule.train, parts))
