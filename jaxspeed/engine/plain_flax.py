@@ -32,7 +32,7 @@ from jaxspeed.user_models import Model
 from jaxspeed.user_models.batches import call_loss, with_extra
 from jaxspeed.user_models.linen_calls import frozen_statistics
 from jaxspeed.user_models.own_axes import with_own_axes
-from jaxspeed.user_models.protocol import SEED, mode_arguments, nested
+from jaxspeed.user_models.protocol import AFTER_MICRO_BATCHES, SEED, mode_arguments, nested
 from jaxspeed.user_models.rng import FALLBACK
 
 Arrays = dict[str, Any]
@@ -144,10 +144,23 @@ def plain_gradients(
     zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     start: Any = (values, {path: wide(values[path]) for path in moving}, *zeros)
     (values, grads, total, weight), _ = jax.lax.scan(one_more, start, (jnp.arange(count), micro))
+    values = {**values, **_after_step(bound(values, AFTER_MICRO_BATCHES), values, roles)}
     share = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
     grads = {path: g * share.astype(g.dtype) for path, g in grads.items()}
     created = {path for path in created if collections is None or path.split("/")[0] in collections}
     return PlainGradients(total * share, grads, values, Names(tuple(sorted(created))))
+
+
+def _after_step(bound: Any, values: Arrays, roles: Mapping[str, Role]) -> Arrays:
+    """The state after the root module's own `after_step()`, which ends a step."""
+    if not hasattr(type(bound.module if _is_linen(bound) else bound), "after_step"):
+        return {}
+    bound.after_step()
+    return {
+        path: jnp.asarray(x, values[path].dtype)
+        for path, x in _values(bound).items()
+        if roles.get(path) == "state"
+    }
 
 
 def plain_loss(
