@@ -34,7 +34,8 @@ def head_and_loss(split: SplitStep, micro: Any, outer: Mapping[str, Any], carry:
     carry = [_at_stage_boundary(split, x) for x in carry]
     # The head reads unsharded activations, even with sequence parallelism.
     outs = _run(split, split.parts.after, micro, outer, carry, REPLICATED)
-    return jax.tree.unflatten(split.program.out_tree, outs)[0]
+    loss: Loss = jax.tree.unflatten(split.program.out_tree, outs)[0]
+    return loss.with_auxiliary(split.unit)
 
 
 def _run(

@@ -63,6 +63,11 @@ class SplitStep:
         return program, split_program(program, self.layout.stack, self._one)
 
     @cached_property
+    def unit(self) -> jax.Array | None:
+        """The mean weight of the micro-batches, if the loss has an auxiliary term."""
+        return self.objective.unit(self.variables, self.micro, self.step) if self.train else None
+
+    @cached_property
     def _one(self) -> Any:
         """The shapes of one micro-batch as the loss reads it."""
 
