@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed import ops
 
-from . import language, mixture
+from . import mixture
 from .blocks import GatedFeedForward, NormBefore, swiglu
 from .cached_attention import CachedAttention
 from .decoder import TINY, Rotary, rms_norm

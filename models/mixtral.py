@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from . import language, mixture
+from . import mixture
 from .decoder import TINY, rms_norm
 from .layers import dropout
 from .llama import AttentionSizes, attention, residual_init
@@ -16,7 +16,7 @@ from .mixture import Experts, MixtureBlock, MixtureDecoder, MixtureSizes
 
 @dataclass(frozen=True)
 class Config(MixtureSizes, AttentionSizes):
-    """Mixtral's sizes; the defaults are those of Mixtral 8x7B. `intermediate_size` is an expert's."""
+    """Sizes; the defaults are those of Mixtral 8x7B. `intermediate_size` is an expert's."""
 
     vocab_size: int = 32000
     max_position_embeddings: int = 32768

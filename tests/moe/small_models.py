@@ -19,7 +19,7 @@ MIXTRAL: dict[str, Any] = {
         "router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.001,
     },
 }  # fmt: skip
-# 64 experts of which each token has 6, from 4 of 8 groups, and one shared; the first block is dense.
+# A token has 6 of 64 experts, from 4 of 8 groups, and a shared one; the first block is dense.
 DEEPSEEK: dict[str, Any] = {
     "family": "deepseek",
     "preset": "tiny",
