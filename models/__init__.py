@@ -41,6 +41,8 @@ FAMILIES: dict[str, str] = {
     "olmo2": "jaxspeed.models.olmo2",
     "glm4": "jaxspeed.models.glm4",
     "gpt_neox": "jaxspeed.models.gpt_neox",
+    "mixtral": "jaxspeed.models.mixtral",
+    "deepseek": "jaxspeed.models.deepseek",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
