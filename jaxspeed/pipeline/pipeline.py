@@ -46,8 +46,8 @@ class Pipeline:
 
     def gradients(
         self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any
-    ) -> Sums:
-        """Gradients and loss of micro-batches [micro-batches, ...].
+    ) -> tuple[Sums, Arrays]:
+        """Gradients and loss of micro-batches [micro-batches, ...], and changed variables.
 
         `sources` and the gradients are in the stage layout.
         """

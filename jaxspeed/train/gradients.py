@@ -252,8 +252,9 @@ class Gradients:
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
-                sums = self.pipeline.gradients(sources, variables, micro, step, scale)
-            return sums._replace(grads=jax.tree.map(steepest, sums.grads)), variables
+                sums, after = self.pipeline.gradients(sources, variables, micro, step, scale)
+            grads = jax.tree.map(steepest, sums.grads)
+            return sums._replace(grads=grads), {**variables, **after}
 
         def place(path: str, grad: jax.Array) -> jax.Array:
             row = self.table[path]
