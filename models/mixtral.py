@@ -53,7 +53,6 @@ PRESETS: dict[str, Config] = {
         num_hidden_layers=56,
         num_attention_heads=48,
         intermediate_size=16384,
-        vocab_size=32768,
         max_position_embeddings=65536,
     ),
     "qwen3-30b-a3b": _QWEN3,
