@@ -1,4 +1,4 @@
-"""Variables that the loss changes after the last block, in a pipeline: micro-batch by micro-batch."""
+"""Variables that the loss changes after the last block, in a pipeline, by micro-batches."""
 
 import jax
 import jax.numpy as jnp
