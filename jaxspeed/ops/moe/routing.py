@@ -111,6 +111,9 @@ def route(
         "sigmoid": jax.nn.sigmoid,
         "softmax_of_top": lambda logits: logits,
     }[scores](logits)
+    # As a softmax, a quotient s / sum(s) neither underflows nor needs an epsilon, which has no
+    # derivative in fp32 where all scores are small.
+    log_score = jax.nn.log_sigmoid(logits) if scores == "sigmoid" else logits
     preference = lax.stop_gradient(score)
     if bias is not None:
         preference += lax.stop_gradient(bias).astype(dtype)
@@ -118,11 +121,13 @@ def route(
         preference = _within_best_groups(preference, groups, limited_groups, group_score)
     chosen = checkpoint_name(lax.top_k(preference, k)[1], DECISION)
 
-    weights = jnp.take_along_axis(score, chosen, axis=-1, mode="promise_in_bounds")
-    if scores == "softmax_of_top":
-        weights = jax.nn.softmax(weights)
-    elif renormalize:
-        weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20  # all sigmoids may underflow
+    def of_chosen(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, chosen, axis=-1, mode="promise_in_bounds")
+
+    if renormalize or scores == "softmax_of_top":
+        weights = jax.nn.softmax(of_chosen(log_score))
+    else:
+        weights = of_chosen(score)
     weights *= scale
 
     chooses = jnp.any(chosen[..., None] == jnp.arange(experts), axis=2)  # [batch, seq, experts]
@@ -133,18 +138,14 @@ def route(
             experts, x.shape[1], k=k, factor=capacity_factor, min_capacity=min_capacity
         )
         order = jnp.cumsum(chooses, axis=1, dtype=jnp.int32)  # from 1
-        taken = jnp.take_along_axis(order, chosen, axis=-1, mode="promise_in_bounds") <= capacity
+        taken = of_chosen(order) <= capacity
         sent, weights = jnp.where(taken, chosen, experts), jnp.where(taken, weights, 0)
         dropped = jnp.sum(~taken, axis=(1, 2), dtype=jnp.int32)
-    if scores == "sigmoid":
-        shares = score / (jnp.sum(score, axis=-1, keepdims=True) + 1e-20)
-    else:
-        shares = score if scores == "softmax" else jax.nn.softmax(logits)
     return Routing(
         sent,
         weights,
         counts=jnp.sum(chooses, axis=1, dtype=jnp.int32),
-        probabilities=jnp.sum(shares, axis=1),
+        probabilities=jnp.sum(jax.nn.softmax(log_score), axis=1),
         z=jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)), axis=1),
         dropped=dropped,
     )
