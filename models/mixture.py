@@ -209,8 +209,8 @@ class MixtureDecoder(RotaryDecoder):
         x, context, each = self.embedded(tokens, segment_ids, positions)
         dense = c.num_hidden_layers - layers
         if self.dense_blocks is not None:
-            own = tuple(x[:dense] for x in each)
-            x = scan_blocks(self.dense_blocks, x, *context, each=own, unroll=c.unroll)
+            of_dense = tuple(x[:dense] for x in each)
+            x = scan_blocks(self.dense_blocks, x, *context, each=of_dense, unroll=c.unroll)
         bias = None if self.expert_bias is None else self.expert_bias[...]
         own = (*(x[dense:] for x in each), MixtureLayer(jnp.arange(layers), bias))
         balance = ops.moe.Balance.zeros(len(tokens), layers, c.num_experts)
@@ -229,9 +229,9 @@ class MixtureDecoder(RotaryDecoder):
 
 
 def loss(model: MixtureDecoder, batch: language.LanguageBatch, train: bool | None = None) -> Any:
-    """(sum, weight, metrics) of the cross-entropy of each token's successor.
+    """(sum, weight, auxiliary, metrics): the cross-entropy of each token's successor.
 
-    Unless in evaluation (`train` is False), the sum has the auxiliary losses of the router, and the
+    The auxiliary term has the losses of the routers. Unless in evaluation (`train` is False), the
     experts' tokens are counted.
     """
     c, p = model.config, language.split_batch(batch)
@@ -244,11 +244,9 @@ def loss(model: MixtureDecoder, batch: language.LanguageBatch, train: bool | Non
         + c.router_z_loss_coef * balance.z_loss()
     )
     metrics = {**balance.metrics(), "auxiliary_loss": auxiliary}
-    if train is False:
-        return total, weight, metrics
-    if model.expert_counts is not None:
+    if model.expert_counts is not None and train is not False:
         model.expert_counts[...] += balance.total()
-    return total + auxiliary * weight, weight, metrics
+    return total, weight, auxiliary, metrics
 
 
 class _DenseRows:
