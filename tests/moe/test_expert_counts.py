@@ -1,4 +1,4 @@
-"""Counts of experts' tokens are the same integers on every mesh, and so are the biases from them."""
+"""Counts of experts' tokens are the same integers on every mesh, and so are their biases."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Losses (sum, weight, auxiliary): token-weighted sums, and a term that each micro-batch counts alike.
+"""Losses (sum, weight, auxiliary): the last term counts alike in each micro-batch.
 
 The reference is a loop over micro-batches of unequal weights, of which one is 0.
 """
