@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.jaxpr.evaluate import as_function, bindings, evaluate
+from jaxspeed.jaxpr.evaluate import as_function, bindings, evaluate, run_equation
 from jaxspeed.jaxpr.inline_calls import with_checkpoints_inlined
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
@@ -169,13 +169,13 @@ class _Evaluation:
             own = [product.weight for product in products]
             weights, inputs = [v for v in weights if v not in own], [*own, *inputs]
             program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
-            inside = replace(context, residuals=None)
+            inside = replace(context, recomputed=True, residuals=None)
             fn = with_products(
                 program,
                 products,
                 stored,
                 context.exchange,
-                lambda eqn, values, owned: _checkpoint(eqn, values, owned, inside, set()),
+                lambda eqn, values, owned: _checkpointed_branches(eqn, values, owned, inside),
             )
             stored = {v: storage[v] for v in weights}
         else:
@@ -264,6 +264,30 @@ def _checkpoint(
     )
     exchange = context.exchange_of([v for v in eqn.invars if is_var(v) and v in storage])
     return SegmentVJP(run, (), exchange)((), values) if exchange.in_order else run(*values)
+
+
+def _checkpointed_branches(
+    eqn: JaxprEqn, values: Sequence[Any], storage: Storage, context: EvalContext
+) -> Sequence[Any]:
+    """A checkpoint of a `cond` within a unit: the branch that runs gathers what it reads."""
+    (body,) = sliceable_bodies(eqn)
+    passed = zip(body.jaxpr.invars, body.operands, strict=True)
+    stored = {iv: storage[v] for iv, v in passed if is_var(v) and v in storage}
+
+    def run(*args: Any) -> list[Any]:
+        env = bindings(body.jaxpr, body.consts, args)
+        for inner in body.jaxpr.eqns:
+            if inner.primitive.name == "cond":
+                given = [env[v] if is_var(v) else v.val for v in inner.invars]
+                outs: Sequence[Any] = _cond(inner, given, stored, context, set())
+            else:
+                assert stored.keys().isdisjoint(v for v in inner.invars if is_var(v))
+                outs = run_equation(body.jaxpr, inner, env.__getitem__)
+            env.update(zip(inner.outvars, outs, strict=True))
+        return [env[v] if is_var(v) else v.val for v in body.jaxpr.outvars]
+
+    how = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
+    return jax.checkpoint(run, **how)(*values)
 
 
 def _lookup(
