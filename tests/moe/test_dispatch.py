@@ -10,7 +10,8 @@ import pytest
 from jax.interpreters import ad
 
 from jaxspeed import ops
-from jaxspeed.ops.moe import dispatch, products
+from jaxspeed.ops.moe import dispatch
+from jaxspeed.ops.moe import grouped_products as products
 from jaxspeed.ops.moe.dispatch import pair_rows, rounds_of
 from tests.moe.mixture_cases import (
     BATCH,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspeed.jaxpr.flops import count_products, program_flops
-from jaxspeed.ops.moe import megablox, products
-from jaxspeed.ops.moe.products import Layout, grouped_product
+from jaxspeed.ops.moe import grouped_products as products
+from jaxspeed.ops.moe import megablox
+from jaxspeed.ops.moe.grouped_products import Layout, grouped_product
 
 ONE_DEVICE = Layout(None, (), ())
 # Rows before the first expert, an empty one in the middle, rows behind the last one.

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.hlo import collectives, largest_buffers
-from jaxspeed.ops.moe import Routing, mixture, products
+from jaxspeed.ops.moe import Routing, mixture
+from jaxspeed.ops.moe import grouped_products as products
 from jaxspeed.placement import build_mesh
 
 EXPERTS, K, EMBED, MLP = 16, 2, 512, 1024

@@ -14,9 +14,10 @@ devices, so that control flow is the same everywhere:
 
 The first round stands outside of the loop of the others, which is skipped if there are none.
 
-A layer saves its inputs alone. There are two exchanges of rows forward, of the tokens and of the
-results, and three backward: the tokens again, the gradients of the results and of the tokens.
-Everything else that is exchanged is small: numbers of tokens, and the weights of the sum.
+A layer with such exchanges saves its inputs alone. There are two exchanges of rows forward, of the
+tokens and of the results, and three backward: the tokens again, the gradients of the results and of
+the tokens. Everything else that is exchanged is small: numbers of tokens, and the weights of the
+sum.
 
 All of it is control flow that JAX differentiates; the products are equations of the trace.
 """
@@ -37,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.attention import operand_dtype
-from jaxspeed.ops.moe.products import EXPERT, Dim, Layout, grouped_product, layout
+from jaxspeed.ops.moe.grouped_products import EXPERT, Dim, Layout, grouped_product, layout
 from jaxspeed.ops.moe.routing import Routing
 
 SLACK = Fraction(5, 4)
@@ -135,7 +136,7 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
             values = jnp.pad(values, ((0, padding), (0, 0)), constant_values=fill)
         return values.reshape(shards, tokens, -1)
 
-    def layer(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+    def of_shards(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         sent = _Exchange(where, experts, tokens, k)
         plan = sent.plan(sharded(chosen, experts))
         x = jnp.broadcast_to(sharded(x).astype(travels), (parts, shards, tokens, embed))
@@ -173,9 +174,11 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         total = jnp.sum(total, axis=0) if parts > 1 else total[0]
         return total.reshape(shards * tokens, -1)[: batch * seq].reshape(batch, seq, -1)
 
-    # Not of a function's name: the marker survives the rewriting of the trace.
-    recomputed = jax.checkpoint(layer, policy=saves_layer_inputs)
-    return recomputed(x, routing.experts, routing.weights).astype(dtype)
+    # Without exchanges it has residuals as other layers have.
+    layer = of_shards
+    if where.expert_shards > 1:
+        layer = jax.checkpoint(of_shards, policy=saves_layer_inputs)
+    return layer(x, routing.experts, routing.weights).astype(dtype)
 
 
 def saves_layer_inputs(*_: Any, **__: Any) -> bool:

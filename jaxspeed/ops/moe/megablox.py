@@ -25,7 +25,7 @@ VMEM = 12 * 2**20
 def product(
     values: jax.Array, weight: jax.Array, bounds: jax.Array, transposed: bool, dtype: Any
 ) -> jax.Array:
-    """As `products.by_blocks`."""
+    """As `grouped_products.by_blocks`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     rows = values.shape[0]
@@ -46,7 +46,7 @@ def product(
 
 
 def gradient(values: jax.Array, cotangent: jax.Array, bounds: jax.Array, dtype: Any) -> jax.Array:
-    """As `products.gradient_by_blocks`."""
+    """As `grouped_products.gradient_by_blocks`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     rows, experts = values.shape[0], bounds.shape[0] - 1
