@@ -271,8 +271,8 @@ class _Exchange:
         self.own = experts // self.groups  # experts of a shard
         self.pair_rows = pair_rows(self.pairs, self.groups)
         self.most_rounds = -(-self.pairs // self.pair_rows) if self.groups > 1 else 1
-        samples = where.samples or None
-        self.plans = SortedPairs(P(samples), P(samples), P(samples), P(samples), P())
+        specs: list[Any] = [*[P(where.samples or None)] * 4, P()]
+        self.plans = SortedPairs(*specs)
 
     def plan(self, chosen: jax.Array) -> SortedPairs:
         """Of chosen experts [shards, tokens, k]."""
