@@ -145,6 +145,7 @@ INNER = {
     "launch/environment.py": "launch/test_environment.py",
     "objective/autocast.py": "objective/test_autocast.py",
     "ops/cudnn.py": "ops/test_gpu_attention.py",
+    "ops/moe/grouped_products.py": "moe/test_grouped_products.py",
     "ops/gpu.py": "ops/test_gpu_attention.py",
     "planner/compile/deviceless_cuda.py": "planner/test_on_platform.py",
     "planner/memory/liveness.py": "planner/test_memory_layout.py",

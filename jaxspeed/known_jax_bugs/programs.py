@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.known_jax_bugs.table import KNOWN_BUGS, KnownBug
+from jaxspeed.known_jax_bugs.table import AVOIDED, KNOWN_BUGS, KnownBug
 
 Devices = Sequence[jax.Device]
 
@@ -54,7 +54,8 @@ class BugProgram:
             return f"not run: it needs {self.devices} devices, and there are {len(devices)}"
         found = self.run(devices[: self.devices])
         verdict = "right" if found <= self.most else "WRONG"
-        concerns = "; jaxspeed has no such axes" if self.bug.affects == "explicit axes" else ""
+        avoided = AVOIDED.get(self.bug.affects)
+        concerns = f"; {avoided}" if avoided else ""
         return f"{verdict}: {self.shows} {found:.1e}, of at most {self.most:.0e}{concerns}"
 
 
@@ -155,6 +156,36 @@ def _small_updates(devices: Devices, count: int = 40_000) -> float:
     return min(seconds[1:])
 
 
+def _ragged_exchange(devices: Devices, rows: int = 4) -> float:
+    """Each device sends so many rows to each other one."""
+    mesh = Mesh(np.array(devices), ("x",), (AxisType.Auto,))
+    count = len(devices)
+    values = _numbers(count * count * rows, 8)
+
+    def exchange(x: jax.Array) -> jax.Array:
+        places = jnp.arange(count, dtype=jnp.int32) * rows
+        sizes = jnp.full(count, rows, jnp.int32)
+        there = jnp.full(count, lax.axis_index("x") * rows, jnp.int32)
+        out = jnp.zeros_like(x)
+        return lax.ragged_all_to_all(x, out, places, sizes, there, sizes, axis_name="x")
+
+    P = PartitionSpec
+    run = jax.shard_map(exchange, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    right = values.reshape(count, count, rows, -1).swapaxes(0, 1).reshape(values.shape)
+    found = jax.jit(run)(jax.device_put(values, NamedSharding(mesh, P("x"))))
+    return _error(found, right)
+
+
+def _rows_of_no_group(devices: Devices) -> float:
+    """NaN or infinity counts as an infinite error."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    x, weight = _numbers(512, 128), _numbers(2, 128, 128, seed=1)
+    x, weight, sizes = jax.device_put((x, weight, np.array([40, 60], np.int32)), devices[0])
+    found = np.asarray(gmm(x, weight, sizes, interpret=devices[0].platform == "cpu"))[128:]
+    return float(np.max(np.abs(found))) if np.all(np.isfinite(found)) else np.inf
+
+
 def _scatters_of_a_loop(devices: Devices) -> float:
     """The sum over a loop of an embedding's gradients, each from tokens on two devices."""
     mesh = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
@@ -182,5 +213,11 @@ PROGRAMS = (
     _error_of(f"{_XLA}/issues/42481", 4, run=_gradient_of_a_sharded_table),
     _error_of(f"{_XLA}/pull/46231", 1, run=_gradient_of_offloaded_residuals),
     BugProgram(f"{_JAX}/issues/40101", 1, "seconds", _small_updates, _MOST_SECONDS),
+    _error_of(f"{_XLA}/issues/47283", 33, run=_ragged_exchange),
+    _error_of(
+        f"{_JAX}/blob/main/jax/experimental/pallas/ops/tpu/megablox/gmm.py",
+        1,
+        run=_rows_of_no_group,
+    ),
     _error_of(f"{_XLA}/issues/49143", 2, run=_scatters_of_a_loop),
 )

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxspeed.jaxpr.evaluate import as_function, bindings, evaluate
+from jaxspeed.jaxpr.evaluate import as_function, bindings, evaluate, run_equation
+from jaxspeed.jaxpr.inline_calls import with_checkpoints_inlined
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import dependents, free_variables, slice_of, sub_jaxpr
@@ -26,6 +27,7 @@ from jaxspeed.jaxpr.traverse import (
     is_var,
     sliceable_bodies,
 )
+from jaxspeed.ops.moe.dispatch import saves_layer_inputs
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.eager_weight_grads import with_eager_weight_grads
 from jaxspeed.zero3.exchange import Exchange
@@ -153,6 +155,10 @@ class _Evaluation:
         if weights:
             outputs = self._without_keys(eqns, outputs)
         program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
+        if context.residuals is not None and segment.units:
+            # It is recomputed with its unit. Then its products can gather their own weights.
+            program = with_checkpoints_inlined(program, saves_layer_inputs)
+            eqns = program.eqns
         stored = {v: storage[v] for v in weights}
         # Where nothing is recomputed, each operand would be a residual behind a barrier, besides
         # what XLA computes it from.
@@ -163,7 +169,14 @@ class _Evaluation:
             own = [product.weight for product in products]
             weights, inputs = [v for v in weights if v not in own], [*own, *inputs]
             program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
-            fn = with_products(program, products, stored, context.exchange)
+            inside = replace(context, recomputed=True, residuals=None)
+            fn = with_products(
+                program,
+                products,
+                stored,
+                context.exchange,
+                lambda eqn, values, owned: _checkpointed_branches(eqn, values, owned, inside),
+            )
             stored = {v: storage[v] for v in weights}
         else:
             fn = with_eager_weight_grads(program, stored)
@@ -251,6 +264,30 @@ def _checkpoint(
     )
     exchange = context.exchange_of([v for v in eqn.invars if is_var(v) and v in storage])
     return SegmentVJP(run, (), exchange)((), values) if exchange.in_order else run(*values)
+
+
+def _checkpointed_branches(
+    eqn: JaxprEqn, values: Sequence[Any], storage: Storage, context: EvalContext
+) -> Sequence[Any]:
+    """A checkpoint of a `cond` within a unit: the branch that runs gathers what it reads."""
+    (body,) = sliceable_bodies(eqn)
+    passed = zip(body.jaxpr.invars, body.operands, strict=True)
+    stored = {iv: storage[v] for iv, v in passed if is_var(v) and v in storage}
+
+    def run(*args: Any) -> list[Any]:
+        env = bindings(body.jaxpr, body.consts, args)
+        for inner in body.jaxpr.eqns:
+            if inner.primitive.name == "cond":
+                given = [env[v] if is_var(v) else v.val for v in inner.invars]
+                outs: Sequence[Any] = _cond(inner, given, stored, context, set())
+            else:
+                assert stored.keys().isdisjoint(v for v in inner.invars if is_var(v))
+                outs = run_equation(body.jaxpr, inner, env.__getitem__)
+            env.update(zip(inner.outvars, outs, strict=True))
+        return [env[v] if is_var(v) else v.val for v in body.jaxpr.outvars]
+
+    how = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
+    return jax.checkpoint(run, **how)(*values)
 
 
 def _lookup(
