@@ -19,6 +19,12 @@ from jaxspeed.known_jax_bugs.table import KNOWN_BUGS, KnownBug
 
 Devices = Sequence[jax.Device]
 
+# What a verdict adds of bugs that refuse no config.
+_UNUSED = {
+    "explicit axes": "; jaxspeed has no such axes",
+    "ragged exchange": "; jaxspeed exchanges rows with padding there",
+}
+
 _MOST_ERROR = 1e-5  # of fp32 numbers, relative to the largest
 _MOST_SECONDS = 0.05  # 40,000 updates take 0.0003 s, and 0.6 s where each rewrites the array
 
@@ -54,7 +60,7 @@ class BugProgram:
             return f"not run: it needs {self.devices} devices, and there are {len(devices)}"
         found = self.run(devices[: self.devices])
         verdict = "right" if found <= self.most else "WRONG"
-        concerns = "; jaxspeed has no such axes" if self.bug.affects == "explicit axes" else ""
+        concerns = _UNUSED.get(self.bug.affects, "")
         return f"{verdict}: {self.shows} {found:.1e}, of at most {self.most:.0e}{concerns}"
 
 
@@ -174,7 +180,39 @@ def _scatters_of_a_loop(devices: Devices) -> float:
     return _error(run(jax.device_put(ids, by_token), jax.device_put(d_out, by_token)), right)
 
 
+def _gradient_of_a_ragged_exchange(devices: Devices) -> float:
+    """Each device sends one row or two to each other one; infinite where it does not compile."""
+    count, width = len(devices), 8
+    at = np.arange(count, dtype=np.int32)
+    sent = 1 + (at[:, None] + 2 * at) % 2  # [from, to]
+    x, scale = _numbers(count, 2 * count, width), _numbers(count, 2 * count, width, seed=1)
+    by_rank = PartitionSpec("data")
+    mesh = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
+
+    def exchange(x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+        starts, own = 2 * jnp.asarray(at), 2 * lax.axis_index("data")
+        sizes = starts, sent[0], jnp.full(count, own, jnp.int32), received[0]
+        return lax.ragged_all_to_all(x[0], jnp.zeros_like(x[0]), *sizes, axis_name="data")[None]
+
+    def loss(x: jax.Array) -> jax.Array:
+        exchanged = jax.shard_map(exchange, mesh=mesh, in_specs=(by_rank,) * 3, out_specs=by_rank)
+        return jnp.sum(exchanged(x, jnp.asarray(sent), jnp.asarray(sent.T)) ** 2 * scale) / 2
+
+    right = np.zeros(x.shape)
+    for source, target in np.ndindex(count, count):
+        for row in range(sent[source, target]):
+            place = 2 * target + row
+            factor = scale[target, 2 * source + row].astype(np.float64)
+            right[source, place] = x[source, place] * factor
+    try:
+        found = jax.jit(jax.grad(loss))(jax.device_put(x, NamedSharding(mesh, by_rank)))
+    except jax.errors.JaxRuntimeError:
+        return np.inf
+    return _error(found, right)
+
+
 _JAX, _XLA = "https://github.com/jax-ml/jax", "https://github.com/openxla/xla"
+_MARIN = "https://github.com/marin-community/marin"
 _error_of = functools.partial(BugProgram, shows="an error of")
 
 PROGRAMS = (
@@ -182,5 +220,8 @@ PROGRAMS = (
     _error_of(f"{_XLA}/issues/42481", 4, run=_gradient_of_a_sharded_table),
     _error_of(f"{_XLA}/pull/46231", 1, run=_gradient_of_offloaded_residuals),
     BugProgram(f"{_JAX}/issues/40101", 1, "seconds", _small_updates, _MOST_SECONDS),
+    _error_of(f"{_JAX}/issues/34755", 2, run=_gradient_of_a_ragged_exchange),
+    _error_of(f"{_MARIN}/issues/8077", 2, run=_gradient_of_a_ragged_exchange),
+    _error_of(f"{_XLA}/issues/47283", 33, run=_gradient_of_a_ragged_exchange),
     _error_of(f"{_XLA}/issues/49143", 2, run=_scatters_of_a_loop),
 )

@@ -29,8 +29,9 @@ class KnownBug:
       until: the first release in which it is fixed; None where no release is.
       symptom: its effect, as a verb phrase whose subject is XLA.
       source: the upstream report.
-      affects: everything, or the config keys that offload to host memory, or only programs with
-        explicit mesh axes, which jaxspeed has not: such a bug is shown, and refuses nothing.
+      affects: everything, or the config keys that offload to host memory, or what jaxspeed has
+        not, or does otherwise where the bug is: programs with explicit mesh axes, and ragged
+        exchanges (`ragged_all_to_all`). Such a bug is shown, and refuses no config.
       package: the package whose releases are meant.
     """
 
@@ -39,7 +40,7 @@ class KnownBug:
     until: Numbers | None
     symptom: str
     source: str
-    affects: Literal["everything", "offload", "explicit axes"] = "everything"
+    affects: Literal["everything", "offload", "explicit axes", "ragged exchange"] = "everything"
     package: Literal["jaxlib", "libtpu"] = "jaxlib"
 
     def is_in(self, versions: Mapping[str, str]) -> bool:
@@ -91,6 +92,35 @@ KNOWN_BUGS = (
         "thousands of times as long",
         "https://github.com/jax-ml/jax/issues/40101",
     ),
+    # Rows are exchanged by `all_to_all` with padding, which has the same numbers.
+    KnownBug(
+        ("cpu",),
+        (0, 10, 2),
+        None,
+        "does not compile ragged_all_to_all",
+        "https://github.com/jax-ml/jax/issues/34755",
+        affects="ragged exchange",
+    ),
+    # Where a device has many experts the first backward pass is NaN, of finite operands. With
+    # --xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true, or without the latency-hiding
+    # scheduler, it was right.
+    KnownBug(
+        _GPU,
+        (0, 11, 0),
+        None,
+        "corrupts the gradients of ragged_all_to_all in the first backward pass",
+        "https://github.com/marin-community/marin/issues/8077",
+        affects="ragged exchange",
+    ),
+    # Its barrier has room for 32 devices, and is not checked.
+    KnownBug(
+        _GPU,
+        (0, 11, 0),
+        None,
+        "writes past a buffer in ragged_all_to_all over more than 32 devices",
+        "https://github.com/openxla/xla/issues/47283",
+        affects="ragged exchange",
+    ),
     # The all-reduce of a scatter is moved out of the loop that adds the scatters up, but the loop
     # still drops, on all devices but the first, what the iterations before have added. jaxspeed's
     # own loop over micro-batches is none of these: it takes a running mean.
@@ -128,6 +158,14 @@ def refuse_known_bugs(
             problems.append(f"{keys}{_shown(bug, platform, versions)}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def exchanges_ragged(platform: str, versions: Mapping[str, str]) -> bool:
+    """Whether `ragged_all_to_all` is right on a platform with these versions."""
+    return not any(
+        bug.affects == "ragged exchange" and platform in bug.platforms and bug.is_in(versions)
+        for bug in KNOWN_BUGS
+    )
 
 
 def refuse_old_jax(versions: Mapping[str, str]) -> None:
