@@ -13,6 +13,7 @@ import jax
 
 from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import count_products, program_flops
+from jaxspeed.placement.rules import EXPERTS
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.batches import call_loss
 from jaxspeed.user_models.config_model import family_sizes
@@ -77,11 +78,13 @@ def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) ->
     """6 N + 12 L H Q T per token, in PaLM's symbols; None for a model without these sizes.
 
     N is the number of parameters without lookup-only tables: positions, and an embedding that is
-    not tied to the head. L layers, H query heads of Q dims, T positions that a token attends to;
-    causal attention counts in full.
+    not tied to the head. Of stacked experts those of a token count: k of E. L layers, H query heads
+    of Q dims, T positions that a token attends to; causal attention counts in full. Where values
+    have another number of dims than keys, Q is the mean.
 
     Args:
-      sizes: has `num_hidden_layers`, `num_attention_heads`, and `head_dim` or `hidden_size`.
+      sizes: has `num_hidden_layers`, `num_attention_heads`, and `head_dim` or `hidden_size`; of a
+        mixture `num_experts_per_tok`, perhaps `v_head_dim`.
       parameters: all of them, for example the leaves of a placement table.
       seq_len: predicted tokens per sample.
     """
@@ -92,14 +95,21 @@ def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) ->
     if layers is None or heads is None or not tables:
         return None
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // heads
+    head_dim = (head_dim + getattr(sizes, "v_head_dim", head_dim)) / 2
     context = min(seq_len, getattr(sizes, "sliding_window", None) or seq_len)
     looked_up = [p for p in parameters if p.names[:1] == ("pos",)]
     looked_up += sorted(tables, key=_size)[:-1]  # one of the tables is the head
-    n = sum(map(_size, parameters)) - sum(map(_size, looked_up))
+    n: float = sum(map(_size, parameters)) - sum(map(_size, looked_up))
+    counted, chosen = "N", getattr(sizes, "num_experts_per_tok", None)
+    for p in parameters if chosen else ():
+        if EXPERTS in p.names[:-1]:
+            experts = p.shape[p.names.index(EXPERTS)]
+            n -= _size(p) * (1 - chosen / experts)
+            counted = f"N of active parameters, {chosen} of {experts} experts,"
     return ModelFlops(
         6 * n + 12 * layers * heads * head_dim * context,
         "token",
-        "6 N + 12 L H Q T per token (PaLM, appendix B; N without lookup-only tables, "
+        f"6 N + 12 L H Q T per token (PaLM, appendix B; {counted} without lookup-only tables, "
         "causal attention counted in full)",
     )
 

@@ -67,6 +67,46 @@ def test_the_formula_is_three_forward_passes_of_the_traced_model(name, sizes):
     assert by_formula.per_item * 96 == pytest.approx(by_tracing.per_item, rel=0.02)
 
 
+class Stacked:
+    """Experts' weights, as a leaf of a placement table has them."""
+
+    shape, names = (3, 8, 64, 32), ("layers", "experts", "embed", "mlp")
+
+
+def test_of_experts_those_of_a_token_count():
+    config, leaves, _ = family("llama", "tiny")
+    dense = language_flops(config, leaves, 64)
+
+    class Sizes:
+        num_experts_per_tok = 2
+
+        def __getattr__(self, name):
+            return getattr(config, name)
+
+    found = language_flops(Sizes(), [*leaves, Stacked()], 64)
+    assert found.per_item - dense.per_item == 6 * (3 * 8 * 64 * 32) * 2 / 8
+    assert "N of active parameters, 2 of 8 experts, without lookup-only" in found.formula
+    assert "experts" not in dense.formula
+
+
+def test_values_of_another_size_count_with_their_own():
+    """DeepSeek's scores contract 192 dims, and the sum of its values has 128."""
+    config, leaves, _ = family("llama", "tiny")
+
+    class Latent:
+        head_dim, v_head_dim = 192, 128
+
+        def __getattr__(self, name):
+            return getattr(config, name)
+
+    class Wide(Latent):
+        v_head_dim = 192
+
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * 64 * (192 - 128)
+    wide, latent = (language_flops(sizes(), leaves, 64).per_item for sizes in (Wide, Latent))
+    assert wide - latent == attention
+
+
 def test_a_window_bounds_what_a_token_attends_to():
     config, leaves, _ = family("llama", "tiny", sliding_window=32)
     whole, _, _ = family("llama", "tiny")

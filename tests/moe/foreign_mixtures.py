@@ -80,7 +80,7 @@ class Block(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """Two blocks and a head."""
+    """Blocks and a head."""
 
     def __init__(
         self,
@@ -88,9 +88,10 @@ class Mixture(nnx.Module):
         form: str = "gshard",
         named: bool = True,
         sizes: tuple[int, int, int] = (EXPERTS, EMBED, MLP),
+        blocks: int = 2,
     ):
-        self.blocks = nnx.List([Block(rngs, form, named, sizes) for _ in range(2)])
-        self.head = nnx.Linear(sizes[1], 1, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs, form, named, sizes) for _ in range(blocks)])
+        self.head = nnx.Linear(sizes[1], 1, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for block in self.blocks:
