@@ -41,6 +41,9 @@ FAMILIES: dict[str, str] = {
     "olmo2": "jaxspeed.models.olmo2",
     "glm4": "jaxspeed.models.glm4",
     "gpt_neox": "jaxspeed.models.gpt_neox",
+    "mixtral": "jaxspeed.models.mixtral",
+    "deepseek": "jaxspeed.models.deepseek",
+    "gpt_oss": "jaxspeed.models.gpt_oss",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -64,6 +67,11 @@ MODEL_TYPES: dict[str, str] = {
     "glm": "glm4",  # GLM-4
     "glm4": "glm4",  # GLM-4-0414
     "gpt_neox": "gpt_neox",  # Pythia
+    "mixtral": "mixtral",
+    "qwen3_moe": "mixtral",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "gpt_oss": "gpt_oss",
     "vit": "vit",
 }
 # Models with images, of which the language model is read: the family with their defaults.
@@ -141,8 +149,10 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     config = _replaced(name, config, overrides or {})
     if hasattr(config, "vocab_size"):
         check_vocabulary(opened, config.vocab_size)
+    fused = any(tensor.endswith(".experts.gate_up_proj") for tensor in opened.tensors)
+    table = form.fused_table if fused and hasattr(form, "fused_table") else form.table
     return pretrained(
-        lambda rngs: module.build(config, rngs), opened, form.table(config), module.loss, config
+        lambda rngs: module.build(config, rngs), opened, table(config), module.loss, config
     )
 
 

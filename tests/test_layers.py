@@ -29,6 +29,7 @@ LAYERS = (
     "placement",
     "quantization",
     "ops",
+    "ops/moe",
     "optim",
     "zero3",
     "remat",

@@ -1,5 +1,9 @@
-"""Operations for models: attention, losses, norms. They read the mesh from the trace's context."""
+"""Operations for models: attention, losses, norms. They read the mesh from the trace's context.
 
+`ops.moe` has mixtures of experts.
+"""
+
+from jaxspeed.lazy_names import lazy_names
 from jaxspeed.ops.attention import attention
 from jaxspeed.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jaxspeed.ops.embed import embed
@@ -17,6 +21,9 @@ from jaxspeed.ops.rope import (
     rotation,
 )
 from jaxspeed.ops.saved_inputs import saves_inputs
+
+# A folder is imported when it is first used: what is in it imports files of this one.
+__getattr__, __dir__ = lazy_names(__name__, {})
 
 __all__ = [
     "LinearScaling",
