@@ -168,4 +168,5 @@ def _table(config: Config, experts: Sequence[TensorRule]) -> MappingTable:
     own = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
     unread = [rule.tensor.replace(BLOCK, further) for rule in (*of_mixtures, bias)]
     unread += [f"{further}.{name}.weight" for name in own]
-    return replace(made, ignored=[*made.ignored, *unread], variables=("expert_bias",))
+    variables = ("expert_bias",) if config.sigmoid_scores else ()
+    return replace(made, ignored=[*made.ignored, *unread], variables=variables)
