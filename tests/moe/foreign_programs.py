@@ -12,7 +12,7 @@ from tests.system.measured import measure, without
 # A device has more tokens than an expert has dims: the compiler would rather move small activations.
 EXPERTS, EMBED, MLP, SEQ, MICRO = 8, 128, 256, 128, 8
 TOKENS = MICRO * SEQ  # of a device
-ROWS = 2 * mixtures.TOP * TOKENS * EMBED  # elements of the experts' capacity, of a device's tokens
+ROWS = 2 * mixtures.TOP  # of the experts' capacity, for each token
 WEIGHT = EXPERTS * EMBED * MLP
 SITES = ("experts.local", "experts.exchange")
 
