@@ -35,6 +35,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
+from jaxspeed.ops.attention import operand_dtype
 from jaxspeed.ops.moe.products import EXPERT, Dim, Layout, grouped_product, layout
 from jaxspeed.ops.moe.routing import Routing
 
@@ -114,7 +115,8 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         rows by `rows.weights` before its last product, which contracts the dim that a tensor axis
         may shard.
     """
-    batch, seq, embed = x.shape
+    (batch, seq, embed), dtype = x.shape, x.dtype
+    travels = operand_dtype(dtype)  # under automatic mixed precision
     experts, k = routing.counts.shape[-1], routing.experts.shape[-1]
     where = layout()
     if experts % where.expert_shards:
@@ -135,15 +137,15 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
     def layer(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         sent = _Exchange(where, experts, tokens, k)
         plan = sent.plan(sharded(chosen, experts))
-        x = jnp.broadcast_to(sharded(x), (parts, shards, tokens, embed))
+        x = jnp.broadcast_to(sharded(x).astype(travels), (parts, shards, tokens, embed))
         weights = jnp.broadcast_to(sharded(weights), (parts, shards, tokens, k))
 
         def one_round(number: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
             values, of_rows, bounds = sent.dispatch(plan, number, x, weights)
             # `plan` assumes one round, and FLOPs are counted once.
             active = batch * seq * k if number is FIRST else 0
-            rows = Rows(values, of_rows, bounds, where, active)
-            return sent.combine(plan, number, feed_forward(rows))
+            rows = Rows(values.astype(dtype), of_rows, bounds, where, active)
+            return sent.combine(plan, number, feed_forward(rows).astype(travels))
 
         total = one_round(FIRST, x, weights)
         if sent.most_rounds > 1:
@@ -170,7 +172,18 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         total = jnp.sum(total, axis=0) if parts > 1 else total[0]
         return total.reshape(shards * tokens, -1)[: batch * seq].reshape(batch, seq, -1)
 
-    return jax.checkpoint(layer)(x, routing.experts, routing.weights).astype(x.dtype)
+    # Not of a function's name: the marker survives the rewriting of the trace.
+    recomputed = jax.checkpoint(layer, policy=saves_layer_inputs)
+    return recomputed(x, routing.experts, routing.weights).astype(dtype)
+
+
+def saves_layer_inputs(*_: Any, **__: Any) -> bool:
+    """The checkpoint policy of a mixture, which saves nothing inside of it.
+
+    A unit that is rematerialized knows a mixture's checkpoint by it, and inlines it: it would be
+    recomputed twice.
+    """
+    return False
 
 
 FIRST = 0  # the round outside of the loop
@@ -284,7 +297,7 @@ class _Exchange:
     def dispatch(
         self, plan: Plan, number: Any, x: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rows and weights sorted by expert, [parts, shards, rows, ...], and the experts' bounds."""
+        """Rows and weights [parts, shards, rows, ...] sorted by expert, and the experts' bounds."""
 
         def device(plan: Plan, number: Any, x: jax.Array, weights: jax.Array) -> Any:
             places = self._places(plan, number)
@@ -320,7 +333,7 @@ class _Exchange:
         slots = slots.reshape(self.groups, self.pair_rows, -1)
         return lax.all_to_all(slots, EXPERT, 0, 0).reshape(-1, slots.shape[-1])
 
-    def _places(self, plan: Plan, number: Any) -> "_Places":
+    def _places(self, plan: Plan, number: Any) -> _Places:
         order, inverse, starts, received = (x[0] for x in plan[:4])
         size, groups, k = self.pair_rows, self.groups, self.k
         first = number * size
