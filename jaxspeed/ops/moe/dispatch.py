@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.attention import operand_dtype
+from jaxspeed.ops.mask import not_estimated
 from jaxspeed.ops.moe.products import EXPERT, Dim, Layout, grouped_product, layout
 from jaxspeed.ops.moe.routing import Routing
 
@@ -159,6 +160,7 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
 
             @jax.checkpoint
             def others(total: jax.Array, *given: Any) -> jax.Array:
+                @not_estimated
                 def loop(total: jax.Array, *given: Any) -> jax.Array:
                     return lax.scan(
                         lambda total, number: (trip(number, total, *given), None),
