@@ -2,7 +2,8 @@
 
 The loss is traced with module scopes and evaluated with a flag for every output of a module call:
 whether it is finite. (Values that are infinite only inside of a call, such as a mask of minus
-infinity, do no harm.) A scanned stack has a flag per layer.
+infinity, do no harm: but a router's logits have a flag of their own.) A scanned stack has a flag
+per layer.
 """
 
 import math
@@ -13,14 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import bindings, run_equation
-from jaxspeed.jaxpr.module_scopes import calls_in
+from jaxspeed.jaxpr.module_scopes import Call, calls_in
 from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
+from jaxspeed.ops.moe.routing import LOGITS
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
 from jaxspeed.user_models.batches import with_extra
 
 Flags = list[tuple[str, Any]]  # (label, not finite: bool [] or, in a scan, [length])
+# Values inside of a call that have to be finite, by their `checkpoint_name`.
+_NAMED = {LOGITS: "the router's logits"}
 
 
 @dataclass(frozen=True)
@@ -94,35 +98,43 @@ def _forward_flags(program: Program, sources: Any, step: Any, variables: Any, ba
     return _run(traced.closed.jaxpr, traced.closed.consts, args)[1]
 
 
-def _run(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], Flags]:
-    """Evaluate, with a flag for every output of an innermost module call."""
+def _run(jaxpr: Any, consts: Any, args: Any, within: Call | None = None) -> tuple[list[Any], Flags]:
+    """Evaluate, with a flag for every output of an innermost module call, and named value.
+
+    `within` is the innermost call around the program.
+    """
     env, flags = bindings(jaxpr, consts, args), []
-    leaving = _leaving(jaxpr)
+    leaving = _leaving(jaxpr, within) if within is None or _has_calls(jaxpr) else {}
     for eqn in jaxpr.eqns:
         values = [env[v] if is_var(v) else v.val for v in eqn.invars]
-        outs, inner = _run_eqn(jaxpr, eqn, values)
+        outs, inner = _run_eqn(jaxpr, eqn, values, within)
         flags += inner
         env.update(zip(eqn.outvars, outs, strict=True))
+        if _is_named(eqn):
+            label = f"{_label(_call(eqn, within))}: {_NAMED[eqn.params['name']]}"
+            flags.append((label, ~jnp.isfinite(outs[0]).all()))
         for var, out in zip(eqn.outvars, outs, strict=True):
             if var in leaving and jnp.issubdtype(out.dtype, jnp.inexact):
                 flags.append((leaving[var], ~jnp.isfinite(out).all()))
     return [env[v] if is_var(v) else v.val for v in jaxpr.outvars], flags
 
 
-def _run_eqn(jaxpr: Any, eqn: Any, values: list[Any]) -> tuple[list[Any], Flags]:
+def _run_eqn(
+    jaxpr: Any, eqn: Any, values: list[Any], within: Call | None
+) -> tuple[list[Any], Flags]:
     name, bodies = eqn.primitive.name, sliceable_bodies(eqn)
-    if name == "cond" or not any(_has_calls(body.jaxpr) for body in bodies):
+    if name == "cond" or not any(_has_calls(body.jaxpr, or_named=True) for body in bodies):
         given = {v: x for v, x in zip(eqn.invars, values, strict=True) if is_var(v)}
         return run_equation(jaxpr, eqn, given.__getitem__), []
-    (body,) = bodies
+    (body,), within = bodies, _call(eqn, within)
     if name != "scan":
-        return _run(body.jaxpr, body.consts, values)
+        return _run(body.jaxpr, body.consts, values, within)
     first_xs = body.num_consts + body.num_carry
     labels: list[str] = []
 
     def step(carry: Any, xs: Any) -> Any:
         args = [*values[: body.num_consts], *carry, *xs]
-        outs, flags = _run(body.jaxpr, body.consts, args)
+        outs, flags = _run(body.jaxpr, body.consts, args, within)
         labels[:] = [label for label, _ in flags]
         return outs[: body.num_carry], (outs[body.num_carry :], [flag for _, flag in flags])
 
@@ -136,7 +148,22 @@ def _run_eqn(jaxpr: Any, eqn: Any, values: list[Any]) -> tuple[list[Any], Flags]
     return [*carry, *ys], list(zip(labels, flags, strict=True))
 
 
-def _leaving(jaxpr: Any) -> dict[Any, str]:
+def _call(eqn: Any, within: Call | None) -> Call | None:
+    """The innermost module call of an equation."""
+    return next(reversed(calls_in(str(eqn.source_info.name_stack))), within)
+
+
+def _label(call: Call | None) -> str:
+    if call is None:
+        return "outside of the layers (the loss)"
+    return f"{call.path} ({call.kind})" if call.path else call.kind
+
+
+def _is_named(eqn: Any) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] in _NAMED
+
+
+def _leaving(jaxpr: Any, within: Call | None) -> dict[Any, str]:
     """{variable: module call} for the variables used outside of the innermost call around them."""
     calls = {id(eqn): calls_in(str(eqn.source_info.name_stack)) for eqn in jaxpr.eqns}
     used_by: dict[Any, list[Any]] = {}
@@ -147,21 +174,20 @@ def _leaving(jaxpr: Any) -> dict[Any, str]:
     outputs = {v for v in jaxpr.outvars if is_var(v)}
     found = {}
     for eqn in jaxpr.eqns:
-        if not calls[id(eqn)]:
-            label, serial = "outside of the layers (the loss)", -1
-        else:
-            call = calls[id(eqn)][-1]
-            label, serial = f"{call.path} ({call.kind})" if call.path else call.kind, call.serial
+        own = calls[id(eqn)]
+        serial = own[-1].serial if own else -1
         for v in eqn.outvars:
             if v in outputs or any(serial not in users for users in used_by.get(v, [])):
-                found[v] = label
+                found[v] = _label(own[-1] if own else within)
     return found
 
 
-def _has_calls(jaxpr: Any) -> bool:
+def _has_calls(jaxpr: Any, or_named: bool = False) -> bool:
+    """Whether a program has module calls, or values that are flagged by name."""
     return any(
         calls_in(str(eqn.source_info.name_stack))
-        or any(_has_calls(body.jaxpr) for body in sliceable_bodies(eqn))
+        or (or_named and _is_named(eqn))
+        or any(_has_calls(body.jaxpr, or_named) for body in sliceable_bodies(eqn))
         for eqn in jaxpr.eqns
     )
 

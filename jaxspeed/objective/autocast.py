@@ -299,7 +299,8 @@ def _is_single(atom: Any) -> bool:
 
 def _asks_for_highest(precision: Any) -> bool:
     """Whether a product has the highest precision by itself, and not by JAX's setting for all."""
-    if getattr(jax.config, "jax_default_matmul_precision") is not None:  # noqa: B009
+    of_all = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+    if of_all in ("highest", "float32"):
         return False
     pair = precision if isinstance(precision, tuple) else (precision,)
     return jax.lax.Precision.HIGHEST in pair

@@ -146,6 +146,9 @@ def with_adapters_of(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
             )
         for kind, _ in next(iter(kinds)):
             own[f"lora/{name}/{kind}"] = tuple(f"lora/{path}/{kind}" for path in paths)
+    if isinstance(stack, UnlikeStages):
+        stage_of = {x.path: stage_of for p, stage_of in stack.stage_of.items() for x in of[p]}
+        return replace(stack, leaves=own, stage_of={**stack.stage_of, **stage_of})
     return replace(stack, leaves=own)
 
 

@@ -12,6 +12,7 @@ from jaxspeed.config.remat import Recompute
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.chip import host_link, peak_flops
 from jaxspeed.ops.free_axes import TENSOR
+from jaxspeed.ops.moe.routing import DECISION
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.remat.budget import Choice, RematCosts, UnitResiduals, cheapest
 from jaxspeed.remat.host_share import LARGEST_ERROR, fetched, offloaded
@@ -56,7 +57,23 @@ def resolve_policy(
     else:
         policy = _policy(config, units)
         put, get = _moves(config.partition, config.host_ratio)
+    if any(DECISION in unit.names for unit in units):
+        policy = _with_decisions(policy)
     return ResidualPolicy(policy, units_together(config, units), put, get)
+
+
+def _with_decisions(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The policy that saves which experts were chosen too.
+
+    The recomputed pass is compiled apart from the first, and may round otherwise: it would choose
+    other experts where two scores are nearly equal.
+    """
+    is_decision = _policies.save_only_these_names(DECISION)
+
+    def saves(*args: Any, **params: Any) -> Any:
+        return is_decision(*args, **params) or (policy is not None and policy(*args, **params))
+
+    return saves
 
 
 def _policy(config: Recompute, units: Sequence[UnitJaxpr]) -> Callable[..., Any] | None:

@@ -142,7 +142,11 @@ SETTINGS = {
     "dora with dropout": {"use_dora": True, "lora_dropout": RATE},
 }
 ALL = list(itertools.product(SETTINGS, range(4), (1, 2), (1, 2)))
-COVERING = [("dora with dropout", 3, 1, 2), ("dora", 2, 2, 1)]
+COVERING = [
+    ("dora with dropout", 3, 1, 2),
+    ("dora", 2, 2, 1),
+    ("lora", 1, 1, 2),
+]  # the last: unlike stages
 
 
 @pytest.mark.parametrize("setting, stage, tensor, pipe", covering(ALL, COVERING))

@@ -1,6 +1,7 @@
 """engine.diagnose names what was not finite first: an entry, a parameter, a layer, a gradient."""
 
 import dataclasses
+import sys
 from itertools import product
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxspeed
+from jaxspeed.ops import moe
 from tests.engine import tiny
 from tests.support.covering import covering
 
@@ -126,6 +128,38 @@ def test_a_parameter_that_is_not_finite_is_named_before_the_layers(case, stage):
     assert found.parameter == path
     assert found.layer == layer
     assert f"the first parameter that is not finite: {path}" in str(found)
+
+
+class Mixture(nnx.Module):
+    """Finite for tokens and a router of any size, but for the router's own logits."""
+
+    remat = False
+
+    def __init__(self, rngs):
+        self.router = nnx.Param(jax.random.normal(rngs.params(), (tiny.FEATURES, 4)))
+
+    def __call__(self, x):
+        def mixed(x, router):
+            weights = moe.route(x[:, None], router, k=2, renormalize=True).weights
+            return x + jnp.sum(jnp.nan_to_num(weights), axis=-1)
+
+        return (jax.checkpoint(mixed) if self.remat else mixed)(x, self.router[...])
+
+
+class RematMixture(Mixture):
+    remat = True
+
+
+@pytest.mark.parametrize("stack", [Listed, Scanned])
+@pytest.mark.parametrize("layer", [Mixture, RematMixture])
+def test_a_router_whose_logits_are_not_finite_is_named(monkeypatch, stack, layer):
+    """Although what its layer returns is finite, also within a checkpoint of the model's own."""
+    monkeypatch.setattr(sys.modules[__name__], "Growing", layer)
+    path, index = {Listed: ("layers/1/router", ...), Scanned: ("layers/router", 1)}[stack]
+    engine = with_value(tiny.engine(stack), path, 3e38, index)
+    name = layer.__name__
+    place = {Listed: f"layers/1 ({name})", Scanned: f"layer 1: {name}"}[stack]
+    assert engine.diagnose(tiny.batch()).layer == f"{place}: the router's logits"
 
 
 def test_of_several_parameters_the_first_is_named():

@@ -14,7 +14,7 @@ import jaxspeed
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.autocast import Autocast, autocast_function
-from jaxspeed.ops import attention
+from jaxspeed.ops import attention, moe
 from tests.engine import tiny
 from tests.support import reference
 from tests.support.strict_models import CASES
@@ -313,6 +313,33 @@ def test_products_of_weights_in_full_precision_keep_fp32():
 def test_a_product_that_asks_for_the_highest_precision_keeps_fp32():
     found, _ = dtypes(lambda x: jnp.matmul(x, x, precision=lax.Precision.HIGHEST), X)
     assert found["dot_general"] == FP32
+
+
+@pytest.mark.parametrize("of_all", [None, "default", "high", "highest"])
+def test_a_precision_that_is_set_for_all_products_lowers_them(of_all):
+    """It is no wish of the model's; one above it, of a single product, is."""
+    with jax.default_matmul_precision(of_all):
+        found, _ = dtypes(lambda x: x @ x, X)
+        exact, _ = dtypes(lambda x: jnp.matmul(x, x, precision=lax.Precision.HIGHEST), X)
+    assert found["dot_general"] == BF16
+    assert exact["dot_general"] == (BF16 if of_all == "highest" else FP32)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "softmax_of_top"])
+@pytest.mark.parametrize("of_all", [None, "high"])
+def test_routers_are_computed_in_fp32(scores, of_all):
+    """Bitwise as without autocast, from tokens in the low dtype."""
+    x, weight = jax.random.normal(jax.random.key(0), (2, 4, 8, 8))
+
+    def route(parameters, x):
+        tokens = x @ jnp.eye(8)  # a product of exact results, in bf16
+        return moe.route(tokens, parameters["w"], k=2, scores=scores, renormalize=True)
+
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)
+    with jax.default_matmul_precision(of_all):
+        found = autocast_function(route, Autocast(BF16))({"w": weight[0]}, x)
+        wanted = route({"w": weight[0]}, x)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_a_model_all_of_whose_products_keep_fp32_is_noted(caplog):

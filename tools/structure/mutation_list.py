@@ -396,4 +396,44 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "return list(found)",
         "test_unlike_stages_train_as_plain_optax[encoder-decoder, data, stage 1]",
     ),
+    (
+        "        sent,\n        weights,\n",
+        "        sent,\n        jnp.ones_like(weights),\n",
+        "test_renormalized_scores_that_underflow_have_weights_and_gradients[softmax]",
+    ),
+    (
+        "    sent = chosen\n",
+        "    sent = (chosen + 1) % experts\n",
+        "test_of_equal_scores_the_lowest_experts_are_chosen",
+    ),
+    (
+        'if renormalize or scores == "softmax_of_top":',
+        'if scores == "softmax_of_top":',
+        "test_renormalized_scores_that_underflow_have_weights_and_gradients[sigmoid]",
+    ),
+    (
+        "best = lax.top_k(best_of_each, limited)[1]",
+        "best = lax.top_k(best_of_each, limited + 1)[1]",
+        "test_a_group_that_is_not_chosen_has_no_expert_even_where_scores_are_negative",
+    ),
+    (
+        "taken = of_chosen(order) <= capacity",
+        "taken = of_chosen(order) < capacity",
+        "test_an_expert_takes_its_first_tokens_of_each_sample",
+    ),
+    (
+        "jnp.where(counts == quotient, rest, quotient - counts)",
+        "quotient - counts",
+        "test_experts_with_the_mean_keep_their_bias_and_layers_are_apart",
+    ),
+    (
+        "logits = checkpoint_name(logits, LOGITS)",
+        "logits = checkpoint_name(logits, DECISION)",
+        "test_a_router_whose_logits_are_not_finite_is_named[Mixture-Scanned]",
+    ),
+    (
+        "        policy = _with_decisions(policy)\n",
+        "        pass\n",
+        "test_a_step_chooses_experts_once[full]",
+    ),
 ]

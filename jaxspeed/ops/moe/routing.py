@@ -29,8 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed.errors import ModelError
 
-# What rematerialization can save, so that the recomputed pass takes the same route.
-DECISION = "router_experts"
+# Names of values: what rematerialization can save, so that the recomputed pass takes the same
+# route, and what `engine.diagnose` looks for NaNs in.
+DECISION, LOGITS = "router_experts", "router_logits"
 
 type Scores = Literal["softmax", "sigmoid", "softmax_of_top"]
 type GroupScore = Literal["max", "top2"]
@@ -106,6 +107,7 @@ def route(
     logits = jnp.matmul(x.astype(dtype), weight.astype(dtype), precision=lax.Precision.HIGHEST)
     if logit_bias is not None:
         logits += logit_bias.astype(dtype)
+    logits = checkpoint_name(logits, LOGITS)
     score = {
         "softmax": jax.nn.softmax,
         "sigmoid": jax.nn.sigmoid,
