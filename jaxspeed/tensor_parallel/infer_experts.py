@@ -15,7 +15,7 @@ from jaxspeed.tensor_parallel.matmuls import matmuls_of
 
 
 def infer_experts(propagated: PropagatedDims) -> dict[str, int]:
-    """{path: dim} of the parameters that stack experts; without routers, whose last dim they are."""
+    """{path: dim} of the parameters that stack experts; not of routers, whose last dim they are."""
     classes, found = propagated.classes, matmuls_of(propagated, ArrayRoles(propagated))
     shared = {
         cls

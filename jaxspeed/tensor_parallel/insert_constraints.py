@@ -89,7 +89,7 @@ class _Scope:
       groups: the column matmuls that share one all-gather of an activation, by the position of the
         first one.
       entered: an activation, and whether the region is in an expert -> its variable inside.
-      at_experts: an activation of tokens, and whether it is sharded by expert -> its variable there.
+      at_experts: an activation of tokens, and whether it is sharded by expert -> its variable.
     """
 
     frame: CallFrame
@@ -224,7 +224,7 @@ class _Boundaries(Rewriter[bool]):
         dim = self.experts.sharded_dim
         weights = [self._has_experts(frame, v) for v in eqn.invars]
         held = [program.state(v) for v in eqn.invars]
-        if not any(weights) and not any(held) or all(map(frame.is_weight, eqn.outvars)):
+        if not any((*weights, *held)) or all(map(frame.is_weight, eqn.outvars)):
             return False, False
         if any(dim(frame, v) is not None for v in eqn.outvars):
             return True, False

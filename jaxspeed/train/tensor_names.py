@@ -128,8 +128,8 @@ def _with_experts(
             else "without initialize(..., example_batch=batch) none is looked for in the loss"
         )
         raise ConfigError(
-            f"mesh.{EXPERT} is {mesh.shape[EXPERT]}, and no parameter has a dim of experts to shard "
-            f"over it: the model names none, and {looked}. Experts that are modules of their own, "
+            f"mesh.{EXPERT} is {mesh.shape[EXPERT]}, and no parameter has a dim of experts to "
+            f"shard over it: the model names none, and {looked}. Experts that are modules of their own, "
             "in a list, cannot be sharded: stack their weights, as [experts, embed, mlp], and "
             'dispatch by einsums or jaxspeed.ops.moe. Name the dim in Flax metadata ("experts") or '
             'in parallel.logical_axes: {"**/experts/up": ["experts", "embed", "mlp"]}. Without '

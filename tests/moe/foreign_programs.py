@@ -9,7 +9,7 @@ from tests.moe import foreign_mixtures as mixtures
 from tests.system import stacks
 from tests.system.measured import measure, without
 
-# A device has more tokens than an expert has dims: the compiler would rather move small activations.
+# A device has more tokens than an expert has dims: the compiler would move few rather than weights.
 EXPERTS, EMBED, MLP, SEQ, MICRO = 8, 128, 256, 128, 8
 TOKENS = MICRO * SEQ  # of a device
 ROWS = 2 * mixtures.TOP  # of the experts' capacity, for each token

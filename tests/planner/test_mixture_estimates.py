@@ -87,7 +87,9 @@ def test_the_experts_flops_are_those_of_their_tokens():
     of_a_product = 2 * PAIRS * EMBED * INNER
     grouped = [op for op in all_ops(found.scope) if op.name in GROUPED_PRODUCTS]
     for op in grouped:
-        (work,) = works(ScopeAnalysis(Scope([], [], [op]), found.sizes, (), 0, {}), found.sizes, CHIP)
+        (work,) = works(
+            ScopeAnalysis(Scope([], [], [op]), found.sizes, (), 0, {}), found.sizes, CHIP
+        )
         assert work.flops == of_a_product
     others = sum(
         math.prod(row.leaf.shape)

@@ -38,7 +38,8 @@ _EXPLICIT = {  # primitives of manual regions, and their collectives
     "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all", "ragged_all_to_all": "all-to-all", "ppermute": "collective-permute", "pbroadcast": "all-reduce",
+    "all_to_all": "all-to-all", "ragged_all_to_all": "all-to-all",
+    "ppermute": "collective-permute", "pbroadcast": "all-reduce",
 }  # fmt: skip
 _PARTIAL = {"dot_general", "gather", *REDUCTIONS, *SCATTERS}  # give partial sums of sharded dims
 _FREE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
