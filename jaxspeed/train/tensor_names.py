@@ -129,8 +129,9 @@ def _with_experts(
         )
         raise ConfigError(
             f"mesh.{EXPERT} is {mesh.shape[EXPERT]}, and no parameter has a dim of experts to "
-            f"shard over it: the model names none, and {looked}. Experts that are modules of their own, "
-            "in a list, cannot be sharded: stack their weights, as [experts, embed, mlp], and "
+            f"shard over it: the model names none, and {looked}. Experts that are modules of "
+            "their own, in a list, cannot be sharded: stack their weights, as [experts, embed, "
+            "mlp], and "
             'dispatch by einsums or jaxspeed.ops.moe. Name the dim in Flax metadata ("experts") or '
             'in parallel.logical_axes: {"**/experts/up": ["experts", "embed", "mlp"]}. Without '
             f"experts write mesh.{EXPERT} 1, and put the devices on data or tensor."
