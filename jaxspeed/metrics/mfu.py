@@ -101,8 +101,8 @@ def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) ->
     looked_up += sorted(tables, key=_size)[:-1]  # one of the tables is the head
     n: float = sum(map(_size, parameters)) - sum(map(_size, looked_up))
     counted, chosen = "N", getattr(sizes, "num_experts_per_tok", None)
-    for p in parameters if chosen else ():
-        if EXPERTS in p.names[:-1]:
+    for p in parameters:
+        if chosen and EXPERTS in p.names[:-1]:
             experts = p.shape[p.names.index(EXPERTS)]
             n -= _size(p) * (1 - chosen / experts)
             counted = f"N of active parameters, {chosen} of {experts} experts,"

@@ -7,6 +7,7 @@ failed: ShapeUtil::Compatible").
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -35,7 +36,7 @@ from jaxspeed.tensor_parallel.boundary_ops import (
     to_experts,
 )
 from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 
 log = logging.getLogger("jaxspeed")
@@ -128,7 +129,7 @@ class _Boundaries(Rewriter[bool]):
 
         A group is of one unit, so that ZeRO 3 gathers no other unit's weights for it.
         """
-        found: dict[tuple[Any, Any], list[int]] = {}
+        found: dict[Any, list[int]] = {}
         for position, eqn in enumerate(frame.jaxpr.eqns):
             product = product_of(eqn)
             is_matmul = product is not None and product.primitive.name == "dot_general"
@@ -231,9 +232,11 @@ class _Boundaries(Rewriter[bool]):
         if product_of(eqn) is None and eqn.primitive.name != "reduce_sum":
             return False, False
         rows = [v for v in eqn.invars if dim(frame, v) is not None and not frame.is_weight(v)]
-        back = sum(v.aval.size for v in rows if program.state(v))
-        there = sum(v.aval.size for v in rows if not program.state(v))
-        partial_sums = self.experts.num_shards * eqn.outvars[0].aval.size
+        back, there = (
+            sum(math.prod(shape_of(v)) for v in rows if program.state(v) is inside)
+            for inside in (True, False)
+        )
+        partial_sums = self.experts.num_shards * math.prod(shape_of(eqn.outvars[0]))
         sums = any(weights) or partial_sums + there < back
         return sums, sums
 
