@@ -14,6 +14,7 @@ COLLECTIVES = (
     "reduce-scatter",
     "all-gather",
     "all-to-all",
+    "ragged-all-to-all",
     "collective-permute",
     "collective-broadcast",
 )
@@ -32,7 +33,8 @@ class Communication:
         its servers (`PULL`, `PUSH`).
       axes: the mesh axes of a collective, in the mesh's order; () of others.
       bytes: the payload of one run: what an all-gather gathered, what a reduce-scatter or an
-        all-to-all was given, the operand of the others.
+        all-to-all was given, the operand of the others (of a ragged all-to-all all rows, also those
+        that are not sent).
       runs: how often it runs per execution, with the trip counts of all loops.
       source: where the record comes from; `run` was measured.
       dtype: of the payload, as in HLO; `bf16+f32` where unlike arrays were combined.

@@ -76,6 +76,8 @@ MODEL_TYPES: dict[str, str] = {
 }
 # Models with images, of which the language model is read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
+# What tensors of all experts of a layer are named in folders of transformers 5's own form.
+FUSED_EXPERTS = ".experts.gate_up_proj"
 # Families with a form in Hugging Face's files.
 HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
@@ -149,8 +151,9 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     config = _replaced(name, config, overrides or {})
     if hasattr(config, "vocab_size"):
         check_vocabulary(opened, config.vocab_size)
-    fused = any(tensor.endswith(".experts.gate_up_proj") for tensor in opened.tensors)
-    table = form.fused_table if fused and hasattr(form, "fused_table") else form.table
+    table = form.table
+    if hasattr(form, "fused_table") and any(n.endswith(FUSED_EXPERTS) for n in opened.tensors):
+        table = form.fused_table
     return pretrained(
         lambda rngs: module.build(config, rngs), opened, table(config), module.loss, config
     )

@@ -20,7 +20,6 @@ from .decoder import TINY, rms_norm
 from .layers import dropout
 from .mixture import Experts, MixtureBlock, MixtureDecoder, MixtureSizes
 
-
 _YARN = ops.YarnScaling(32.0, 4096, truncate=False)
 
 

@@ -109,20 +109,19 @@ class Experts(nnx.Module):
         routing = ops.moe.route(
             x, self.router[...], bias=choice_bias, logit_bias=logit_bias, **self.config.routing
         )
-        mix = getattr(ops.moe, "mixture", _dense_mixture)
-        y = mix(x, routing, self.of_rows)
+        y = ops.moe.mixture(x, routing, self.of_rows)
         return y if self.shared is None else y + self.shared(x), routing
 
-    def of_rows(self, rows: Any) -> jax.Array:
+    def of_rows(self, rows: ops.moe.Rows) -> jax.Array:
         """The weighted results of the experts, of rows that are sorted by them."""
         gate, up = rows.product(self.w_gate[...]), rows.product(self.w_up[...])
         if self.b_gate is not None and self.b_up is not None:
             gate, up = gate + rows.bias(self.b_gate[...]), up + rows.bias(self.b_up[...])
         hidden = self.activation(gate, up)
-        out = rows.product(self.w_down[...], (hidden * rows.weights).astype(hidden.dtype))
+        out = rows.product(self.w_down[...], hidden * rows.weights)
         if self.b_down is None:
             return out
-        return out + (rows.bias(self.b_down[...]) * rows.weights).astype(out.dtype)
+        return out + (rows.bias(self.b_down[...], last=True) * rows.weights).astype(out.dtype)
 
 
 class MixtureLayer(NamedTuple):
@@ -243,29 +242,8 @@ def loss(model: MixtureDecoder, batch: language.LanguageBatch, train: bool | Non
         + c.sequence_aux_loss_coef * balance.sequence_loss(k)
         + c.router_z_loss_coef * balance.z_loss()
     )
-    metrics = {**balance.metrics(), "auxiliary_loss": auxiliary}
+    rounds = jnp.max(ops.moe.rounds_of(balance.counts, k, p.tokens.shape[1]))
+    metrics = {**balance.metrics(), "auxiliary_loss": auxiliary, "dispatch_rounds": rounds}
     if model.expert_counts is not None and train is not False:
         model.expert_counts[...] += balance.total()
     return total, weight, auxiliary, metrics
-
-
-class _DenseRows:
-    """Until ops.moe.mixture is there."""
-
-    def __init__(self, values: Any, experts: Any, weights: Any):
-        self.values, self.experts, self.weights = values, experts, weights
-
-    def product(self, weight: Any, values: Any = None) -> Any:
-        values = self.values if values is None else values
-        chosen = jax.nn.one_hot(self.experts, len(weight), dtype=values.dtype)
-        return jnp.einsum("...re,...ri,eio->...ro", chosen, values, weight)
-
-    def bias(self, bias: Any) -> Any:
-        return bias[self.experts]
-
-
-def _dense_mixture(x: Any, routing: Any, feed_forward: Any) -> Any:
-    batch, seq, k = routing.experts.shape
-    experts = routing.experts.reshape(batch, seq * k)
-    rows = _DenseRows(jnp.repeat(x, k, axis=1), experts, routing.weights.reshape(batch, -1, 1))
-    return jnp.sum(feed_forward(rows).reshape(batch, seq, k, -1), axis=2).astype(x.dtype)

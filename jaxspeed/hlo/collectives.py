@@ -49,7 +49,10 @@ def _collective(
     groups = _groups(instruction, kind, devices)
     if not groups:
         return None
-    payload = [operand for value in _inputs(site) for operand in value.arrays]
+    operands = _inputs(site)
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]  # behind it the buffer that is written, offsets and sizes
+    payload = [operand for value in operands for operand in value.arrays]
     if kind == "all-reduce" and _is_scattered(site):
         kind = "reduce-scatter"
     size = len(groups) if kind == "collective-permute" else len(groups[0])

@@ -9,7 +9,14 @@ from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, is_marked, is_var
 
 def with_calls_inlined(jaxpr: Jaxpr, variables: Collection[Var]) -> Jaxpr:
     """Inline every call that reads one of these variables, also within inlined calls."""
-    return _inlined(jaxpr, lambda call: any(is_var(v) and v in variables for v in call.invars))
+    return _inlined(
+        jaxpr,
+        lambda eqn: (
+            eqn.primitive.name in INLINED
+            and not is_marked(eqn)
+            and any(is_var(v) and v in variables for v in eqn.invars)
+        ),
+    )
 
 
 def inline_call(jaxpr: Jaxpr, call: JaxprEqn) -> Jaxpr:
@@ -19,7 +26,10 @@ def inline_call(jaxpr: Jaxpr, call: JaxprEqn) -> Jaxpr:
 
 def with_checkpoints_inlined(jaxpr: Jaxpr, policy: Callable[..., bool]) -> Jaxpr:
     """Replace the checkpoints that have this policy by their programs."""
-    return _inlined(jaxpr, lambda eqn: eqn.params.get("policy") is policy)
+    return _inlined(
+        jaxpr,
+        lambda eqn: eqn.primitive.name in CHECKPOINTS and eqn.params["policy"] is policy,
+    )
 
 
 def _inlined(jaxpr: Jaxpr, chosen: Callable[[JaxprEqn], bool]) -> Jaxpr:
@@ -27,8 +37,7 @@ def _inlined(jaxpr: Jaxpr, chosen: Callable[[JaxprEqn], bool]) -> Jaxpr:
         enters = ()
 
         def other(self, program: Rewriting[None], eqn: JaxprEqn) -> list[None]:
-            is_call = eqn.primitive.name in (*INLINED, *CHECKPOINTS) and not is_marked(eqn)
-            (program.inline if is_call and chosen(eqn) else program.emit)(eqn)
+            (program.inline if chosen(eqn) else program.emit)(eqn)
             return [None] * len(eqn.outvars)
 
     return Inlining().run(jaxpr)

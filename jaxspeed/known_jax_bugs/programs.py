@@ -15,15 +15,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.known_jax_bugs.table import KNOWN_BUGS, KnownBug
+from jaxspeed.known_jax_bugs.table import AVOIDED, KNOWN_BUGS, KnownBug
 
 Devices = Sequence[jax.Device]
-
-# What a verdict adds of bugs that refuse no config.
-_UNUSED = {
-    "explicit axes": "; jaxspeed has no such axes",
-    "ragged exchange": "; jaxspeed exchanges rows with padding there",
-}
 
 _MOST_ERROR = 1e-5  # of fp32 numbers, relative to the largest
 _MOST_SECONDS = 0.05  # 40,000 updates take 0.0003 s, and 0.6 s where each rewrites the array
@@ -60,7 +54,8 @@ class BugProgram:
             return f"not run: it needs {self.devices} devices, and there are {len(devices)}"
         found = self.run(devices[: self.devices])
         verdict = "right" if found <= self.most else "WRONG"
-        concerns = _UNUSED.get(self.bug.affects, "")
+        avoided = AVOIDED.get(self.bug.affects)
+        concerns = f"; {avoided}" if avoided else ""
         return f"{verdict}: {self.shows} {found:.1e}, of at most {self.most:.0e}{concerns}"
 
 
@@ -161,25 +156,6 @@ def _small_updates(devices: Devices, count: int = 40_000) -> float:
     return min(seconds[1:])
 
 
-def _scatters_of_a_loop(devices: Devices) -> float:
-    """The sum over a loop of an embedding's gradients, each from tokens on two devices."""
-    mesh = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
-    ids = np.random.default_rng(0).integers(0, 12, (2, 8)).astype(np.int32)
-    d_out = _numbers(2, 8, 256)
-    right = np.zeros((96, 256))
-    np.add.at(right, ids, d_out.astype(np.float64))
-
-    def total(ids: jax.Array, d_out: jax.Array) -> jax.Array:
-        def add(so_far: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            return so_far + jnp.zeros_like(so_far).at[part[0]].add(part[1]), None
-
-        return lax.scan(add, jnp.zeros((96, 256)), (ids, d_out))[0]
-
-    by_token = NamedSharding(mesh, PartitionSpec(None, "data"))
-    run = jax.jit(total, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    return _error(run(jax.device_put(ids, by_token), jax.device_put(d_out, by_token)), right)
-
-
 def _gradient_of_a_ragged_exchange(devices: Devices) -> float:
     """Each device sends one row or two to each other one; infinite where it does not compile."""
     count, width = len(devices), 8
@@ -211,6 +187,35 @@ def _gradient_of_a_ragged_exchange(devices: Devices) -> float:
     return _error(found, right)
 
 
+def _rows_of_no_group(devices: Devices) -> float:
+    """NaN or infinity counts as an infinite error."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    x, weight = _numbers(512, 128), _numbers(2, 128, 128, seed=1)
+    x, weight, sizes = jax.device_put((x, weight, np.array([40, 60], np.int32)), devices[0])
+    found = np.asarray(gmm(x, weight, sizes, interpret=devices[0].platform == "cpu"))[128:]
+    return float(np.max(np.abs(found))) if np.all(np.isfinite(found)) else np.inf
+
+
+def _scatters_of_a_loop(devices: Devices) -> float:
+    """The sum over a loop of an embedding's gradients, each from tokens on two devices."""
+    mesh = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
+    ids = np.random.default_rng(0).integers(0, 12, (2, 8)).astype(np.int32)
+    d_out = _numbers(2, 8, 256)
+    right = np.zeros((96, 256))
+    np.add.at(right, ids, d_out.astype(np.float64))
+
+    def total(ids: jax.Array, d_out: jax.Array) -> jax.Array:
+        def add(so_far: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return so_far + jnp.zeros_like(so_far).at[part[0]].add(part[1]), None
+
+        return lax.scan(add, jnp.zeros((96, 256)), (ids, d_out))[0]
+
+    by_token = NamedSharding(mesh, PartitionSpec(None, "data"))
+    run = jax.jit(total, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return _error(run(jax.device_put(ids, by_token), jax.device_put(d_out, by_token)), right)
+
+
 _JAX, _XLA = "https://github.com/jax-ml/jax", "https://github.com/openxla/xla"
 _MARIN = "https://github.com/marin-community/marin"
 _error_of = functools.partial(BugProgram, shows="an error of")
@@ -223,5 +228,10 @@ PROGRAMS = (
     _error_of(f"{_JAX}/issues/34755", 2, run=_gradient_of_a_ragged_exchange),
     _error_of(f"{_MARIN}/issues/8077", 2, run=_gradient_of_a_ragged_exchange),
     _error_of(f"{_XLA}/issues/47283", 33, run=_gradient_of_a_ragged_exchange),
+    _error_of(
+        f"{_JAX}/blob/main/jax/experimental/pallas/ops/tpu/megablox/gmm.py",
+        1,
+        run=_rows_of_no_group,
+    ),
     _error_of(f"{_XLA}/issues/49143", 2, run=_scatters_of_a_loop),
 )

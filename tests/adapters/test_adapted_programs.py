@@ -18,6 +18,7 @@ from jaxspeed.adapters.adapt_loss import adapt_loss
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import WeightDims
 from jaxspeed.errors import ModelError
+from jaxspeed.ops import moe
 from tests.support.covering import covering
 
 WIDTH, LAYERS = 6, 3
@@ -187,6 +188,17 @@ def _(w: Any, x: Any) -> Any:
 @program("groups of rows", numbers(2, WIDTH, 5), dims("0", "1", "2"), merges_dora=True)
 def _(w: Any, x: Any) -> Any:
     return jnp.tanh(lax.ragged_dot(x, w, np.array([1, 3], np.int32)))
+
+
+@program("a mixture's rows", numbers(2, WIDTH, 5), dims("0", "1", "2"), merges_dora=True)
+def _(w: Any, x: Any) -> Any:
+    count = len(x)
+    chosen = (np.arange(count) % 3 > 0).astype(np.int32).reshape(1, count, 1)
+    nothing = jnp.zeros(1)
+    routing = moe.Routing(
+        chosen, jnp.ones(chosen.shape), jnp.zeros((1, 2)), jnp.zeros((1, 2)), nothing, nothing
+    )
+    return jnp.tanh(moe.mixture(x[None], routing, lambda rows: rows.product(w)))[0]
 
 
 # -- other reads -----------------------------------------------------------------------------------

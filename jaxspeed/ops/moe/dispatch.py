@@ -250,7 +250,7 @@ def _moved_backward(saved: Any, cotangent: jax.Array) -> Any:
 moved.defvjp(_moved_forward, _moved_backward)
 
 
-class Plan(NamedTuple):
+class SortedPairs(NamedTuple):
     """Where the rows of each device go; arrays have its shard in dim 0."""
 
     order: jax.Array  # [shards, pairs]: the pairs of token and expert, sorted by expert
@@ -271,12 +271,12 @@ class _Exchange:
         self.pair_rows = pair_rows(self.pairs, self.groups)
         self.most_rounds = -(-self.pairs // self.pair_rows) if self.groups > 1 else 1
         samples = where.samples or None
-        self.plans = Plan(P(samples), P(samples), P(samples), P(samples), P())
+        self.plans = SortedPairs(P(samples), P(samples), P(samples), P(samples), P())
 
-    def plan(self, chosen: jax.Array) -> Plan:
+    def plan(self, chosen: jax.Array) -> SortedPairs:
         """Of chosen experts [shards, tokens, k]."""
 
-        def device(chosen: jax.Array) -> Plan:
+        def device(chosen: jax.Array) -> SortedPairs:
             chosen = chosen.reshape(-1)
             order = jnp.argsort(chosen, stable=True)
             inverse = jnp.argsort(order)
@@ -293,16 +293,16 @@ class _Exchange:
                 needed = -(-jnp.max(per_group[:, -1]) // self.pair_rows)
                 mesh = self.where.mesh
                 rounds = jnp.maximum(lax.pmax(needed, mesh.axis_names if mesh else ()), 1)
-            return Plan(order[None], inverse[None], starts[None], received[None], rounds)
+            return SortedPairs(order[None], inverse[None], starts[None], received[None], rounds)
 
         return self.where.on_devices(device, (P(self.where.samples or None),), self.plans)(chosen)
 
     def dispatch(
-        self, plan: Plan, number: Any, x: jax.Array, weights: jax.Array
+        self, plan: SortedPairs, number: Any, x: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rows and weights [parts, shards, rows, ...] sorted by expert, and the experts' bounds."""
 
-        def device(plan: Plan, number: Any, x: jax.Array, weights: jax.Array) -> Any:
+        def device(plan: SortedPairs, number: Any, x: jax.Array, weights: jax.Array) -> Any:
             places = self._places(plan, number)
             of_rows = moved(weights.reshape(-1, 1), places.pair_of_slot, places.slot_of_pair)
             if self.groups == 1:
@@ -319,10 +319,10 @@ class _Exchange:
             plan, jnp.int32(number), x, weights
         )
 
-    def combine(self, plan: Plan, number: Any, y: jax.Array) -> jax.Array:
+    def combine(self, plan: SortedPairs, number: Any, y: jax.Array) -> jax.Array:
         """The sum over each token's experts, [parts, shards, tokens, embed]."""
 
-        def device(plan: Plan, number: Any, y: jax.Array) -> jax.Array:
+        def device(plan: SortedPairs, number: Any, y: jax.Array) -> jax.Array:
             places, y = self._places(plan, number), y[0, 0]
             if self.groups == 1:
                 tokens = moved(y, places.slots_of_token, places.token_of_slot)
@@ -355,7 +355,7 @@ class _Exchange:
         slots = slots.reshape(self.groups, self.pair_rows, -1)
         return lax.all_to_all(slots, EXPERT, 0, 0).reshape(-1, slots.shape[-1])
 
-    def _places(self, plan: Plan, number: Any) -> _Places:
+    def _places(self, plan: SortedPairs, number: Any) -> _Places:
         order, inverse, starts, received = (x[0] for x in plan[:4])
         size, groups, k = self.pair_rows, self.groups, self.k
         first = number * size
@@ -374,7 +374,7 @@ class _Exchange:
             slot_of_row = row_of_slot = slot
             bounds = starts
         else:
-            windows = Windows(
+            windows = SentWindows(
                 jnp.minimum(of_group[:-1] + first, self.pairs),
                 jnp.clip(jnp.diff(of_group) - first, 0, size),
                 jnp.arange(groups, dtype=jnp.int32) * size,
@@ -409,7 +409,7 @@ class _Exchange:
         )
 
 
-class Windows(NamedTuple):
+class SentWindows(NamedTuple):
     """What one device sends to each other one of its sorted rows, and has of each one's."""
 
     first: jax.Array  # [devices]: of its rows, in their order
@@ -424,7 +424,7 @@ def by_platform(padded: Any, ragged: Any, *args: Any) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def ragged_there(x: jax.Array, windows: Windows, slots: int) -> jax.Array:
+def ragged_there(x: jax.Array, windows: SentWindows, slots: int) -> jax.Array:
     """Sorted rows to the slots of the devices that they are for; slots without a row are zero."""
     own = windows.slots[lax.axis_index(EXPERT)]  # of this device's rows, on all others
     out = jnp.zeros((slots, x.shape[1]), x.dtype)
@@ -433,7 +433,7 @@ def ragged_there(x: jax.Array, windows: Windows, slots: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def ragged_back(y: jax.Array, windows: Windows, pairs: int) -> jax.Array:
+def ragged_back(y: jax.Array, windows: SentWindows, pairs: int) -> jax.Array:
     """The transpose: slots back to the places of their rows; rows without a slot are zero."""
     there = lax.all_to_all(windows.first, EXPERT, 0, 0, tiled=True)  # where each device has them
     out = jnp.zeros((pairs, y.shape[1]), y.dtype)
@@ -470,4 +470,4 @@ class _Places(NamedTuple):
     bounds: jax.Array  # first rows of the experts, and the end
     token_of_place: jax.Array  # of the device's sorted pairs
     places_of_token: jax.Array
-    windows: Windows | None
+    windows: SentWindows | None
