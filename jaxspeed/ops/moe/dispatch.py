@@ -152,6 +152,7 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         total = one_round(FIRST, x, weights)
         if sent.most_rounds > 1:
 
+            @jax.checkpoint  # residuals of one branch are arrays in all of them
             def further(number: jax.Array, *given: Any) -> jax.Array:
                 return given[0] + one_round(number, *given[1:])
 
