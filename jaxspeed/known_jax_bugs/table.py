@@ -127,7 +127,7 @@ KNOWN_BUGS = (
         "https://github.com/openxla/xla/issues/47283",
         affects="ragged exchanges",
     ),
-    # Its grid has the tiles of groups alone. It masks the rows of groups that it is told to skip.
+    # Its grid has the tiles of groups alone. It masks the rows of groups that it has to skip.
     KnownBug(
         ("tpu",),
         (0, 10, 2),
