@@ -83,6 +83,27 @@ def test_a_bug_of_explicit_axes_refuses_nothing():
     assert "42481" not in said("cpu", versions("0.10.2"), OFFLOAD)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("platform", "sources"),
+    [
+        ("cpu", {"jax-ml/jax/issues/34755"}),
+        ("cuda", {"marin-community/marin/issues/8077", "openxla/xla/issues/47283"}),
+        ("gpu", {"marin-community/marin/issues/8077", "openxla/xla/issues/47283"}),
+        ("tpu", set()),
+    ],
+)
+def test_ragged_exchanges_are_right_on_tpus_alone_and_refuse_nothing(platform, sources):
+    found = {
+        bug.source.removeprefix("https://github.com/")
+        for bug in KNOWN_BUGS
+        if bug.affects == "ragged exchanges" and platform in bug.platforms
+    }
+    assert found == sources
+    for version in ("0.11.2", "0.12.0.1", "0.13.0"):
+        refuse_known_bugs(platform, versions(version, libtpu="0.0.52"))
+
+
 @pytest.mark.parametrize("package", ["jax.__version__", "jax.lib.__version__"])
 def test_initialize_says_first_that_jax_is_too_old(monkeypatch, package):
     monkeypatch.setattr(package, "0.10.2")

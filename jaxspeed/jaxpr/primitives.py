@@ -70,7 +70,8 @@ CONSTRAINT = "sharding_constraint"
 COLLECTIVES = frozenset(
     {
         "psum", "psum2", "psum_invariant", "pmax", "pmin", "pbroadcast", "all_gather",
-        "all_gather_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute",
+        "all_gather_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ragged_all_to_all",
+        "ppermute",
     }
 )  # fmt: skip
 

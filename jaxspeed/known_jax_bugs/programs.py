@@ -156,23 +156,34 @@ def _small_updates(devices: Devices, count: int = 40_000) -> float:
     return min(seconds[1:])
 
 
-def _ragged_exchange(devices: Devices, rows: int = 4) -> float:
-    """Each device sends so many rows to each other one."""
-    mesh = Mesh(np.array(devices), ("x",), (AxisType.Auto,))
-    count = len(devices)
-    values = _numbers(count * count * rows, 8)
+def _gradient_of_a_ragged_exchange(devices: Devices) -> float:
+    """Each device sends one row or two to each other one; infinite where it does not compile."""
+    count, width = len(devices), 8
+    at = np.arange(count, dtype=np.int32)
+    sent = 1 + (at[:, None] + 2 * at) % 2  # [from, to]
+    x, scale = _numbers(count, 2 * count, width), _numbers(count, 2 * count, width, seed=1)
+    by_rank = PartitionSpec("data")
+    mesh = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
 
-    def exchange(x: jax.Array) -> jax.Array:
-        places = jnp.arange(count, dtype=jnp.int32) * rows
-        sizes = jnp.full(count, rows, jnp.int32)
-        there = jnp.full(count, lax.axis_index("x") * rows, jnp.int32)
-        out = jnp.zeros_like(x)
-        return lax.ragged_all_to_all(x, out, places, sizes, there, sizes, axis_name="x")
+    def exchange(x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+        starts, own = 2 * jnp.asarray(at), 2 * lax.axis_index("data")
+        sizes = starts, sent[0], jnp.full(count, own, jnp.int32), received[0]
+        return lax.ragged_all_to_all(x[0], jnp.zeros_like(x[0]), *sizes, axis_name="data")[None]
 
-    P = PartitionSpec
-    run = jax.shard_map(exchange, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    right = values.reshape(count, count, rows, -1).swapaxes(0, 1).reshape(values.shape)
-    found = jax.jit(run)(jax.device_put(values, NamedSharding(mesh, P("x"))))
+    def loss(x: jax.Array) -> jax.Array:
+        exchanged = jax.shard_map(exchange, mesh=mesh, in_specs=(by_rank,) * 3, out_specs=by_rank)
+        return jnp.sum(exchanged(x, jnp.asarray(sent), jnp.asarray(sent.T)) ** 2 * scale) / 2
+
+    right = np.zeros(x.shape)
+    for source, target in np.ndindex(count, count):
+        for row in range(sent[source, target]):
+            place = 2 * target + row
+            factor = scale[target, 2 * source + row].astype(np.float64)
+            right[source, place] = x[source, place] * factor
+    try:
+        found = jax.jit(jax.grad(loss))(jax.device_put(x, NamedSharding(mesh, by_rank)))
+    except jax.errors.JaxRuntimeError:
+        return np.inf
     return _error(found, right)
 
 
@@ -206,6 +217,7 @@ def _scatters_of_a_loop(devices: Devices) -> float:
 
 
 _JAX, _XLA = "https://github.com/jax-ml/jax", "https://github.com/openxla/xla"
+_MARIN = "https://github.com/marin-community/marin"
 _error_of = functools.partial(BugProgram, shows="an error of")
 
 PROGRAMS = (
@@ -213,7 +225,9 @@ PROGRAMS = (
     _error_of(f"{_XLA}/issues/42481", 4, run=_gradient_of_a_sharded_table),
     _error_of(f"{_XLA}/pull/46231", 1, run=_gradient_of_offloaded_residuals),
     BugProgram(f"{_JAX}/issues/40101", 1, "seconds", _small_updates, _MOST_SECONDS),
-    _error_of(f"{_XLA}/issues/47283", 33, run=_ragged_exchange),
+    _error_of(f"{_JAX}/issues/34755", 2, run=_gradient_of_a_ragged_exchange),
+    _error_of(f"{_MARIN}/issues/8077", 2, run=_gradient_of_a_ragged_exchange),
+    _error_of(f"{_XLA}/issues/47283", 33, run=_gradient_of_a_ragged_exchange),
     _error_of(
         f"{_JAX}/blob/main/jax/experimental/pallas/ops/tpu/megablox/gmm.py",
         1,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jaxspeed.axes import AXES, PIPE, TENSOR, sharding_axes
+from jaxspeed.axes import AXES, EXPERT, PIPE, TENSOR, sharding_axes
 from jaxspeed.config import match
 from jaxspeed.errors import ConfigError, PlacementError
 from jaxspeed.placement.paths import listed
@@ -29,6 +29,8 @@ SHARED_BY_STAGES = AXES[PIPE].shares
 # do nothing; key and value heads are few, and replicated. Any other dim is refused.
 PADDED = ("vocab", "block_vocab", "stages")
 REPLICATED = ("kv_heads",)
+
+(EXPERTS,) = AXES[EXPERT].dims
 
 
 class Misfit(NamedTuple):
@@ -62,6 +64,8 @@ def model_sharding(
     of_axis: dict[str, list[int]] = {}
     for dim, name in enumerate(names[: len(shape)]):
         axis = LOGICAL_RULES.get(name or "")
+        if name == EXPERTS and dim == len(shape) - 1:
+            continue  # a router's outputs: every device routes its own tokens
         if axis and axis_sizes[axis] > 1:
             of_axis.setdefault(axis, []).append(dim)
         elif name in SHARED_BY_STAGES and axis_sizes[PIPE] > 1:

@@ -9,11 +9,14 @@ from there through the traced program (`dim_propagation`, by `jaxpr.dim_relation
 
 For a model without annotations, `infer_sharding` chooses the sharding from the matmuls and the
 arrays between them (`matmuls`, `array_roles`), the communication of each choice (`boundary_costs`)
-and the best set of choices (`max_weight_set`).
+and the best set of choices (`max_weight_set`); `infer_experts` finds the dim of stacked experts.
+
+Over `expert` the same propagation finds where rows go to their experts and come back.
 """
 
 from jaxspeed.tensor_parallel.activation_layout import REPLICATED, ActivationLayout, best_overlap
 from jaxspeed.tensor_parallel.dim_propagation import PropagatedDims, propagate_dims
+from jaxspeed.tensor_parallel.infer_experts import infer_experts
 from jaxspeed.tensor_parallel.infer_sharding import propose_sharding
 from jaxspeed.tensor_parallel.insert_constraints import with_boundary_constraints
 from jaxspeed.tensor_parallel.matmuls import uses_of
@@ -27,6 +30,7 @@ __all__ = [
     "ShardingProposal",
     "best_overlap",
     "dims_sharded_over",
+    "infer_experts",
     "propagate_dims",
     "propose_sharding",
     "uses_of",

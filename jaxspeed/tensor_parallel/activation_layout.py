@@ -6,9 +6,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.axes import TENSOR
+from jaxspeed.axes import EXPERT, TENSOR
 from jaxspeed.ops.free_axes import free_sample_axes
-from jaxspeed.tensor_parallel.boundary_ops import BoundaryLayout
+from jaxspeed.tensor_parallel.boundary_ops import BoundaryLayout, ExpertLayout
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram
 
@@ -44,23 +44,40 @@ class BoundaryLayouts:
     program: ShardedProgram
     mesh: Any  # of the trace's context
     layout: ActivationLayout
+    experts: ShardedProgram  # over the expert axis
 
-    def of(self, frame: CallFrame, atom: Any) -> BoundaryLayout:
-        """The layouts of an unsharded activation at a boundary."""
+    def of(self, frame: CallFrame, atom: Any, by_expert: bool = False) -> BoundaryLayout:
+        """The layouts of an activation at a boundary of `tensor` that does not shard it."""
         nodes, shape = frame.of(atom), atom.aval.shape
         entries: list[Any] = [
-            self.samples(size) if self.program.is_samples(node) else None
+            self.samples(size, by_expert) if self.program.is_samples(node) else None
             for node, size in zip(nodes, shape, strict=True)
         ]
+        expert = self.experts.sharded_dim(frame, atom)
         if entries and not any(map(self.program.is_samples, nodes)):
-            # A reshape merged or split the samples: their sharding is left to the compiler.
-            entries[0] = PartitionSpec.UNCONSTRAINED
+            # A reshape merged or split the samples, or experts have a common capacity for all of
+            # them: the sharding of the first dims is left to the compiler.
+            for dim in {0, *(() if expert is None else (expert, min(1, len(nodes) - 1)))}:
+                entries[dim] = PartitionSpec.UNCONSTRAINED
+        if by_expert and expert is not None:
+            entries[expert] = EXPERT
         replicated = NamedSharding(self.mesh, PartitionSpec(*entries))
         dim = self.program.sequence_dim(frame, atom) if self.layout.sequence_parallel else None
         if dim is None:
             return BoundaryLayout(replicated, replicated)
         entries[dim] = TENSOR
         return BoundaryLayout(replicated, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+    def around_experts(self, frame: CallFrame, atom: Any) -> ExpertLayout:
+        """The layouts of an activation outside of the experts and inside."""
+        tensor = self.program.sharded_dim(frame, atom)
+        both: list[Any] = [self.of(frame, atom, inside).saved for inside in (False, True)]
+        if tensor is not None:
+            specs = [list(at.spec) for at in both]
+            for entries in specs:
+                entries[tensor] = TENSOR
+            both = [NamedSharding(self.mesh, PartitionSpec(*entries)) for entries in specs]
+        return ExpertLayout(*both)
 
     def ring(self, frame: CallFrame, atom: Any) -> dict[str, Any]:
         """The ring's keywords for an activation's collective; empty for a single collective."""
@@ -71,8 +88,10 @@ class BoundaryLayouts:
         bidirectional = overlap == "ring_both_ways" and length % (2 * size) == 0
         return {"axis": TENSOR, "bidirectional": bidirectional} if length % size == 0 else {}
 
-    def samples(self, size: int) -> Any:
-        return free_sample_axes(size, self.mesh) or None
+    def samples(self, size: int, by_expert: bool = False) -> Any:
+        """The axes of a dim of samples."""
+        axes = free_sample_axes(size, self.mesh)
+        return tuple(axis for axis in axes if not (by_expert and axis == EXPERT)) or None
 
 
 def context_mesh(mesh: Mesh) -> Any:

@@ -63,6 +63,73 @@ def leave(at: BoundaryLayout) -> Callable[[jax.Array], jax.Array]:
     return leaving
 
 
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Shardings of an activation around experts: by sample, and by expert.
+
+    Outside of the experts the samples are sharded over all of their axes. Inside, the experts are
+    sharded over their axis, and the samples over the others.
+    """
+
+    local: Sharding
+    by_expert: Sharding
+
+
+def to_experts(at: ExpertLayout) -> Callable[[jax.Array], jax.Array]:
+    """Send rows to their experts, and gradients back: an all-to-all in each pass."""
+
+    def sending(x: jax.Array) -> jax.Array:
+        # Local first: otherwise what computes the rows is sharded by expert too.
+        x = constrain(x, at.local, "experts.local")
+        return constrain(x, at.by_expert, "experts.exchange")
+
+    return sending
+
+
+def from_experts(at: ExpertLayout) -> Callable[[jax.Array], jax.Array]:
+    """Send rows back from their experts: an all-to-all in each pass."""
+
+    def returning(x: jax.Array) -> jax.Array:
+        x = constrain(x, at.by_expert, "experts.exchange")
+        return constrain(x, at.local, "experts.local")
+
+    return returning
+
+
+def gather_for_experts(at: ExpertLayout) -> Callable[[jax.Array], jax.Array]:
+    """Gather tokens that all experts read; backward, reduce-scatter their gradients."""
+
+    @jax.custom_vjp
+    def gathering(x: jax.Array) -> jax.Array:
+        return constrain(x, at.by_expert, "experts.exchange")
+
+    def forward(x: jax.Array) -> tuple[jax.Array, None]:
+        return gathering(x), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        return (constrain(gradient, at.local, "experts.local"),)
+
+    gathering.defvjp(forward, backward)
+    return gathering
+
+
+def sum_over_experts(at: ExpertLayout) -> Callable[[jax.Array], jax.Array]:
+    """Reduce-scatter partial sums over the experts' devices; backward, gather the gradient."""
+
+    @jax.custom_vjp
+    def summing(y: jax.Array) -> jax.Array:
+        return constrain(y, at.local, "experts.local")
+
+    def forward(y: jax.Array) -> tuple[jax.Array, None]:
+        return summing(y), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        return (constrain(gradient, at.by_expert, "experts.exchange"),)
+
+    summing.defvjp(forward, backward)
+    return summing
+
+
 Matmuls = Sequence[Callable[[jax.Array, jax.Array], jax.Array]]  # (activation, weight) -> result
 
 

@@ -45,6 +45,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxspeed.placement.rows import Leaf
+from jaxspeed.placement.rules import EXPERTS
 from jaxspeed.tensor_parallel.array_roles import ArrayRoles
 from jaxspeed.tensor_parallel.boundary_costs import BoundaryCosts, boundary_costs
 from jaxspeed.tensor_parallel.dim_equivalence import Node
@@ -213,6 +214,8 @@ def _refusal(
     classes = program.propagated.classes
     if classes.same(cls, program.propagated.samples):
         return "is the batch's"
+    if any(EXPERTS in program.leaves[path].names[dim : dim + 1] for path, dim in held):
+        return "is the experts', which their own axis shards"
     if splits := program.costs.splits.get(cls):
         return f"is split into {splits} parts further on; separate weights could be sharded"
     if len({path for path, _ in held}) < len(held):

@@ -7,6 +7,7 @@ failed: ShapeUtil::Compatible").
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.axes import TENSOR
+from jaxspeed.axes import EXPERT, TENSOR
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of
@@ -25,9 +26,17 @@ from jaxspeed.tensor_parallel.activation_layout import (
     BoundaryLayouts,
     context_mesh,
 )
-from jaxspeed.tensor_parallel.boundary_ops import columns, enter, leave
+from jaxspeed.tensor_parallel.boundary_ops import (
+    columns,
+    enter,
+    from_experts,
+    gather_for_experts,
+    leave,
+    sum_over_experts,
+    to_experts,
+)
 from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 
 log = logging.getLogger("jaxspeed")
@@ -48,15 +57,17 @@ def with_boundary_constraints(
     samples. `unit_of` returns the unit of an equation: matmuls of one activation in different units
     are not merged.
     """
-    if mesh.shape[TENSOR] == 1:
+    of_axis = {axis: dims_sharded_over(axis, specs) for axis in (TENSOR, EXPERT)}
+    if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT]:
         return jaxpr
     propagated = propagate_dims(jaxpr, parameters, batch)
-    program = ShardedProgram(
-        propagated, dims_sharded_over(TENSOR, specs), mesh.shape[TENSOR], propagated.samples
+    program, experts = (
+        ShardedProgram(propagated, of_axis[axis], mesh.shape[axis], propagated.samples)
+        for axis in (TENSOR, EXPERT)
     )
     if layout.sequence_parallel and program.dims and not program.sequences:
         warn_no_sequence_dim()
-    layouts = BoundaryLayouts(program, context_mesh(mesh), layout)
+    layouts = BoundaryLayouts(program, context_mesh(mesh), layout, experts)
     boundaries = _Boundaries(layouts, unit_of)
     return boundaries.run(jaxpr, scope=boundaries.of(propagated.top))
 
@@ -78,68 +89,98 @@ class _Scope:
     Attributes:
       groups: the column matmuls that share one all-gather of an activation, by the position of the
         first one.
-      entered: an activation -> its variable inside the sharded region.
+      entered: an activation, and whether the region is in an expert -> its variable inside.
+      at_experts: an activation of tokens, and whether it is sharded by expert -> its variable.
     """
 
     frame: CallFrame
     groups: dict[int, list[int]]
-    entered: dict[Any, Atom] = field(default_factory=dict)
+    entered: dict[tuple[Any, bool], Atom] = field(default_factory=dict)
+    at_experts: dict[tuple[Any, bool], Atom] = field(default_factory=dict)
 
     @cached_property
     def makers(self) -> dict[Var, int]:
         return {v: i for i, e in enumerate(self.frame.jaxpr.eqns) for v in e.outvars}
 
 
-class _Boundaries(Rewriter[None]):
-    """The rewriting of one program; each call of a function is written by itself."""
+class _Boundaries(Rewriter[bool]):
+    """The rewriting of one program; each call of a function is written by itself.
+
+    The state of a value is whether it is sharded by expert (`boundary_ops.ExpertLayout`): what is
+    computed from products with sharded experts, until an operation ends their dim.
+    """
 
     def __init__(self, layouts: BoundaryLayouts, unit_of: Callable[[JaxprEqn], Any]) -> None:
         super().__init__()
         self.layouts, self.program, self.unit_of = layouts, layouts.program, unit_of
+        self.experts = layouts.experts
+
+    def constant(self, atom: Atom) -> bool:
+        return False
+
+    def unknown(self, atom: Atom) -> bool:
+        return False
+
+    def derived(self, states: Sequence[bool], out: Var) -> bool:
+        return any(states)
 
     def of(self, frame: CallFrame) -> _Scope:
         """Group column matmuls of one activation.
 
         A group is of one unit, so that ZeRO 3 gathers no other unit's weights for it.
         """
-        found: dict[tuple[Any, Any], list[int]] = {}
+        found: dict[Any, list[int]] = {}
         for position, eqn in enumerate(frame.jaxpr.eqns):
             product = product_of(eqn)
             is_matmul = product is not None and product.primitive.name == "dot_general"
             if is_matmul and (at := self.program.enters(frame, eqn)):
-                x = eqn.invars[at[0]]
+                x, other = eqn.invars[at[0]], eqn.invars[1 - at[0]]
                 layout = self.layouts.of(frame, x)
-                if layout.saved != layout.replicated and frame.is_weight(eqn.invars[1 - at[0]]):
-                    found.setdefault((x, self.unit_of(eqn)), []).append(position)
+                if layout.saved != layout.replicated and frame.is_weight(other):
+                    key = x, self.unit_of(eqn), self._has_experts(frame, other)
+                    found.setdefault(key, []).append(position)
         return _Scope(frame, {positions[0]: positions for positions in found.values()})
 
-    def scope(self, program: Rewriting[None], body: Body) -> Any:
+    def scope(self, program: Rewriting[bool], body: Body) -> Any:
         frames = program.scope.frame.inner.get(program.position, ())
         return next((self.of(f) for f in frames if f.jaxpr is body.jaxpr), LEAVE)
 
-    def enter(self, program: Rewriting[None], eqn: JaxprEqn) -> bool:
+    def enter(self, program: Rewriting[bool], eqn: JaxprEqn) -> bool:
         inner = program.scope.frame.inner
         return program.position in inner and eqn.primitive.name not in CUSTOM_DERIVATIVE
 
-    def other(self, program: Rewriting[None], eqn: JaxprEqn) -> Sequence[None]:
+    def other(self, program: Rewriting[bool], eqn: JaxprEqn) -> Sequence[bool]:
         scope: _Scope = program.scope
         if program.position in scope.groups:
             self._columns(program, scope, scope.groups[program.position])
-        elif is_grouped(eqn) and self.program.sharded_dim(scope.frame, eqn.outvars[0]) is None:
+        elif (
+            self.program.num_shards > 1
+            and is_grouped(eqn)
+            and self.program.sharded_dim(scope.frame, eqn.outvars[0]) is None
+        ):
             self._grouped(program, scope.frame, eqn)
         else:
             self._plain(program, scope, eqn)
-        return [None] * len(eqn.outvars)
+        return [program.state(v) for v in eqn.outvars]
 
-    def _plain(self, program: Rewriting[None], scope: _Scope, eqn: JaxprEqn) -> None:
+    def _plain(self, program: Rewriting[bool], scope: _Scope, eqn: JaxprEqn) -> None:
         frame = scope.frame
-        operands = [program.atom(v) for v in eqn.invars]
+        inside, sums = self._inside_experts(program, frame, eqn)
+        operands = self._operands(program, scope, eqn, inside)
         for i in self.program.enters(frame, eqn):
             v = eqn.invars[i]
-            if v not in scope.entered:
-                entering = enter(self.layouts.of(frame, v))
-                (scope.entered[v],) = program.splice(entering, [program.atom(v)], eqn)
-            operands[i] = scope.entered[v]
+            if (v, inside) not in scope.entered:
+                entering = enter(self.layouts.of(frame, v, inside))
+                (scope.entered[v, inside],) = program.splice(entering, [operands[i]], eqn)
+            operands[i] = scope.entered[v, inside]
+        for v in eqn.outvars if inside else ():
+            program.set_state(v, self.experts.sharded_dim(frame, v) is not None)
+        if sums:  # over `tensor` too, if the operation leaves its region
+            program.emit(eqn, operands)
+            (out,) = eqn.outvars
+            summing = sum_over_experts(self.layouts.around_experts(frame, out))
+            program.replace([out], program.splice(summing, [program.atom(out)], eqn))
+            return
         if not self.program.leaves(frame, eqn):
             program.emit(eqn, operands)
             return
@@ -152,10 +193,10 @@ class _Boundaries(Rewriter[None]):
             return
         # Readers get the reduced array in place of the partial sum.
         program.emit(eqn, operands)
-        leaving = leave(self.layouts.of(frame, out))
+        leaving = leave(self.layouts.of(frame, out, inside))
         program.replace([out], program.splice(leaving, [program.atom(out)], eqn))
 
-    def _grouped(self, program: Rewriting[None], frame: CallFrame, eqn: JaxprEqn) -> None:
+    def _grouped(self, program: Rewriting[bool], frame: CallFrame, eqn: JaxprEqn) -> None:
         image: Any = eqn.invars[0]
         dim = eqn.params["dimension_numbers"].lhs_spec[0]
         is_samples = self.program.is_samples(frame.of(image)[dim])
@@ -165,9 +206,61 @@ class _Boundaries(Rewriter[None]):
             eqn.outvars, program.splice(function, [*map(program.atom, eqn.invars)], eqn)
         )
 
+    # -- around experts ---------------------------------------------------------------------------
+
+    def _has_experts(self, frame: CallFrame, atom: Any) -> bool:
+        """Whether an atom is computed from experts' weights alone, and sharded as they are."""
+        made_of_experts = not frame.sources(atom).isdisjoint(self.experts.dims)
+        return made_of_experts and self.experts.sharded_dim(frame, atom) is not None
+
+    def _inside_experts(
+        self, program: Rewriting[bool], frame: CallFrame, eqn: JaxprEqn
+    ) -> tuple[bool, bool]:
+        """Whether an operation runs on arrays sharded by expert, and gives sums over the experts.
+
+        An operation that ends their dim can do either: sum on the experts' devices and send partial
+        sums of all tokens, or send the rows back first. The one that sends less is chosen: with a
+        capacity the rows, where every expert computes every token the sums.
+        """
+        dim = self.experts.sharded_dim
+        weights = [self._has_experts(frame, v) for v in eqn.invars]
+        held = [program.state(v) for v in eqn.invars]
+        if not any((*weights, *held)) or all(map(frame.is_weight, eqn.outvars)):
+            return False, False
+        if any(dim(frame, v) is not None for v in eqn.outvars):
+            return True, False
+        if product_of(eqn) is None and eqn.primitive.name != "reduce_sum":
+            return False, False
+        rows = [v for v in eqn.invars if dim(frame, v) is not None and not frame.is_weight(v)]
+        back, there = (
+            sum(math.prod(shape_of(v)) for v in rows if program.state(v) is inside)
+            for inside in (True, False)
+        )
+        partial_sums = self.experts.num_shards * math.prod(shape_of(eqn.outvars[0]))
+        sums = any(weights) or partial_sums + there < back
+        return sums, sums
+
+    def _operands(
+        self, program: Rewriting[bool], scope: _Scope, eqn: JaxprEqn, inside: bool
+    ) -> list[Atom]:
+        """The operands of an operation, sent to the experts' devices or back."""
+        frame, given = scope.frame, [program.atom(v) for v in eqn.invars]
+        for i, v in enumerate(eqn.invars):
+            if program.state(v) == inside or not is_var(v) or frame.is_weight(v):
+                continue
+            rows = self.experts.sharded_dim(frame, v) is not None
+            if not rows and product_of(eqn) is None:
+                continue  # broadcast along the experts
+            if (v, inside) not in scope.at_experts:
+                send = (to_experts if inside else from_experts) if rows else gather_for_experts
+                function = send(self.layouts.around_experts(frame, v))
+                (scope.at_experts[v, inside],) = program.splice(function, [given[i]], eqn)
+            given[i] = scope.at_experts[v, inside]
+        return given
+
     # -- column matmuls of one activation ---------------------------------------------------------
 
-    def _columns(self, program: Rewriting[None], scope: _Scope, positions: Sequence[int]) -> None:
+    def _columns(self, program: Rewriting[bool], scope: _Scope, positions: Sequence[int]) -> None:
         frame = scope.frame
         eqns = [frame.jaxpr.eqns[p] for p in positions]
         program.done.update(positions)
@@ -176,18 +269,21 @@ class _Boundaries(Rewriter[None]):
         for w in weights:
             self._hoist(program, scope, w)
         eqn, side = pairs[0]
-        x = eqn.invars[side]
+        x, inside = eqn.invars[side], self._inside_experts(program, frame, eqns[0])[0]
+        for v in (v for eqn in eqns for v in eqn.outvars if inside):
+            program.set_state(v, True)
         ring = self.layouts.ring(frame, x)
         marked = any(map(is_marked, eqns))  # a function of arrays of these shapes
         if ring and all(self._has_equal_shards(frame, w) for w in weights) and not marked:
             matmuls = [self._ring_matmul(frame, *pair) for pair in pairs]
             function: Any = lambda x, *weights: ring_columns(x, weights, matmuls, **ring)  # noqa: E731
         else:
-            function = columns([bound(*pair) for pair in pairs], self.layouts.of(frame, x))
-        results = program.splice(function, [*map(program.atom, (x, *weights))], eqn)
+            function = columns([bound(*pair) for pair in pairs], self.layouts.of(frame, x, inside))
+        operand = self._operands(program, scope, eqn, inside)[side]
+        results = program.splice(function, [operand, *map(program.atom, weights)], eqn)
         program.replace([eqn.outvars[0] for eqn in eqns], results)
 
-    def _hoist(self, program: Rewriting[None], scope: _Scope, weight: Any) -> None:
+    def _hoist(self, program: Rewriting[bool], scope: _Scope, weight: Any) -> None:
         """Write the equations of a weight, which depends on parameters alone, ahead of order."""
         position = scope.makers.get(weight) if is_var(weight) else None
         if position is not None and position not in program.done:

@@ -1,10 +1,12 @@
-"""Tensor-parallel dims of parameters: logical names, layer specs, or inference from the loss.
+"""Sharded dims of parameters: logical names, layer specs, or inference from the loss.
 
 The config's layer specs come first. With neither names nor specs the sharding is inferred from the
-loss, traced on an example batch.
+loss, traced on an example batch. So is the dim of the experts, if no parameter names one.
 """
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,26 +14,31 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspeed.axes import EXPERT
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.precision import compute_dtype
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import LOGICAL_RULES, with_names, with_own_axis_names
+from jaxspeed.placement.rules import EXPERTS, LOGICAL_RULES, with_names, with_own_axis_names
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import build_table
 from jaxspeed.tensor_parallel import (
     PropagatedDims,
     ShardingProposal,
+    infer_experts,
     propagate_dims,
     propose_sharding,
     uses_of,
 )
 from jaxspeed.user_models import Model, adapt_model
 from jaxspeed.user_models.batches import example_shapes, with_extra
+
+log = logging.getLogger("jaxspeed")
 
 Loss = Callable[[Any, Any], Any]
 
@@ -66,18 +73,25 @@ def with_tensor_names(
     """The model's leaves with names from the config or inference; the proposal, if inferred."""
     axes, num_shards = config.parallel.logical_axes, mesh.shape["tensor"]
     leaves = with_own_axis_names(model.leaves, config.parallel.axis_names)
-    if num_shards == 1:
-        return with_names(leaves, axes), None
 
+    @functools.cache
     def traced() -> PropagatedDims:
         return _propagated(model, loss_fn, example_batch, mesh, compute_dtype(config))
 
+    def named(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+        leaves = with_names(leaves, axes)
+        if mesh.shape[EXPERT] == 1 or any(map(_stacks_experts, leaves)):
+            return leaves
+        return _with_experts(leaves, None if example_batch is None else traced(), mesh)
+
+    if num_shards == 1:
+        return named(leaves), None
     specs = config.layer_specs
     if specs:
         uses = None if example_batch is None else uses_of(traced())
         leaves = named_by_specs(leaves, specs, uses, logical_axes=axes)
-        return with_names(leaves, axes), None
-    leaves = with_names(leaves, axes)
+        return named(leaves), None
+    leaves = named(leaves)
     if config.parallel.infer_tensor_cuts == "never" or any(map(_names_tensor_dim, leaves)):
         return leaves, None
     if example_batch is None:
@@ -95,6 +109,43 @@ def with_tensor_names(
 
 def _names_tensor_dim(leaf: Leaf) -> bool:
     return any(LOGICAL_RULES.get(name or "") == "tensor" for name in leaf.names)
+
+
+def _stacks_experts(leaf: Leaf) -> bool:
+    return EXPERTS in leaf.names[:-1]
+
+
+def _with_experts(
+    leaves: Sequence[Leaf], traced: PropagatedDims | None, mesh: Mesh
+) -> tuple[Leaf, ...]:
+    """Leaves with the dim of the experts named, as it is inferred from the loss."""
+    found = infer_experts(traced) if traced else {}
+    if not found:
+        looked = (
+            "none of the traced loss is one (a dim that a weight shares with the rows of its "
+            "product, and over which the results are summed)"
+            if traced
+            else "without initialize(..., example_batch=batch) none is looked for in the loss"
+        )
+        raise ConfigError(
+            f"mesh.{EXPERT} is {mesh.shape[EXPERT]}, and no parameter has a dim of experts to "
+            f"shard over it: the model names none, and {looked}. Experts that are modules of "
+            "their own, in a list, cannot be sharded: stack their weights, as [experts, embed, "
+            "mlp], and "
+            'dispatch by einsums or jaxspeed.ops.moe. Name the dim in Flax metadata ("experts") or '
+            'in parallel.logical_axes: {"**/experts/up": ["experts", "embed", "mlp"]}. Without '
+            f"experts write mesh.{EXPERT} 1, and put the devices on data or tensor."
+        )
+    log.info("experts, inferred from the loss: %s", listed(list(found)))
+
+    def of_leaf(leaf: Leaf) -> Leaf:
+        if leaf.path not in found:
+            return leaf
+        names = by_dim(leaf.names, len(leaf.shape))
+        names[found[leaf.path]] = EXPERTS
+        return replace(leaf, names=tuple(names))
+
+    return tuple(map(of_leaf, leaves))
 
 
 def _named(leaf: Leaf, proposal: ShardingProposal) -> Leaf:

@@ -163,9 +163,9 @@ def test_the_bias_moves_by_the_exact_sign_of_the_difference_to_the_mean(counts):
 
 
 def test_experts_with_the_mean_keep_their_bias_and_layers_are_apart():
-    counts = jnp.asarray([[3, 3, 3], [1, 2, 3], [2**24 + 1, 2**24, 2**24 - 1]])
-    found = moe.updated_bias(jnp.zeros((3, 3)), counts, 0.5)
-    assert found.tolist() == [[0, 0, 0], [0.5, 0, -0.5], [-0.5, 0, 0.5]]
+    counts = jnp.asarray([[3, 3, 3], [1, 2, 3], [1, 1, 3], [2**24 + 1, 2**24, 2**24 - 1]])
+    found = moe.updated_bias(jnp.zeros((4, 3)), counts, 0.5)
+    assert found.tolist() == [[0, 0, 0], [0.5, 0, -0.5], [0.5, 0.5, -0.5], [-0.5, 0, 0.5]]
 
 
 # -- sample independence ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxspeed
+from tests.moe import foreign_programs
 from tests.support.topology import run_on_topology
 from tests.system import cut_blocks, stacks, test_partitioned_residuals, test_pipeline_constraints
 from tests.system.measured import LAYERS, PACKAGE, SEQ, WIDTH, collectives_of, sites
@@ -32,6 +33,7 @@ ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACE
 ELSEWHERE |= {*test_partitioned_residuals.SITES}
 ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 ELSEWHERE |= {"unit.step"}  # test_torus_gather.py
+ELSEWHERE |= {*foreign_programs.SITES}  # tests/moe/test_foreign_exchanges.py
 
 
 @pytest.fixture(scope="module")

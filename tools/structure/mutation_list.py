@@ -431,4 +431,9 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "logits = checkpoint_name(logits, DECISION)",
         "test_a_router_whose_logits_are_not_finite_is_named[Mixture-Scanned]",
     ),
+    (
+        "        policy = _with_decisions(policy)\n",
+        "        pass\n",
+        "test_a_step_chooses_experts_once[full]",
+    ),
 ]

@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.attention import operand_dtype
 from jaxspeed.ops.moe.grouped_products import EXPERT, Dim, Layout, grouped_product, layout
+from jaxspeed.ops.mask import not_estimated
 from jaxspeed.ops.moe.routing import Routing
 
 SLACK = Fraction(5, 4)
@@ -152,6 +153,7 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         total = one_round(FIRST, x, weights)
         if sent.most_rounds > 1:
 
+            @jax.checkpoint  # residuals of one branch are arrays in all of them
             def further(number: jax.Array, *given: Any) -> jax.Array:
                 return given[0] + one_round(number, *given[1:])
 
@@ -161,6 +163,7 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
 
             @jax.checkpoint
             def others(total: jax.Array, *given: Any) -> jax.Array:
+                @not_estimated
                 def loop(total: jax.Array, *given: Any) -> jax.Array:
                     return lax.scan(
                         lambda total, number: (trip(number, total, *given), None),

@@ -213,6 +213,14 @@ def _partials(layout: Layout, sharded: Dim | None) -> tuple[str, ...]:
     return (TENSOR, *axes) if layout.parts > 1 and sharded is None else axes
 
 
+def result_spec(name: str, params: Any) -> P:
+    """How the result of one of the primitives is sharded."""
+    layout, sharded = params["layout"], params["sharded"]
+    if name == GROUPED_PRODUCT:
+        return layout.rows
+    return P(_partials(layout, sharded) or None, *layout.weights(sharded))
+
+
 def _gradient_shape(
     values: Any,
     cotangent: Any,
@@ -302,7 +310,7 @@ def _gradient_on_devices(tpu: bool) -> Any:
         def device(values: Any, cotangent: Any, bounds: Any) -> Any:
             return gradient(values[0, 0], cotangent[0, 0], bounds[0], preferred_element_type)[None]
 
-        out = P(_partials(layout, sharded) or None, *layout.weights(sharded))
+        out = result_spec(GROUPED_GRADIENT, {"layout": layout, "sharded": sharded})
         specs = (layout.rows, layout.rows, P(layout.samples or None))
         return layout.on_devices(device, specs, out)(values, cotangent, bounds)
 

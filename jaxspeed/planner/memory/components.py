@@ -46,12 +46,14 @@ class Memory:
         may save them instead, or compute them earlier.
       early: bytes of a pipeline's last round that XLA may allocate when the step begins.
       on_chip: bytes that are assumed in on-chip memory, and are in the device's if XLA decides so.
+      assumes: what it takes for granted of the run's data.
     """
 
     components: tuple[Component, ...]
     recomputed: int = 0
     early: int = 0
     on_chip: int = 0
+    assumes: str = ""
 
     def _sum(self, host: bool, lasting: bool | None = None) -> int:
         return sum(
@@ -90,7 +92,8 @@ class Memory:
     def figures(self) -> dict[str, Any]:
         """JSON-serializable figures."""
         sums = {n: getattr(self, n) for n in ("device", "state", "temporary", "host")}
-        return {**sums, "components": [vars(c) for c in self.components]}
+        components = [vars(c) for c in self.components]
+        return {**sums, "components": components, "assumes": self.assumes}
 
     def __rich__(self) -> Group:
         table = titled("memory per device (estimate)", "component", ">bytes", "arrays")
@@ -100,7 +103,8 @@ class Memory:
         table.add_row("sum", bytes_text(self.device), "on the device", style="bold")
         if self.host:
             table.add_row("sum", bytes_text(self.host), "in host memory", style="bold")
-        return Group(table, Text("estimated from the traced step; not compiled"))
+        lines = ["estimated from the traced step; not compiled", self.assumes]
+        return Group(table, Text("\n".join(filter(None, lines))))
 
     def __str__(self) -> str:
         return as_text(self, 120)

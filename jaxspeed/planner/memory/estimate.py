@@ -51,7 +51,7 @@ def memory_in(step: Step, chip: Chip | None = None) -> Memory:
     loops = [op for op in scope.ops if op.name == "scan"]
     recomputed = max((_recomputed(op, sizes) for op in loops), default=0)
     early = sum(_early(op, sizes) for op in loops)
-    return Memory(tuple(ordered), recomputed, early, device.chip.bytes)
+    return Memory(tuple(ordered), recomputed, early, device.chip.bytes, step.assumes)
 
 
 def _early(loop: Op, sizes: Sizes) -> int:

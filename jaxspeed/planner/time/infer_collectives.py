@@ -16,7 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxspeed.communication import Communication, dtype_text
-from jaxspeed.jaxpr.primitives import CONSTRAINT, PALLAS, REDUCTIONS, RESHAPES, SCATTERS
+from jaxspeed.jaxpr.primitives import (
+    CONSTRAINT,
+    GROUPED_PRODUCTS,
+    PALLAS,
+    REDUCTIONS,
+    RESHAPES,
+    SCATTERS,
+)
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.planner.trace.classify import Kinds
@@ -31,7 +38,8 @@ _EXPLICIT = {  # primitives of manual regions, and their collectives
     "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all", "ppermute": "collective-permute", "pbroadcast": "all-reduce",
+    "all_to_all": "all-to-all", "ragged_all_to_all": "all-to-all",
+    "ppermute": "collective-permute", "pbroadcast": "all-reduce",
 }  # fmt: skip
 _PARTIAL = {"dot_general", "gather", *REDUCTIONS, *SCATTERS}  # give partial sums of sharded dims
 _FREE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
@@ -94,7 +102,8 @@ class _Inference:
                 self._loop(op)
             elif op.name in _EXPLICIT:
                 self._explicit(op)
-            elif op.name in PALLAS:  # in a region that is manual over all sharded axes
+            # In a region that is manual over all sharded axes.
+            elif op.name in PALLAS or op.name in GROUPED_PRODUCTS:
                 continue
             elif op.name in (CONSTRAINT, PLACED, "device_put"):
                 for v, out in zip(op.ins, op.outs, strict=True):

@@ -168,6 +168,7 @@ class _Clock:
             model_flops=flops.per_item * tokens,
             formula=flops.formula,
             peak=_peak(program, target),
+            assumes=self.step.assumes,
         )
 
 

@@ -85,6 +85,7 @@ class Time:
       model_flops: model FLOPs per step on all devices.
       formula: the formula of model_flops.
       peak: peak FLOP/s per device, for `mfu`.
+      assumes: what it takes for granted of the run's data.
     """
 
     compute: float
@@ -98,6 +99,7 @@ class Time:
     model_flops: float
     formula: str
     peak: float
+    assumes: str = ""
 
     @property
     def exchanged(self) -> float:
@@ -120,7 +122,7 @@ class Time:
 
     def figures(self) -> dict[str, Any]:
         """JSON-serializable figures, in seconds and bytes."""
-        plain = ("compute", "memory", "bubble", "step", "devices", "tokens", "unit")
+        plain = ("compute", "memory", "bubble", "step", "devices", "tokens", "unit", "assumes")
         more = ("model_flops", "formula", "peak", "exchanged", "tokens_per_second", "mfu")
         return {
             **{name: getattr(self, name) for name in (*plain, *more)},
@@ -143,6 +145,8 @@ class Time:
             f"{self.tokens_per_second / self.devices:,.0f} per device; MFU {self.mfu:.1%}"
         )
         lines: list[Any] = [parts, Text(rate), Text(f"  MFU by {self.formula}")]
+        if self.assumes:
+            lines.append(Text(f"  {self.assumes}"))
         if self.exchanges:
             lines += [Text(), self._links()]
         return Group(*lines)

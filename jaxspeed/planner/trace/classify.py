@@ -11,7 +11,15 @@
 
 from collections.abc import Iterable
 
-from jaxspeed.jaxpr.primitives import JOINS, PALLAS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
+from jaxspeed.jaxpr.primitives import (
+    GROUPED_PRODUCTS,
+    JOINS,
+    PALLAS,
+    PRODUCTS,
+    REDUCTIONS,
+    SCATTERS,
+    SLICES,
+)
 from jaxspeed.planner.trace.trace_ir import (
     LEAVE,
     PAIRWISE,
@@ -27,7 +35,7 @@ GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
 COPIES = "copies of state"
 KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
-_ENDS = {*PRODUCTS, *PALLAS, "gather"}
+_ENDS = {*PRODUCTS, *GROUPED_PRODUCTS, *PALLAS, "gather"}
 
 
 class Kinds:

@@ -223,8 +223,9 @@ class ScopeAnalysis:
         On TPUs the others compute it again, if from one array: a lookup of a loss needs logits that
         are capped, an exponential caps them again.
         """
+        # A loop that computes it again from a small array forces nothing.
         again = not self.sizes.library and len(self.sources[value]) == 1
-        return forcing if again else by
+        return (again and forcing) or by
 
     def _fused_into(self, product: Value) -> Op | None:
         """The element-wise operation that is the only reader of a matmul's result."""

@@ -11,8 +11,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxspeed.jaxpr.dim_relations import DimRelations, pairwise, relations, same_place
-from jaxspeed.jaxpr.primitives import CONSTRAINT, PALLAS
+from jaxspeed.jaxpr.primitives import CONSTRAINT, GROUPED_PRODUCTS, PALLAS
 from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.ops.moe.grouped_products import result_spec
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards
 from jaxspeed.planner.trace.trace_ir import (
     LEAVE,
@@ -45,6 +46,8 @@ def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, i
         elif op.name in (PLACED, LEAVE):
             for out, spec in zip(op.outs, op.params["specs"], strict=True):
                 _set(out, spec, mesh, fixed=False)
+        elif op.name in GROUPED_PRODUCTS:
+            _set(op.outs[0], result_spec(op.name, op.params), mesh, fixed=False)
     ties = [tie for op in ops for tie in ties_of(op)]
     changed = True
     while changed:
@@ -93,7 +96,7 @@ def ties_of(op: Op) -> Iterator[Tie]:
     if op.bodies:
         yield from _of_bodies(op)
         return
-    if op.name in PALLAS:  # a kernel may mix along any dim
+    if op.name in PALLAS or op.name in GROUPED_PRODUCTS:  # a kernel may mix along any dim
         return
     known = relations_of(op)
     for out, factors in zip(op.outs, known.results, strict=True):

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 
 from jaxspeed.config import Config
+from jaxspeed.jaxpr.primitives import GROUPED_PRODUCTS
 from jaxspeed.ops import gpu, splash
+from jaxspeed.ops.moe.dispatch import SLACK
 from jaxspeed.placement.rows import HOST
 from jaxspeed.planner.trace.bf16_demotion import narrow_values
 from jaxspeed.planner.trace.classify import Kinds
@@ -18,6 +20,11 @@ from jaxspeed.planner.trace.tiles import Sizes, kernel_layouts
 from jaxspeed.planner.trace.trace_ir import Scope, Value, all_ops, open_program
 from jaxspeed.tensor_parallel import best_overlap
 from jaxspeed.train.program import Program
+
+ONE_ROUND = (
+    "assumes one round: no device sends another more than "
+    f"{float(SLACK):g} times its share of the rows for experts"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +54,16 @@ class Step:
         """The operations, with the sharding of each array."""
         propagate_shardings(self.operations, self.specs, dict(self.program.mesh.shape))
         return self.operations
+
+    @cached_property
+    def assumes(self) -> str:
+        """What the estimates take for granted of the run's data; "" if nothing."""
+        layouts = (
+            op.params["layout"]
+            for op in all_ops(self.operations)
+            if op.name in GROUPED_PRODUCTS and op.params["active"]
+        )
+        return ONE_ROUND if any(layout.expert_shards > 1 for layout in layouts) else ""
 
     @cached_property
     def uses_host(self) -> bool:
