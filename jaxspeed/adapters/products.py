@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspeed.jaxpr.primitives import GROUPED_PRODUCT
 from jaxspeed.jaxpr.sample_rules import shape_of
 from jaxspeed.jaxpr.traverse import JaxprEqn
 
@@ -111,11 +112,11 @@ def _is_forward(eqn: JaxprEqn, use: _Use, dims: WeightDims) -> bool | None:
     contracted, name = {*use.dims.inputs}, eqn.primitive.name
     if name != "dot_general" and contracted & {*dims.stack}:
         return None
-    if name == "ragged_dot_general" and {*dims.stack} != {*use.dims.stack}:
+    if name in ("ragged_dot_general", GROUPED_PRODUCT) and {*dims.stack} != {*use.dims.stack}:
         return None
     if contracted & {*dims.inputs} and not contracted & {*dims.outputs}:
         return True
-    if name == "conv_general_dilated" or not contracted & {*dims.outputs}:
+    if name in ("conv_general_dilated", GROUPED_PRODUCT) or not contracted & {*dims.outputs}:
         return None
     return None if contracted & {*dims.inputs} else False
 
@@ -132,6 +133,13 @@ def _ragged_matmul(eqn: JaxprEqn, operand: int) -> _Use | None:
     if operand != 1 or ragged in (*contracted[0], *batch[0]):
         return None  # an expert's rows have to be rows of the result
     return _of_product(eqn, operand, contracted, batch, numbers.rhs_group_dimensions)
+
+
+def _grouped_product(eqn: JaxprEqn, operand: int) -> _Use | None:
+    """[parts, shards, rows, dim] times [experts, in, out]."""
+    if operand != 1 or eqn.params["contracted"] != "in":
+        return None
+    return _Use(WeightDims((0,), (1,), (2,), "product"), 0, (3, 4, 5, 1), (3, 4, 5, 2))
 
 
 def _of_product(
@@ -199,6 +207,7 @@ def _lookup(eqn: JaxprEqn, operand: int) -> _Use | None:
 _USES: Mapping[str, Callable[[JaxprEqn, int], _Use | None]] = {
     "dot_general": _matmul,
     "ragged_dot_general": _ragged_matmul,
+    GROUPED_PRODUCT: _grouped_product,
     "conv_general_dilated": _convolution,
     "gather": _lookup,
 }
@@ -416,6 +425,13 @@ def _low_rank(
     a = factors.a.astype(dtype), _labels_of_a(dims)
     b = _scaled(factors.b, dims, scale).astype(dtype), _labels_of_b(dims)
     first, second = (a, b) if _is_forward(eqn, use, dims) else (b, a)
+    if name == GROUPED_PRODUCT:
+        # A has no outputs and B no inputs that a tensor axis could shard.
+        for factor, dim in ((first[0], "in"), (second[0], "out")):
+            sharded = dim if params["sharded"] == dim else None
+            given = params | {"sharded": sharded, "preferred_element_type": dtype}
+            x = eqn.primitive.bind(x, factor, operands[2], **given)
+        return x
     if name == "ragged_dot_general":
         y, of_y = _ragged(eqn, use, (x, use.beside), first, operands[2])
         y, of_y = _ragged(eqn, use, (y.astype(dtype), of_y), second, operands[2])

@@ -21,6 +21,7 @@ from typing import Any
 from jaxspeed.jaxpr.primitives import (
     ARG_REDUCTIONS,
     CUMULATIVE,
+    GROUPED_PRODUCT,
     PAIRWISE,
     REDUCTIONS,
     SCATTERS,
@@ -294,6 +295,13 @@ def _convolution(params: Any, operands: Sequence[Shape], results: Sequence[Shape
     return DimRelations((tuple(image), tuple(kernel)), (tuple(out),), frozenset(mixed), unsplit)
 
 
+def _grouped(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
+    """Rows [parts, shards, rows, dim]: these dims stay. Those of the weights have their own way."""
+    rows = (0, 1, 2, None)
+    others = tuple((None,) * len(shape) for shape in operands[1:])
+    return DimRelations((rows, *others), (rows,))
+
+
 # -- indexing --------------------------------------------------------------------------------------
 
 
@@ -363,6 +371,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ARG_REDUCTIONS, _argument),
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
+    GROUPED_PRODUCT: _grouped,
     "gather": _gather,
     **dict.fromkeys(SCATTERS, _scatter),
 }

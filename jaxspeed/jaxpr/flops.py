@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxspeed.jaxpr.primitives import CONSTRAINT, RESHAPES
+from jaxspeed.jaxpr.primitives import CONSTRAINT, GROUPED_GRADIENT, GROUPED_PRODUCT, RESHAPES
 from jaxspeed.jaxpr.traverse import bodies, open_jaxpr
 
 Shape = Sequence[int]
@@ -28,6 +28,10 @@ def product_flops(name: str, params: Any, operands: Sequence[Shape], result: Sha
         # Each element of the result sums over the kernel's window and its input features.
         features = operands[1][numbers.rhs_spec[0]]
         return 2 * math.prod(result) * math.prod(operands[1]) // features
+    if name in (GROUPED_PRODUCT, GROUPED_GRADIENT):
+        # Rows that are no token's do not count, nor rounds that balanced experts do not need.
+        _, inner, outer = operands[1] if name == GROUPED_PRODUCT else result[1:]
+        return 2 * params["active"] * inner * outer
     return None
 
 

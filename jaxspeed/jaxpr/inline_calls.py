@@ -1,8 +1,8 @@
-"""Inlining of calls in a traced program."""
+"""Inlining of calls and checkpoints in a traced program."""
 
 from collections.abc import Callable, Collection
 
-from jaxspeed.jaxpr.primitives import INLINED
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, is_marked, is_var
 
@@ -17,12 +17,17 @@ def inline_call(jaxpr: Jaxpr, call: JaxprEqn) -> Jaxpr:
     return _inlined(jaxpr, lambda eqn: eqn is call)
 
 
+def with_checkpoints_inlined(jaxpr: Jaxpr, policy: Callable[..., bool]) -> Jaxpr:
+    """Replace the checkpoints that have this policy by their programs."""
+    return _inlined(jaxpr, lambda eqn: eqn.params.get("policy") is policy)
+
+
 def _inlined(jaxpr: Jaxpr, chosen: Callable[[JaxprEqn], bool]) -> Jaxpr:
     class Inlining(Rewriter[None]):
         enters = ()
 
         def other(self, program: Rewriting[None], eqn: JaxprEqn) -> list[None]:
-            is_call = eqn.primitive.name in INLINED and not is_marked(eqn)
+            is_call = eqn.primitive.name in (*INLINED, *CHECKPOINTS) and not is_marked(eqn)
             (program.inline if is_call and chosen(eqn) else program.emit)(eqn)
             return [None] * len(eqn.outvars)
 

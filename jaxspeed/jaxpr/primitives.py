@@ -21,7 +21,11 @@ PALLAS = ("pallas_call", "mpmd_map")
 KERNELS = (*PALLAS, "tpu_custom_call")
 CUDNN_ATTENTION = "dot_product_attention"  # prefix of the names of its passes
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-RAGGED_PRODUCTS = frozenset({"ragged_dot", "ragged_dot_general"})
+# Of rows sorted by expert with the experts' weights: `ops/moe/products.py`. Only the first one
+# stands in a traced loss, the second is the gradient of its weights.
+GROUPED_PRODUCT, GROUPED_GRADIENT = "grouped_product", "grouped_gradient"
+GROUPED_PRODUCTS = frozenset({GROUPED_PRODUCT, GROUPED_GRADIENT})
+RAGGED_PRODUCTS = GROUPED_PRODUCTS | {"ragged_dot", "ragged_dot_general"}
 REDUCTIONS = frozenset(
     {
         "reduce", "reduce_sum", "reduce_prod", "reduce_max", "reduce_min",

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspeed.jaxpr.primitives import GROUPED_PRODUCT
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, product_of, transparent_bodies
 
@@ -71,7 +72,7 @@ class WeightUse:
       position: of the equation; their number for a result of the program.
       weights: that it reads, or from which alone what it reads is computed.
       beside: the other variables that it reads.
-      is_product: whether it is a matmul or a convolution.
+      is_product: whether it is a matmul, a convolution or a grouped product.
     """
 
     position: int
@@ -96,7 +97,8 @@ def weight_uses(
         if weights and not beside:
             derived[position] = weights
         elif weights:
-            uses.append(WeightUse(position, weights, beside, product_of(eqn) is not None))
+            is_product = product_of(eqn) is not None or eqn.primitive.name == GROUPED_PRODUCT
+            uses.append(WeightUse(position, weights, beside, is_product))
     results = [program.state(v) for v in jaxpr.outvars]
     uses += [WeightUse(len(jaxpr.eqns), x, (), False) for x in results if x]
     return uses, derived

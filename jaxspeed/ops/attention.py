@@ -75,6 +75,12 @@ def autocast_to(dtype: Any) -> Iterator[None]:
         _autocast.reset(token)
 
 
+def operand_dtype(dtype: Any) -> Any:
+    """The dtype in which an operation that cannot be cast later takes operands of this dtype."""
+    low = _autocast.get()
+    return low if low is not None and dtype == jnp.float32 else dtype
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, evaluate
+from jaxspeed.jaxpr.inline_calls import with_checkpoints_inlined
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import dependents, free_variables, slice_of, sub_jaxpr
@@ -26,6 +27,7 @@ from jaxspeed.jaxpr.traverse import (
     is_var,
     sliceable_bodies,
 )
+from jaxspeed.ops.moe.dispatch import saves_layer_inputs
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.eager_weight_grads import with_eager_weight_grads
 from jaxspeed.zero3.exchange import Exchange
@@ -153,6 +155,10 @@ class _Evaluation:
         if weights:
             outputs = self._without_keys(eqns, outputs)
         program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
+        if context.residuals is not None and segment.units:
+            # It is recomputed with its unit. Then its products can gather their own weights.
+            program = with_checkpoints_inlined(program, saves_layer_inputs)
+            eqns = program.eqns
         stored = {v: storage[v] for v in weights}
         # Where nothing is recomputed, each operand would be a residual behind a barrier, besides
         # what XLA computes it from.
@@ -163,7 +169,14 @@ class _Evaluation:
             own = [product.weight for product in products]
             weights, inputs = [v for v in weights if v not in own], [*own, *inputs]
             program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
-            fn = with_products(program, products, stored, context.exchange)
+            inside = replace(context, residuals=None)
+            fn = with_products(
+                program,
+                products,
+                stored,
+                context.exchange,
+                lambda eqn, values, owned: _checkpoint(eqn, values, owned, inside, set()),
+            )
             stored = {v: storage[v] for v in weights}
         else:
             fn = with_eager_weight_grads(program, stored)

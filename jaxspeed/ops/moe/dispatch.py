@@ -23,6 +23,7 @@ All of it is control flow that JAX differentiates; the products are equations of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
+from jaxspeed.ops.attention import operand_dtype
 from jaxspeed.ops.moe.products import EXPERT, Dim, Layout, grouped_product, layout
 from jaxspeed.ops.moe.routing import Routing
 
@@ -114,7 +116,8 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         rows by `rows.weights` before its last product, which contracts the dim that a tensor axis
         may shard.
     """
-    batch, seq, embed = x.shape
+    (batch, seq, embed), dtype = x.shape, x.dtype
+    travels = operand_dtype(dtype)  # under automatic mixed precision
     experts, k = routing.counts.shape[-1], routing.experts.shape[-1]
     where = layout()
     if experts % where.expert_shards:
@@ -135,15 +138,15 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
     def layer(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         sent = _Exchange(where, experts, tokens, k)
         plan = sent.plan(sharded(chosen, experts))
-        x = jnp.broadcast_to(sharded(x), (parts, shards, tokens, embed))
+        x = jnp.broadcast_to(sharded(x).astype(travels), (parts, shards, tokens, embed))
         weights = jnp.broadcast_to(sharded(weights), (parts, shards, tokens, k))
 
         def one_round(number: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
             values, of_rows, bounds = sent.dispatch(plan, number, x, weights)
             # `plan` assumes one round, and FLOPs are counted once.
             active = batch * seq * k if number is FIRST else 0
-            rows = Rows(values, of_rows, bounds, where, active)
-            return sent.combine(plan, number, feed_forward(rows))
+            rows = Rows(values.astype(dtype), of_rows, bounds, where, active)
+            return sent.combine(plan, number, feed_forward(rows).astype(travels))
 
         total = one_round(FIRST, x, weights)
         if sent.most_rounds > 1:
@@ -170,7 +173,18 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         total = jnp.sum(total, axis=0) if parts > 1 else total[0]
         return total.reshape(shards * tokens, -1)[: batch * seq].reshape(batch, seq, -1)
 
-    return jax.checkpoint(layer)(x, routing.experts, routing.weights).astype(x.dtype)
+    # Not of a function's name: the marker survives the rewriting of the trace.
+    recomputed = jax.checkpoint(layer, policy=saves_layer_inputs)
+    return recomputed(x, routing.experts, routing.weights).astype(dtype)
+
+
+def saves_layer_inputs(*_: Any, **__: Any) -> bool:
+    """The checkpoint policy of a mixture, which saves nothing inside of it.
+
+    A unit that is rematerialized knows a mixture's checkpoint by it, and inlines it: it would be
+    recomputed twice.
+    """
+    return False
 
 
 FIRST = 0  # the round outside of the loop
@@ -284,14 +298,16 @@ class _Exchange:
     def dispatch(
         self, plan: Plan, number: Any, x: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rows and weights sorted by expert, [parts, shards, rows, ...], and the experts' bounds."""
+        """Rows and weights [parts, shards, rows, ...] sorted by expert, and the experts' bounds."""
 
         def device(plan: Plan, number: Any, x: jax.Array, weights: jax.Array) -> Any:
             places = self._places(plan, number)
-            values = moved(x[0, 0], places.token_of_slot, places.slots_of_token)
             of_rows = moved(weights.reshape(-1, 1), places.pair_of_slot, places.slot_of_pair)
-            if self.groups > 1:
-                values, of_rows = self._exchanged(values), self._exchanged(of_rows)
+            if self.groups == 1:
+                values = moved(x[0, 0], places.token_of_slot, places.slots_of_token)
+            else:
+                of_rows = self._exchanged(of_rows)
+                values = by_platform(self._padded_there, self._ragged_there, x[0, 0], places)
                 values = moved(values, places.slot_of_row, places.row_of_slot)
                 of_rows = moved(of_rows, places.slot_of_row, places.row_of_slot)
             return values[None, None], of_rows[None, None], places.bounds[None]
@@ -306,21 +322,38 @@ class _Exchange:
 
         def device(plan: Plan, number: Any, y: jax.Array) -> jax.Array:
             places, y = self._places(plan, number), y[0, 0]
-            if self.groups > 1:
-                y = self._exchanged(moved(y, places.row_of_slot, places.slot_of_row))
-            return moved(y, places.slots_of_token, places.token_of_slot)[None, None]
+            if self.groups == 1:
+                tokens = moved(y, places.slots_of_token, places.token_of_slot)
+            else:
+                y = moved(y, places.row_of_slot, places.slot_of_row)
+                tokens = by_platform(self._padded_back, self._ragged_back, y, places)
+            return tokens[None, None]
 
         rows = self.where.rows
         return self.where.on_devices(device, (self.plans, P(), rows), rows)(
             plan, jnp.int32(number), y
         )
 
+    def _padded_there(self, x: jax.Array, places: _Places) -> jax.Array:
+        return self._exchanged(moved(x, places.token_of_slot, places.slots_of_token))
+
+    def _padded_back(self, y: jax.Array, places: _Places) -> jax.Array:
+        return moved(self._exchanged(y), places.slots_of_token, places.token_of_slot)
+
+    def _ragged_there(self, x: jax.Array, places: _Places) -> jax.Array:
+        x = moved(x, places.token_of_place, places.places_of_token)
+        return ragged_there(x, places.windows, self.groups * self.pair_rows)
+
+    def _ragged_back(self, y: jax.Array, places: _Places) -> jax.Array:
+        y = ragged_back(y, places.windows, self.pairs)
+        return moved(y, places.places_of_token, places.token_of_place)
+
     def _exchanged(self, slots: jax.Array) -> jax.Array:
         """Slots [sources or destinations x rows of a pair, dim]: one side's to the other's."""
         slots = slots.reshape(self.groups, self.pair_rows, -1)
         return lax.all_to_all(slots, EXPERT, 0, 0).reshape(-1, slots.shape[-1])
 
-    def _places(self, plan: Plan, number: Any) -> "_Places":
+    def _places(self, plan: Plan, number: Any) -> _Places:
         order, inverse, starts, received = (x[0] for x in plan[:4])
         size, groups, k = self.pair_rows, self.groups, self.k
         first = number * size
@@ -334,10 +367,17 @@ class _Exchange:
         within = inverse - of_group[group] - first
         sent = (inverse < of_group[-1]) & (within >= 0) & (within < size)
         slot_of_pair = jnp.where(sent, group * size + within, _NONE)
+        windows = None
         if groups == 1:
             slot_of_row = row_of_slot = slot
             bounds = starts
         else:
+            windows = Windows(
+                jnp.minimum(of_group[:-1] + first, self.pairs),
+                jnp.clip(jnp.diff(of_group) - first, 0, size),
+                jnp.arange(groups, dtype=jnp.int32) * size,
+                jnp.clip(received[:, -1] - first, 0, size),
+            )
             ends = jnp.clip(received - first, 0, size)  # [sources, own + 1], in their windows
             # Received rows are sorted by (source, expert), and are to be by (expert, source).
             sizes = jnp.diff(ends).T.reshape(-1)
@@ -361,8 +401,52 @@ class _Exchange:
             slot_of_row[:, None],
             row_of_slot[:, None],
             bounds.astype(jnp.int32),
+            order[:, None] // k,
+            inverse.reshape(-1, k),
+            windows,
         )
 
+
+class Windows(NamedTuple):
+    """What one device sends to each other one of its sorted rows, and has of each one's."""
+
+    first: jax.Array  # [devices]: of its rows, in their order
+    sent: jax.Array  # [devices]: how many rows
+    slots: jax.Array  # [devices]: first slots of the rows from each device
+    received: jax.Array  # [devices]: how many rows
+
+
+def by_platform(padded: Any, ragged: Any, *args: Any) -> jax.Array:
+    """The form of an exchange for the platform that the program is lowered for."""
+    return lax.platform_dependent(*args, tpu=ragged, default=padded)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def ragged_there(x: jax.Array, windows: Windows, slots: int) -> jax.Array:
+    """Sorted rows to the slots of the devices that they are for; slots without a row are zero."""
+    own = windows.slots[lax.axis_index(EXPERT)]  # of this device's rows, on all others
+    out = jnp.zeros((slots, x.shape[1]), x.dtype)
+    sizes = windows.sent, jnp.full_like(windows.slots, own), windows.received
+    return lax.ragged_all_to_all(x, out, windows.first, *sizes, axis_name=EXPERT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def ragged_back(y: jax.Array, windows: Windows, pairs: int) -> jax.Array:
+    """The transpose: slots back to the places of their rows; rows without a slot are zero."""
+    there = lax.all_to_all(windows.first, EXPERT, 0, 0, tiled=True)  # where each device has them
+    out = jnp.zeros((pairs, y.shape[1]), y.dtype)
+    sizes = windows.received, there, windows.sent
+    return lax.ragged_all_to_all(y, out, windows.slots, *sizes, axis_name=EXPERT)
+
+
+ragged_there.defvjp(
+    lambda x, windows, slots: (ragged_there(x, windows, slots), (windows, x.shape[0])),
+    lambda slots, saved, ct: (ragged_back(ct, *saved), None),
+)
+ragged_back.defvjp(
+    lambda y, windows, pairs: (ragged_back(y, windows, pairs), (windows, y.shape[0])),
+    lambda pairs, saved, ct: (ragged_there(ct, *saved), None),
+)
 
 _NONE = jnp.iinfo(jnp.int32).max  # out of range of everything
 
@@ -382,3 +466,6 @@ class _Places(NamedTuple):
     slot_of_row: jax.Array  # of received rows, sorted by expert
     row_of_slot: jax.Array
     bounds: jax.Array  # first rows of the experts, and the end
+    token_of_place: jax.Array  # of the device's sorted pairs
+    places_of_token: jax.Array
+    windows: Windows | None

@@ -26,13 +26,13 @@ def product(
     values: jax.Array, weight: jax.Array, bounds: jax.Array, transposed: bool, dtype: Any
 ) -> jax.Array:
     """As `products.by_blocks`."""
-    from jax.experimental.pallas.ops.tpu.megablox import gmm as kernels
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     rows = values.shape[0]
     tile = row_tile(rows)
     padded = -(-rows // tile) * tile
     contracted, width = weight.shape[1:][::-1] if transposed else weight.shape[1:]
-    made = kernels.gmm(
+    made = gmm(
         _padded(values, padded),
         weight,
         _sizes(bounds, padded),
@@ -47,13 +47,13 @@ def product(
 
 def gradient(values: jax.Array, cotangent: jax.Array, bounds: jax.Array, dtype: Any) -> jax.Array:
     """As `products.gradient_by_blocks`."""
-    from jax.experimental.pallas.ops.tpu.megablox import gmm as kernels
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     rows, experts = values.shape[0], bounds.shape[0] - 1
     tile = row_tile(rows)
     padded = -(-rows // tile) * tile
     sizes = (tile, values.shape[1], cotangent.shape[1])
-    return kernels.tgmm(
+    return tgmm(
         _padded(values, padded).swapaxes(0, 1),
         _padded(cotangent, padded),
         _sizes(bounds, padded),

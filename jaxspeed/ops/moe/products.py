@@ -11,11 +11,11 @@ when it is lowered:
 | TPU | megablox' kernels (`jax.experimental.pallas`), `megablox.py` |
 | any | plain products of blocks of rows of one expert each |
 
-Rows are [parts, shards, rows, dim]. `shards` are the devices' own rows, sharded over the axes of the
-samples. Where a tensor axis shards a dim of the weights, there are as many `parts`: a product that
-contracts this dim has partial sums as its result, one a part, and other results have a part of the
-dim. The gradient of the weights is computed on each device for its rows, and summed in the global
-view, so that it can be reduce-scattered.
+Rows are [parts, shards, rows, dim]. `shards` are the devices' own rows, sharded over the axes of
+the samples. Where a tensor axis shards a dim of the weights, there are as many `parts`: a product
+that contracts this dim has partial sums as its result, one a part, and other results have a part of
+the dim. The gradient of the weights is computed on each device for its rows, and summed in the
+global view, so that it can be reduce-scattered.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.axes import TENSOR, product
+from jaxspeed.jaxpr.primitives import GROUPED_GRADIENT, GROUPED_PRODUCT
 from jaxspeed.ops.free_axes import free_axes, free_sample_axes
 from jaxspeed.ops.moe import megablox
 
@@ -102,8 +103,8 @@ def layout() -> Layout:
 
 # -- the primitives --------------------------------------------------------------------------------
 
-grouped_product_p = Primitive("grouped_product")
-grouped_gradient_p = Primitive("grouped_gradient")
+grouped_product_p = Primitive(GROUPED_PRODUCT)
+grouped_gradient_p = Primitive(GROUPED_GRADIENT)
 
 
 def grouped_product(
@@ -243,13 +244,9 @@ def _one_by_one(primitive: Primitive) -> Any:
     """A batching rule that runs the elements of a batch in a loop."""
 
     def rule(args: Any, dims: Any, **params: Any) -> Any:
-        size = next(
-            x.shape[d] for x, d in zip(args, dims, strict=True) if d is not batching.not_mapped
-        )
+        size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
         moved = [
-            jnp.broadcast_to(x, (size, *x.shape))
-            if d is batching.not_mapped
-            else jnp.moveaxis(x, d, 0)
+            jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(args, dims, strict=True)
         ]
         return lax.map(lambda each: primitive.bind(*each, **params), moved), 0

@@ -18,6 +18,7 @@ from jaxspeed.jaxpr.primitives import (
     CONSTRAINT,
     CONTROL,
     CUMULATIVE,
+    GROUPED_PRODUCTS,
     IDENTITIES,
     KERNELS,
     PRODUCTS,
@@ -35,8 +36,9 @@ VIEWS = {
 }  # fmt: skip
 MOVES = {CONSTRAINT, PLACED, "device_put"}  # views if sharding and memory stay the same
 MATERIALIZED = {
-    *PRODUCTS, *REDUCTIONS, *CONTROL, *KERNELS, *CUMULATIVE, *ARG_REDUCTIONS, *COLLECTIVES,
-    *RANDOM_BITS, *SCATTERS, "gather", "sort", "top_k", "dynamic_update_slice", "compute_on",
+    *PRODUCTS, *GROUPED_PRODUCTS, *REDUCTIONS, *CONTROL, *KERNELS, *CUMULATIVE, *ARG_REDUCTIONS,
+    *COLLECTIVES, *RANDOM_BITS, *SCATTERS, "gather", "sort", "top_k", "dynamic_update_slice",
+    "compute_on",
 }  # fmt: skip
 # Their operands may be fused into them.
 READS_ANYTHING = {*PRODUCTS, *REDUCTIONS, "dynamic_update_slice"}

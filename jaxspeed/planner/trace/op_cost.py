@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.flops import count_products, kernel_flops, product_flops
-from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, PALLAS, PRODUCTS
+from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, GROUPED_PRODUCTS, PALLAS, PRODUCTS
 from jaxspeed.ops.mask import Mask, computed_blocks, computed_flops
 from jaxspeed.planner.trace.materialization import OUT, VIEWS, ScopeAnalysis
 from jaxspeed.planner.trace.tiles import Sizes
@@ -50,7 +50,7 @@ def device_flops(scope: Scope, mesh: Mapping[str, int]) -> float:
             return max(op.trips, 1) * max(device_flops(body, mesh) for body in op.bodies)
         if op.name.startswith(KERNELS):
             return _kernel(op, mesh)
-        return _flops(op, mesh) if op.name in PRODUCTS else 0.0
+        return _flops(op, mesh) if op.name in PRODUCTS | GROUPED_PRODUCTS else 0.0
 
     return sum(map(of, scope.ops))
 
@@ -128,7 +128,8 @@ def _product(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]
     """(FLOPs per device, achieved FLOP/s)."""
     if op.name == "dot_general":
         return _dot(op, mesh, chip)
-    if op.name == "conv_general_dilated" and op.ins[1] is not None:
+    is_convolution = op.name == "conv_general_dilated" and op.ins[1] is not None
+    if is_convolution or op.name in GROUPED_PRODUCTS:
         return _flops(op, mesh), _peak(op, chip) * chip.reached["products"]
     if op.name.startswith(KERNELS):
         return _kernel(op, mesh), _peak(op, chip) * chip.reached["attention"]
@@ -136,10 +137,13 @@ def _product(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]
 
 
 def _flops(op: Op, mesh: Mapping[str, int]) -> float:
-    """FLOPs per device of a matmul or convolution, sharded over axes of its operands and result."""
+    """FLOPs per device of a product, sharded over axes of its operands and result."""
     shapes = [() if v is None else v.shape for v in op.ins]
     flops = product_flops(op.name, op.params, shapes, op.outs[0].shape)
     assert flops is not None
+    if op.name in GROUPED_PRODUCTS:
+        layout = op.params["layout"]
+        return flops / (layout.shards * (layout.parts if op.params["sharded"] else 1))
     summed: Any = [(op.ins[1], range(len(shapes[1])))]
     if op.name == "dot_general":
         summed = zip(op.ins, op.params["dimension_numbers"][0], strict=True)
