@@ -12,16 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.objective.autocast import Autocast
 from jaxspeed.objective.by_parts import ByParts
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.loss_weight import weight_of
 from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.ops.free_axes import free_sample_shards
@@ -119,22 +118,7 @@ class Objective:
         program = self.trace((variables, one, jnp.asarray(step), jnp.asarray(0)), train=True)
         if program.loss_outputs.auxiliary is None:
             return None
-        jaxpr, at = program.closed.jaxpr, program.loss_outputs.weight
-        only_weight = [number == at for number in range(len(jaxpr.outvars))]
-        weight, read = partial_eval.dce_jaxpr(jaxpr, only_weight)
-        values = dict(zip(program.batch, jax.tree.leaves(micro), strict=True))
-        inputs = [v for v, is_read in zip(jaxpr.invars, read, strict=True) if is_read]
-        if not values.keys() >= set(inputs):
-            raise ModelError(
-                "loss_fn returned (sum, weight, auxiliary), and the weight depends on more than "
-                "the batch: with several micro-batches it has to be known before the loss, as the "
-                "number of tokens that count is"
-            )
-        run = as_function(weight, program.closed.consts)
-        given = [values[v] for v in inputs]
-        if not given:
-            return run()[0]
-        return jax.vmap(lambda *one: run(*map(self.cast, one))[0])(*given).mean()
+        return jax.vmap(lambda one: weight_of(program, jax.tree.map(self.cast, one)))(micro).mean()
 
     def _run(
         self, traced: LossProgram, args: Sequence[Any], recompute: Recompute, batch: Any
