@@ -31,6 +31,8 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
 
     if settings.tensor_parallel.autotp_size:
         add("tensor", settings.tensor_parallel.autotp_size, "tensor_parallel.autotp_size")
+    if settings.expert_parallel.enabled:
+        add("expert", settings.expert_parallel.autoep_size, "expert_parallel.autoep_size")
     if settings.sequence_parallel_size is not None:
         add("seq", settings.sequence_parallel_size, "sequence_parallel_size")
     if settings.pipeline.stages != "auto":

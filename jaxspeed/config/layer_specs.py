@@ -72,7 +72,7 @@ ALIASES = MappingProxyType(
 
 # Names that DeepSpeed knows, and why there is no preset for them.
 _FUSED = "its attention or MLP is one fused weight, which presets cannot shard"
-_EXPERTS = "the expert axis is not built"
+_EXPERTS = "its experts are sharded by mesh.expert, and the other layers by layer_specs"
 UNBUILT = MappingProxyType(
     {
         "bloom": _FUSED,

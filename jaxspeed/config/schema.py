@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jaxspeed.config.expert_section import ExpertParallel
 from jaxspeed.config.lora_section import Lora
 from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
 from jaxspeed.config.run_sections import (
@@ -311,8 +312,12 @@ class Settings(Lenient):
         1,
     )
     tensor_parallel: TensorParallel = section()
-    expert_parallel: Opaque | None = refused_section("The expert axis is not built; remove it.")
-    use_data_before_expert_parallelism: Flag = harmless(False, "The expert axis is always 1.")
+    expert_parallel: ExpertParallel = section()
+    use_data_before_expert_parallelism: Flag = harmless(
+        False,
+        "The order of ranks in DeepSpeed's groups; the numbers are the same. Here the devices of "
+        "mesh.expert are the near ones, and those of mesh.data around them.",
+    )
     pipeline: PipelineSection = section()
     activation_checkpointing: ActivationCheckpointing = section()
     elasticity: Elasticity = section()

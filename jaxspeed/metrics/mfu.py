@@ -77,11 +77,13 @@ def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) ->
     """6 N + 12 L H Q T per token, in PaLM's symbols; None for a model without these sizes.
 
     N is the number of parameters without lookup-only tables: positions, and an embedding that is
-    not tied to the head. L layers, H query heads of Q dims, T positions that a token attends to;
-    causal attention counts in full.
+    not tied to the head. Of E experts, of which a token has k, it counts the active ones: k / E of
+    their parameters. L layers, H query heads of Q dims (the mean of keys' and values' dims where
+    they differ), T positions that a token attends to; causal attention counts in full.
 
     Args:
-      sizes: has `num_hidden_layers`, `num_attention_heads`, and `head_dim` or `hidden_size`.
+      sizes: has `num_hidden_layers`, `num_attention_heads`, and `head_dim` or `hidden_size`; of a
+        mixture `num_experts_per_tok`.
       parameters: all of them, for example the leaves of a placement table.
       seq_len: predicted tokens per sample.
     """
@@ -96,11 +98,17 @@ def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) ->
     looked_up = [p for p in parameters if p.names[:1] == ("pos",)]
     looked_up += sorted(tables, key=_size)[:-1]  # one of the tables is the head
     n = sum(map(_size, parameters)) - sum(map(_size, looked_up))
+    experts = [p for p in parameters if "experts" in p.names]
+    active, of_n = getattr(sizes, "num_experts_per_tok", None), "without lookup-only tables"
+    if experts and active is not None:
+        n -= sum(_size(p) - _size(p) * active // _experts(p) for p in experts)
+        of_n += f" and with {active} of {_experts(experts[0])} experts"
+    value_dim = getattr(sizes, "v_head_dim", None) or head_dim
     return ModelFlops(
-        6 * n + 12 * layers * heads * head_dim * context,
+        6 * n + 6 * layers * heads * (head_dim + value_dim) * context,
         "token",
-        "6 N + 12 L H Q T per token (PaLM, appendix B; N without lookup-only tables, "
-        "causal attention counted in full)",
+        f"6 N + 12 L H Q T per token (PaLM, appendix B; N {of_n}, causal attention counted in "
+        "full)",
     )
 
 
@@ -131,6 +139,10 @@ def utilisation(
         "mfu": None if peak is None else per_second / (peak * devices),
         "mfu_formula": f"{flops.formula}; of the bf16 peak of all devices",
     }
+
+
+def _experts(parameter: Parameter) -> int:
+    return parameter.shape[parameter.names.index("experts")]
 
 
 def _size(parameter: Parameter) -> int:

@@ -76,12 +76,12 @@ class _Needed:
 
     def _sliced(self, eqn: JaxprEqn) -> tuple[Any, int] | None:
         """(array, number) if an equation computes one of the rows of an array."""
-        cut = self.made.get(eqn.invars[0])
-        if cut is None or cut.primitive.name != "slice" or 0 not in eqn.params["dimensions"]:
+        taken = self.made.get(eqn.invars[0])
+        if taken is None or taken.primitive.name != "slice" or 0 not in eqn.params["dimensions"]:
             return None
-        shape, (first, *rest) = shape_of(cut.invars[0]), cut.params["start_indices"]
-        is_row = cut.params["limit_indices"] == (first + 1, *shape[1:]) and not any(rest)
-        return (cut.invars[0], first) if is_row and eqn.params["dimensions"] == (0,) else None
+        shape, (first, *rest) = shape_of(taken.invars[0]), taken.params["start_indices"]
+        is_row = taken.params["limit_indices"] == (first + 1, *shape[1:]) and not any(rest)
+        return (taken.invars[0], first) if is_row and eqn.params["dimensions"] == (0,) else None
 
     def _row(self, atom: Any, number: int) -> Any:
         """One row of an array along its first dim."""

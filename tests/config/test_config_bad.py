@@ -163,7 +163,7 @@ BAD = {
     "preset that is not built": (
         {"tensor_parallel": {"preset_model": "mixtral"}},
         "tensor_parallel.preset_model",
-        "There is none for mixtral: the expert axis is not built.",
+        "There is none for mixtral: its experts are sharded by mesh.expert",
     ),
     "old ZeRO flag": ({"zero_optimization": 2}, "zero_optimization", "a mapping of keys"),
     "text for a list": (

@@ -27,6 +27,19 @@ def mesh(**tree):
             {"tensor_parallel": {"autotp_size": 4}, "mesh": {"tensor": -1}},
             {"data": -1, "tensor": 4},
         ),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 4}},
+            {"data": -1, "expert": 4},
+        ),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 4}}, {"data": -1}),
+        (
+            {
+                "expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"},
+                "data_parallel_size": 8,
+                "use_data_before_expert_parallelism": True,
+            },
+            {"data": 4, "expert": 2},
+        ),
         ({"data_parallel_size": 8}, {"data": 8}),
         ({"data_parallel_size": 8, "mesh": {"replica": 2}}, {"replica": 2, "data": 4}),
         ({"data_parallel_size": 8, "mesh": {"replica": -1, "data": 2}}, {"replica": 4, "data": 2}),

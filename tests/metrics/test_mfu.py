@@ -67,6 +67,24 @@ def test_the_formula_is_three_forward_passes_of_the_traced_model(name, sizes):
     assert by_formula.per_item * 96 == pytest.approx(by_tracing.per_item, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "preset", "active", "per_head"),
+    [
+        ("mixtral", "mixtral-8x7b", 12.9e9, 2 * 128),  # arXiv:2401.04088
+        ("deepseek", "deepseek-v3", 37e9, 192 + 128),  # arXiv:2412.19437
+    ],
+)
+def test_of_experts_the_active_ones_count(name, preset, active, per_head):
+    """As the papers have them; N has no embedding, 1% of them."""
+    config, leaves, _ = family(name, preset)
+    counted = language_flops(config, leaves, 4096)
+    heads = config.num_hidden_layers * config.num_attention_heads
+    attention = 6 * heads * per_head * 4096
+    assert (counted.per_item - attention) / 6 == pytest.approx(active, rel=0.03)
+    k, experts = config.num_experts_per_tok, config.num_experts
+    assert f"with {k} of {experts} experts" in counted.formula
+
+
 def test_a_window_bounds_what_a_token_attends_to():
     config, leaves, _ = family("llama", "tiny", sliding_window=32)
     whole, _, _ = family("llama", "tiny")
