@@ -15,7 +15,7 @@ EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _OURS = ("w_gate", "w_up", "w_down")
 
 
-def read_balance(values: Mapping[str, Any]) -> dict[str, float]:
+def read_balance(values: Mapping[str, Any]) -> dict[str, Any]:
     """The coefficient of the auxiliary loss, which has one only where it is asked for."""
     used = values.get("output_router_logits")
     return {"router_aux_loss_coef": values.get("router_aux_loss_coef", 0.001) if used else 0.0}
