@@ -80,7 +80,7 @@ def route(
         scale: factor of all weights.
         capacity_factor: if given, an expert takes the first `capacity_of(...)` tokens of each
             sample that choose it, in their order, and the others are dropped. The weights of a
-            token's other experts stay as they are.
+            token's other experts stay as they are. Documents packed into a sample share it.
         min_capacity: the least capacity.
     """
     if x.ndim != 3 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
