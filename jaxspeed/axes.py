@@ -40,7 +40,7 @@ class Axis:
     built: bool = True
 
 
-PIPE, DATA, TENSOR = "pipe", "data", "tensor"
+PIPE, DATA, EXPERT, TENSOR = "pipe", "data", "expert", "tensor"
 _UNBUILT = "This axis is not built; leave it at 1 and put the devices on data or tensor."
 
 # Outermost first: the order of a mesh's dims.
@@ -65,14 +65,14 @@ AXES: dict[str, Axis] = {
         near=2,
     ),
     "seq": Axis(_UNBUILT, batch="positions", sums=True, stores=True, near=4, built=False),
-    "expert": Axis(
-        _UNBUILT,
+    EXPERT: Axis(
+        "Weights of experts (the dim `experts`) are sharded over it; outside of them the batch and "
+        "ZeRO's state, as over data.",
         batch="samples",
         sums=True,
         stores=True,
         dims=("experts",),
         near=3,
-        built=False,
     ),
     TENSOR: Axis(
         "Weights are sharded over it: by layer_specs or a preset, by the model's logical axes, or "

@@ -41,6 +41,9 @@ FAMILIES: dict[str, str] = {
     "olmo2": "jaxspeed.models.olmo2",
     "glm4": "jaxspeed.models.glm4",
     "gpt_neox": "jaxspeed.models.gpt_neox",
+    "mixtral": "jaxspeed.models.mixtral",
+    "deepseek": "jaxspeed.models.deepseek",
+    "gpt_oss": "jaxspeed.models.gpt_oss",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -64,10 +67,17 @@ MODEL_TYPES: dict[str, str] = {
     "glm": "glm4",  # GLM-4
     "glm4": "glm4",  # GLM-4-0414
     "gpt_neox": "gpt_neox",  # Pythia
+    "mixtral": "mixtral",
+    "qwen3_moe": "mixtral",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "gpt_oss": "gpt_oss",
     "vit": "vit",
 }
 # Models with images, of which the language model is read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
+# What tensors of all experts of a layer are named in folders of transformers 5's own form.
+FUSED_EXPERTS = ".experts.gate_up_proj"
 # Families with a form in Hugging Face's files.
 HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
@@ -141,8 +151,11 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     config = _replaced(name, config, overrides or {})
     if hasattr(config, "vocab_size"):
         check_vocabulary(opened, config.vocab_size)
+    table = form.table
+    if hasattr(form, "fused_table") and any(n.endswith(FUSED_EXPERTS) for n in opened.tensors):
+        table = form.fused_table
     return pretrained(
-        lambda rngs: module.build(config, rngs), opened, form.table(config), module.loss, config
+        lambda rngs: module.build(config, rngs), opened, table(config), module.loss, config
     )
 
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxspeed import ops
 
 from .cached_attention import CachedAttention
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, param
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Attention(CachedAttention):
       windows: of all layers, or of each of the two kinds of layers; None: all tokens before.
       scale: of the scores; 1 / sqrt(head_dim) by default.
       cap: bound of the scores.
+      sinks: whether each head has a score that no key has.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Attention(CachedAttention):
         windows: Sequence[int | None] = (None,),
         scale: float | None = None,
         cap: float | None = None,
+        sinks: bool = False,
         rngs: nnx.Rngs,
     ):
         p = projections
@@ -78,6 +80,7 @@ class Attention(CachedAttention):
         self.o_proj = Linear(heads, embed, init=p.out_init or p.init, bias=p.out_bias, rngs=rngs)
         self.q_norm = qk_norm(heads) if qk_norm else None
         self.k_norm = qk_norm(kv_heads) if qk_norm else None
+        self.sinks = param(rngs, p.init, {"heads": p.heads}) if sinks else None
         self.rotate = rotate
         self.query_scale = query_scale
         self.windows = tuple(windows)
@@ -120,6 +123,8 @@ class Attention(CachedAttention):
     ) -> jax.Array:
         """Attention with the layer's window: kernels know it when they are traced."""
         form: dict[str, Any] = {"scale": self.scale, "soft_cap": self.cap}
+        if self.sinks is not None:
+            form["sinks"] = self.sinks[...]
         if self.cached_key is not None:
             reach: Any = self.windows[0]
             if len(self.windows) > 1:

@@ -103,6 +103,7 @@ class RotaryDecoder(language.Decoder):
       norm: makes the last norm of a config.
       rotaries: of all layers, or of each of the two kinds of layers; None: no rotation.
       second: whether each layer is of the second kind.
+      layers: number of blocks; that of the config by default.
       embed_scale: of the embeddings.
       hidden_scale: of the head's input.
     """
@@ -115,6 +116,7 @@ class RotaryDecoder(language.Decoder):
         *,
         rotaries: Sequence[Rotary | None],
         second: Sequence[bool] | None = None,
+        layers: int | None = None,
         embed_scale: float = 1.0,
         hidden_scale: float = 1.0,
         rngs: nnx.Rngs,
@@ -125,7 +127,7 @@ class RotaryDecoder(language.Decoder):
         self.second = None if second is None else tuple(second)
         self.embed_scale, self.hidden_scale = embed_scale, hidden_scale
         self.embed = Embedding(c.vocab_size, c.hidden_size, init=c.init, rngs=rngs)
-        self.blocks = stacked(lambda rngs: block(c, rngs), c.num_hidden_layers, rngs)
+        self.blocks = stacked(lambda rngs: block(c, rngs), layers or c.num_hidden_layers, rngs)
         self.norm = norm(c, rngs)
         self.head = (
             None
@@ -141,20 +143,24 @@ class RotaryDecoder(language.Decoder):
         positions: jax.Array | None = None,
     ) -> jax.Array:
         """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
+        x, context, each = self.embedded(tokens, segment_ids, positions)
+        return self.normed(
+            scan_blocks(self.blocks, x, *context, each=each, unroll=self.config.unroll)
+        )
+
+    def embedded(
+        self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+    ) -> tuple[jax.Array, tuple[Any, ...], tuple[jax.Array, ...]]:
+        """(the blocks' input, what all blocks get, what each has of its own)."""
         read = jnp.arange(tokens.shape[1]) if positions is None else positions
         by = [None if rotary is None else rotary.at(read) for rotary in self.rotaries]
         rotations = [_identity(by) if rotation is None else rotation for rotation in by]
         each = () if self.second is None else (jnp.asarray(self.second),)
         x = _times(self.embed(tokens), self.embed_scale)
-        x = scan_blocks(
-            self.blocks,
-            x,
-            rotations,
-            segment_ids,
-            positions,
-            each=each,
-            unroll=self.config.unroll,
-        )
+        return x, (rotations, segment_ids, positions), each
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """The blocks' output to the head's input."""
         return _times(self.norm(x), self.hidden_scale)
 
 

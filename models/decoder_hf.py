@@ -135,7 +135,8 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 # -- mapping rules: weights of linear layers have the output dim first -----------------------------
 
 
-def _linear(theirs: str, ours: str, weight: str, bias: str = "") -> list[TensorRule]:
+def linear(theirs: str, ours: str, weight: str, bias: str = "") -> list[TensorRule]:
+    """The rules of a linear layer in a block."""
     return [
         TensorRule(f"{BLOCK}.{theirs}.weight", f"{OURS}/{ours}/kernel", weight),
         TensorRule(f"{BLOCK}.{theirs}.bias", f"{OURS}/{ours}/bias", bias),
@@ -148,11 +149,11 @@ ATTENTION = [
     *(
         rule
         for name in QKV
-        for rule in _linear(
+        for rule in linear(
             f"self_attn.{name}", f"attn/{name}", HEADS, "(heads dim) -> layer heads dim"
         )
     ),
-    *_linear("self_attn.o_proj", "attn/o_proj", "embed (heads dim) -> layer heads dim embed"),
+    *linear("self_attn.o_proj", "attn/o_proj", "embed (heads dim) -> layer heads dim embed"),
 ]
 # Norms of each head.
 HEAD_NORMS = [
@@ -162,7 +163,7 @@ HEAD_NORMS = [
 GATED = [
     rule
     for name in ("gate", "up", "down")
-    for rule in _linear(f"mlp.{name}_proj", f"mlp/{name}", "out in -> layer in out")
+    for rule in linear(f"mlp.{name}_proj", f"mlp/{name}", "out in -> layer in out")
 ]
 # The gate first, then up, in one tensor.
 FUSED_GATED = [

@@ -123,10 +123,17 @@ def next_token_loss(model: LanguageModel, batch: LanguageBatch) -> tuple[jax.Arr
     """(sum, weight) of the cross-entropy of each token's successor."""
     p = split_batch(batch)
     hidden = model.hidden(p.tokens, segment_ids=p.segment_ids, positions=p.positions)
+    return cross_entropy(model, hidden, p.targets)
+
+
+def cross_entropy(
+    model: LanguageModel, hidden: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of the cross-entropy of `targets`, from the head's input."""
     return ops.linear_cross_entropy(
         hidden,
         model.head_weight,
-        p.targets,
+        targets,
         ignore_index=IGNORED,
         soft_cap=model.logit_soft_cap,
         chunk=model.vocab_chunk,

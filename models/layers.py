@@ -1,7 +1,8 @@
 """Layers shared by the families: parameters with logical axis names, norms, the scan over blocks.
 
 Every parameter carries its logical axis names in Flax metadata, `logical_axes`, one name per dim:
-`layers, vocab, embed, heads, kv_heads, head_dim, mlp, pos, patch, classes`. Flax's own key for
+`layers, vocab, embed, heads, kv_heads, head_dim, mlp, experts, router, q_rank, kv_rank, pos, patch,
+classes`. Flax's own key for
 this, `out_sharding`, does not work: `nnx.eval_shape` under a mesh takes its values for mesh axes
 (flax 0.12.12), and these names are mapped to a mesh by the placement. Parameters have
 JAX's default float dtype, or the one that they are cast to, and layers compute in it.
@@ -160,16 +161,16 @@ class LayerCache:
         return LayerCache(lax.optimization_barrier(stack), self.layer)
 
 
-def scan_blocks(
+def scan_blocks[Carry](
     blocks: nnx.Module,
-    x: jax.Array,
+    x: Carry,
     *args: object,
-    each: tuple[jax.Array, ...] = (),
+    each: tuple[Any, ...] = (),
     unroll: int | bool = 1,
-) -> jax.Array:
+) -> Carry:
     """Apply every block of a stack in order: `x = block(x, *args)`.
 
-    Arrays of `each` have a first dim of layers; a block gets its own as its last arguments.
+    Arrays in `each` have a first dim of layers; a block gets its own as its last arguments.
 
     `lax.scan` compiles one block, whatever their number; `unroll` is the number of blocks per
     iteration, or True for all. Parameters are only read; other changed variables, such as dropout's
@@ -181,7 +182,7 @@ def scan_blocks(
     stacks = jax.tree.leaves(caches)
     numbers = jnp.arange(len(stacks[0])) if stacks else None
 
-    def body(carry: tuple[jax.Array, nnx.State], layer: tuple[Any, ...]):
+    def body(carry: tuple[Carry, nnx.State], layer: tuple[Any, ...]):
         x, caches = carry
         number, params, rest, own = layer
         before = {path: v.get_value() for path, v in nnx.to_flat_state(rest)}

@@ -19,14 +19,20 @@ from .layers import RMSNorm, dropout, normal
 
 
 @dataclass(frozen=True)
-class Config(DecoderSizes):
-    """Llama's sizes; the defaults are those of Llama 3 8B."""
+class AttentionSizes(DecoderSizes):
+    """Sizes of decoders with Llama's attention."""
 
     sliding_window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head, before the rotation
+
+
+@dataclass(frozen=True)
+class Config(AttentionSizes):
+    """Llama's sizes; the defaults are those of Llama 3 8B."""
+
+    mlp_bias: bool = False
 
 
 def _long(config: Config) -> Config:
@@ -78,26 +84,16 @@ PRESETS: dict[str, Config] = {
 
 def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
     c = config
-    out_init = residual_init(c)
-
-    def head_norm(dims: dict[str, int]) -> RMSNorm:
-        return RMSNorm({"head_dim": dims["head_dim"]}, eps=c.rms_norm_eps, rngs=rngs)
-
     return NormBefore(
         rms_norm(c, rngs),
-        Attention(
-            c.projections(out_init=out_init, bias=c.qkv_bias, out_bias=c.o_bias),
-            qk_norm=head_norm if c.qk_norm else None,
-            windows=(c.sliding_window,),
-            rngs=rngs,
-        ),
+        attention(c, rngs),
         rms_norm(c, rngs),
         GatedFeedForward(
             c.hidden_size,
             c.intermediate_size,
             swiglu,
             init=c.init,
-            out_init=out_init,
+            out_init=residual_init(c),
             bias=c.mlp_bias,
             rngs=rngs,
         ),
@@ -105,7 +101,21 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
     )
 
 
-def residual_init(config: Config) -> Initializer:
+def attention(config: AttentionSizes, rngs: nnx.Rngs) -> Attention:
+    c = config
+
+    def head_norm(dims: dict[str, int]) -> RMSNorm:
+        return RMSNorm({"head_dim": dims["head_dim"]}, eps=c.rms_norm_eps, rngs=rngs)
+
+    return Attention(
+        c.projections(out_init=residual_init(c), bias=c.qkv_bias, out_bias=c.o_bias),
+        qk_norm=head_norm if c.qk_norm else None,
+        windows=(c.sliding_window,),
+        rngs=rngs,
+    )
+
+
+def residual_init(config: DecoderSizes) -> Initializer:
     """Output weights of branches, scaled as in GPT-2: Meta did not publish Llama's scheme."""
     return normal(config.initializer_range / (2 * config.num_hidden_layers) ** 0.5)
 

@@ -34,7 +34,21 @@ SMALL = {
     | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8},
     "gpt3_175b.yaml": NARROW | {"num_attention_heads": 8, "num_hidden_layers": 2},
     "gpt_1t.yaml": NARROW | {"num_attention_heads": 8},
-}
+    "tiny_moe.yaml": {},
+    "mixtral_8x7b.yaml": NARROW
+    | {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3_30b_a3b.yaml": NARROW
+    | {"intermediate_size": 32, "num_attention_heads": 4, "num_experts": 16, "head_dim": 16},
+    "deepseek_v3.yaml": NARROW
+    | {
+        "num_hidden_layers": 2, "num_dense_layers": 1, "intermediate_size": 64, "num_experts": 16,
+        "moe_intermediate_size": 16, "num_attention_heads": 4, "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+    },
+}  # fmt: skip
+
+
+MESHES = {"deepseek_v3.yaml": {"expert": 4}}  # of the 8 devices; else the config's own
 
 
 def test_every_config_that_names_a_model_is_tried():
@@ -57,6 +71,7 @@ def test_a_config_trains_a_small_model_as_it_trains_its_own(name, tmp_path):
     run = {"steps": 2, "devices": "cpu:8", "output": str(tmp_path / "run"), "sample_tokens": 0}
     given["run"] = given.get("run", {}) | run | {"eval_batches": 1}
     given["model"]["config"] = given["model"].get("config", {}) | SMALL[name]
+    given["mesh"] = MESHES.get(name, given.get("mesh", {}))
     if SMALL[name]:
         given["data"] |= {"tokenizer": "bytes", "seq_len": 16}
     reached = train(given).reached

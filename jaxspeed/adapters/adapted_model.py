@@ -83,12 +83,16 @@ class AdaptedModel:
 
     def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
         own = {path: x for path, x in params.items() if path in self._own}
-        known = {
+        known = self._without_seed(variables)
+        return self.base.bind(own, known, train=train, step=step, micro=micro)
+
+    def _without_seed(self, variables: Arrays) -> Arrays:
+        """The variables of the model: those without the seed, if only adapters read it."""
+        return {
             path: x
             for path, x in variables.items()
             if path != SEED or path in self.base.variables or path not in self.variables
         }
-        return self.base.bind(own, known, train=train, step=step, micro=micro)
 
     def merged(self, params: Mapping[str, Any]) -> Arrays:
         """The model's own parameters, with the adapters added to their weights."""
@@ -101,6 +105,9 @@ class AdaptedModel:
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
         own = {path: x for path, x in params.items() if path in self._own}
         return self.base.mutated(bound, own)
+
+    def after_step(self, variables: Arrays, step: Any) -> Arrays:
+        return self.base.after_step(self._without_seed(variables), step)
 
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         own = {path: x for path, x in params.items() if path in self._own}

@@ -91,6 +91,13 @@ def _server(settings: Settings) -> Iterator[Problem]:
         settings,
         "Servers shard each parameter by itself, and stages store stacks of layers",
     )
+    if settings.mesh.expert != 1:
+        works = (
+            "The devices of a worker are replica x tensor, and each has all experts: write 1, or "
+            f'{_KEY} "xla".'
+        )
+        found = f'{settings.mesh.expert} with {_KEY} "parameter_server"'
+        yield Problem("mesh.expert", found, works, (_KEY,))
     yield from _workers(settings)
     paces, ranks = len(parallel.worker_pace), settings.mesh.data
     if paces and ranks not in (-1, paces):

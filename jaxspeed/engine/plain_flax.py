@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
@@ -32,7 +33,7 @@ from jaxspeed.user_models import Model
 from jaxspeed.user_models.batches import call_loss, with_extra
 from jaxspeed.user_models.linen_calls import frozen_statistics
 from jaxspeed.user_models.own_axes import with_own_axes
-from jaxspeed.user_models.protocol import SEED, mode_arguments, nested
+from jaxspeed.user_models.protocol import AFTER_MICRO_BATCHES, SEED, mode_arguments, nested
 from jaxspeed.user_models.rng import FALLBACK
 
 Arrays = dict[str, Any]
@@ -100,10 +101,12 @@ def plain_gradients(
     jax.eval_shape(lambda v: _note_roles(bound(v, 0), collections, adds, roles), values)
     moving = [*(path for path, role in roles.items() if role == "parameter"), *adapters]
 
-    def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any) -> Any:
+    def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any, unit: Any) -> Any:
         model_now = bound({**values, **active}, number)
         loss, _ = parse_loss(call_loss(loss_fn, model_now, batch, values, step, number, train=True))
-        weight = loss.weight
+        total, weight = loss.total, loss.weight
+        if unit is not None:  # the mean weight of all micro-batches
+            total, weight = total + loss.auxiliary * unit, unit
         every = _values(model_now)
         fresh = tuple("/".join(place) for place in sown)
         created.update(
@@ -116,8 +119,8 @@ def plain_gradients(
             for path, x in every.items()
             if roles.get(path, "other") != "other" and path not in weights
         }
-        mean = jnp.where(weight > 0, loss.total / jnp.where(weight > 0, weight, 1), 0)
-        return mean, (loss.total, weight, after)
+        mean = jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
+        return mean, (total, weight, after, loss.auxiliary)
 
     created = set[str]()
 
@@ -130,7 +133,9 @@ def plain_gradients(
         values, grads, total, weight = carry
         number, batch = xs
         active = {path: values[path] for path in moving}
-        new, (t, w, after) = jax.grad(loss_now, has_aux=True)(active, values, batch, number)
+        new, (t, w, after, _) = jax.grad(loss_now, has_aux=True)(
+            active, values, batch, number, unit
+        )
         grads = {
             p: g + jnp.conj(new[p]).astype(g.dtype) * w.astype(g.dtype) for p, g in grads.items()
         }
@@ -140,14 +145,33 @@ def plain_gradients(
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
     count = jax.tree.leaves(micro)[0].shape[0]
-    shapes = jax.eval_shape(lambda v: loss({}, v, one, 0)[1][:2], values)
+    every_one = jnp.arange(count), micro
+    *shapes, auxiliary = jax.eval_shape(
+        lambda v: operator.itemgetter(0, 1, 3)(loss({}, v, one, 0, None)[1]), values
+    )
+    unit = None
+    if auxiliary is not None:
+        unit = jax.lax.map(lambda xs: loss_now({}, values, *xs[::-1], None)[1][1], every_one).mean()
     zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     start: Any = (values, {path: wide(values[path]) for path in moving}, *zeros)
-    (values, grads, total, weight), _ = jax.lax.scan(one_more, start, (jnp.arange(count), micro))
+    (values, grads, total, weight), _ = jax.lax.scan(one_more, start, every_one)
+    values = {**values, **_after_step(bound(values, AFTER_MICRO_BATCHES), values, roles)}
     share = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
     grads = {path: g * share.astype(g.dtype) for path, g in grads.items()}
     created = {path for path in created if collections is None or path.split("/")[0] in collections}
     return PlainGradients(total * share, grads, values, Names(tuple(sorted(created))))
+
+
+def _after_step(bound: Any, values: Arrays, roles: Mapping[str, Role]) -> Arrays:
+    """The state after the root module's own `after_step()`, which ends a step."""
+    if not hasattr(type(bound.module if _is_linen(bound) else bound), "after_step"):
+        return {}
+    bound.after_step()
+    return {
+        path: jnp.asarray(x, values[path].dtype)
+        for path, x in _values(bound).items()
+        if roles.get(path) == "state"
+    }
 
 
 def plain_loss(

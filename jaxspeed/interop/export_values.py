@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -92,18 +92,24 @@ class CheckpointValues:
 
 
 class StateValues:
-    """The parameters of a state, in the precision in which they are updated."""
+    """The parameters of a state, in the precision in which they are updated, and some variables."""
 
-    def __init__(self, program: Program, state: TrainState) -> None:
+    def __init__(self, program: Program, state: TrainState, variables: Sequence[str] = ()) -> None:
         self._table, self._state = program.table, state
         table = program.table
         self.leaves = {
             path: (table.shape_of(path), jnp.result_type(*(r.updated.dtype for r in rows)).name)
             for path, rows in table.parameters.items()
         }
+        stored = ((path, state.variables[path]) for path in variables if path in state.variables)
+        self.leaves |= {path: (x.shape, x.dtype.name) for path, x in stored}
 
     def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
         """One shard at a time; if other processes have some, blocks that are gathered."""
+        if path in self._state.variables:  # replicated
+            value = np.asarray(self._state.variables[path].addressable_data(0))
+            yield tuple(slice(0, n) for n in value.shape), value
+            return
         for row in self._table.parameters[path]:
             for index, block in self._of_row(row):
                 if row.leaf.range:

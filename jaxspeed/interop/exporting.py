@@ -87,7 +87,8 @@ def export(
     """Write the weights of a valid checkpoint to `out/model*.safetensors`.
 
     Without a `form` these are parameters and variables, by the paths of `engine.parameters`; with
-    one, parameters in Hugging Face's format, with the tokenizer that was saved with the checkpoint.
+    one, what its table has, in Hugging Face's format, with the tokenizer that was saved with the
+    checkpoint.
     Parameters are in the precision in which they are updated. A few blocks of one tensor are in
     memory at a time.
 
@@ -104,8 +105,9 @@ def export(
       PretrainedError: the form is of another model, or has no place for adapters.
     """
     source, header = _checkpoint(folder, tag)
-    kinds = _KINDS if form is None else _KINDS[:1]
-    names = [n for n, leaf in header.leaves.items() if n.startswith(kinds) and not leaf.key]
+    names = [n for n, leaf in header.leaves.items() if n.startswith(_KINDS) and not leaf.key]
+    if form is not None:
+        names = [n for n in names if n.startswith(_KINDS[0]) or _path(n) in form.table.variables]
     left = sorted(_path(n) for n in header.leaves if n.startswith(_KINDS) and n not in names)
     metadata = {"tag": header.tag, "step": str(header.step), "writer": "jaxspeed"}
     stored = _stored(source, header, names, ema)
@@ -263,11 +265,12 @@ def save_pretrained(
     Arguments are those of `export`; without a form that of the config's model.
     """
     form = form or hf_form(program.config, program.source.model)
-    values = _without_adapters(StateValues(program, state), AdapterRecord.of(program), merge)
+    stored = StateValues(program, state, form.table.variables)
+    values = _without_adapters(stored, AdapterRecord.of(program), merge)
     metadata = {"step": str(int(state.step)), "writer": "jaxspeed", "format": "pt"}
     files, tensors = _write(values, Path(out), dtype, file_bytes, metadata, form)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    left = sorted(path for path in state.variables)
+    left = sorted(path for path in state.variables if path not in stored.leaves)
     return ExportSummary("", int(state.step), files, len(tensors), total, left)
 
 
@@ -386,10 +389,11 @@ def _tensors(
     found = {}
     for path, pieces in bound.pieces.items():
         stored = leaves[path][1]
-        floats = jnp.issubdtype(jnp.dtype(stored), jnp.floating)
+        is_cast = jnp.issubdtype(jnp.dtype(stored), jnp.floating)
+        is_cast &= path not in bound.table.variables
         for piece in pieces:
             name = piece.tensor
-            tensor = Tensor(name, bound.tensors[name], dtype if dtype and floats else stored)
+            tensor = Tensor(name, bound.tensors[name], dtype if dtype and is_cast else stored)
             check_dtype(name, tensor.dtype)
             found[name] = tensor
     wide_first = sorted(found.values(), key=lambda t: (-jnp.dtype(t.dtype).itemsize, t.name))

@@ -14,6 +14,7 @@ parameter's path and a layout in einops' notation, the file's dims first:
   it, and they may differ in size; as another factor it interleaves them.
 - Without a layout the dims are equal, after those of stacked numbers.
 - `sizes` has the sizes of factors that a parameter has not as a dim of its own.
+- `first` has the numbers in the tensors' names that are 0 in the parameter, where they are not 0.
 - `kind` says which dims of a weight are inputs, which the files of adapters need: in an "embedding"
   and a "conv1d" they are first, in all others ("linear", convolutions too) the outputs are.
 
@@ -51,6 +52,7 @@ class TensorRule:
     layout: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    first: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def stacked(self) -> list[str]:
@@ -83,6 +85,7 @@ class MappingTable:
       tied: tensors that are the same as another one, {name: the other's}. A file may have them too.
       modules: where transformers 5 names modules otherwise in memory than in files, as adapters do:
         {a tensor's name in rules, without its last part: the module's}.
+      variables: paths that are no parameters: they keep their dtype.
     """
 
     rules: Sequence[TensorRule]
@@ -90,6 +93,7 @@ class MappingTable:
     prefix: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    variables: Sequence[str] = ()
 
     def in_memory(self) -> MappingTable:
         """The table with the names that modules have in memory."""
@@ -316,7 +320,8 @@ def _applied(
         raise _Misfit(f"the model has {math.prod(lengths[0]):,} of it, the folder {most:,} tensors")
     for each in itertools.product(*map(range, lengths[0])):
         here = dict(zip(stacked, each, strict=True))
-        name = _named(rule.tensor, {**numbers, **here})
+        in_name = {n: number + rule.first.get(n, 0) for n, number in here.items()}
+        name = _named(rule.tensor, {**numbers, **in_name})
         start = 0
         pieces = {}
         for part, (path, layout) in enumerate(zip(paths, layouts, strict=True)):

@@ -25,6 +25,7 @@ class FolderWeights:
     def __init__(self, folder: PretrainedFolder, table: MappingTable) -> None:
         self.folder = folder
         self.table = table
+        self.variables = table.variables
         self._bound: Bound | None = None
         self._names: dict[str, str] = {}
 

@@ -90,6 +90,8 @@ def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
         found = analysis.run(jaxpr, two.closed.jaxpr, [*known, *inputs])
         loss, _ = jax.tree.unflatten(one.out_tree, found)
+        if loss.auxiliary is not None:
+            return ByParts("the loss returns an auxiliary term, which is of an entire micro-batch")
         pairs = ((name, _average(x, loss.weight)) for name, x in loss.metrics.items())
         metrics = {name: why for name, why in pairs if why}
         draws = loss.total.draws or loss.weight.draws

@@ -1,8 +1,11 @@
 """Return forms of a loss function, and their weighted average.
 
-`loss`, or `(sum, weight)`; either may come with `{name: value}` metrics. A `(sum, weight)` loss is
-averaged as total sum over total weight across micro-batches and devices, so that padding and
-ignored tokens never depend on how the batch is split. A plain `loss` is a mean with weight 1.
+`loss`, `(sum, weight)` or `(sum, weight, auxiliary)`; each may come with `{name: value}` metrics. A
+`(sum, weight)` loss is averaged as total sum over total weight across micro-batches and devices, so
+that padding and ignored tokens never depend on how the batch is split. A plain `loss` is a mean
+with weight 1. An auxiliary term is of an entire micro-batch, and all micro-batches count alike:
+
+    loss of a step = sum_i total_i / sum_i weight_i + mean_i auxiliary_i
 """
 
 from collections.abc import Mapping
@@ -15,7 +18,10 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.metric_names import NAMES
 
-FORMS = "it may return a scalar loss, (sum, weight), or either of them with a dict of metrics"
+FORMS = (
+    "it may return a scalar loss, (sum, weight) or (sum, weight, auxiliary), each of them with a "
+    "dict of metrics or without"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,25 @@ class Loss(NamedTuple):
     total: jax.Array  # float32 at least, []
     weight: jax.Array  # of the same dtype, []
     metrics: dict[str, jax.Array]
+    auxiliary: jax.Array | None = None  # of the same dtype, []; None if it has no such term
+
+    def with_auxiliary(self, unit: jax.Array | None) -> "Loss":
+        """The loss with its auxiliary term in the total, and the weight with which it is averaged.
+
+        Args:
+          unit: the mean weight of the step's micro-batches; None: there is only this one.
+        """
+        if self.auxiliary is None:
+            return self
+        if unit is None:
+            unit = self.weight
+        share = jnp.where(self.weight > 0, self.weight / jnp.where(unit > 0, unit, 1), 0)
+        return Loss(
+            self.total + self.auxiliary * unit,
+            unit,
+            # Their averages stay those by weight.
+            {name: jnp.where(share > 0, x * share, 0) for name, x in self.metrics.items()},
+        )
 
 
 def parse_loss(result: Any) -> tuple[Loss, bool]:
@@ -46,19 +71,20 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
         result = head[0] if len(head) == 1 else tuple(head)
     is_sum = isinstance(result, tuple)
     parts = result if is_sum else (result, 1.0)
-    if len(parts) != 2 or any(isinstance(p, (tuple, list, dict, str)) for p in parts):
+    if len(parts) not in (2, 3) or any(isinstance(p, (tuple, list, dict, str)) for p in parts):
         raise ModelError(f"loss_fn returned {_describe(result)}; {FORMS}")
+    first = "a sum" if is_sum else "a loss"
     values = [_number(p, "loss_fn returned", FORMS) for p in parts]
-    for what, value in zip(("loss" if not is_sum else "sum", "weight"), values, strict=True):
+    for what, value in zip((first, "a weight", "an auxiliary term"), values, strict=False):
         if value.shape:
             raise ModelError(
-                f"loss_fn returned a {what} of shape {value.shape}; it must be a scalar: average "
+                f"loss_fn returned {what} of shape {value.shape}; it must be a scalar: average "
                 "over the samples, or return (values.sum(), number_of_values)"
             )
     if not jnp.issubdtype(values[0].dtype, jnp.floating):
         raise ModelError(f"loss_fn returned a loss of dtype {values[0].dtype}; it must be floating")
     total = values[0].astype(jnp.promote_types(values[0].dtype, jnp.float32))
-    weight = values[1].astype(total.dtype)
+    weight, *auxiliary = (value.astype(total.dtype) for value in values[1:])
     shown = {
         str(name): _number(value, f"loss_fn's metric {name!r} is", "metrics are scalars")
         for name, value in metrics.items()
@@ -74,7 +100,8 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
                 f"loss_fn's metric {name!r} has shape {value.shape}; metrics are scalars"
             )
     floats = {name: value.astype(jnp.float32) for name, value in shown.items()}
-    return Loss(total, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(floats)), is_sum
+    weight, floats = jax.lax.stop_gradient((weight, floats))
+    return Loss(total, weight, floats, *auxiliary), is_sum
 
 
 def _number(value: Any, what: str, wanted: str) -> jax.Array:

@@ -11,6 +11,7 @@ from jaxspeed.adapters.adapter import PREFIX
 from jaxspeed.config import match
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, Var, runs
+from jaxspeed.objective.loss import Loss
 from jaxspeed.user_models.own_axes import OwnAxes
 from jaxspeed.zero3 import Units, choose_units, outermost_calls
 
@@ -82,6 +83,12 @@ class LossProgram:
     @property
     def draws_random_numbers(self) -> bool:
         return any(runs(eqn, RANDOM) for eqn in self.closed.jaxpr.eqns)
+
+    @property
+    def loss_outputs(self) -> Loss:
+        """The loss, as the indices of the results."""
+        loss: Loss = tree_unflatten(self.out_tree, range(self.out_tree.num_leaves))[0]
+        return loss
 
     @property
     def written(self) -> frozenset[str]:

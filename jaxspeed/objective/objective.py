@@ -20,6 +20,7 @@ from jaxspeed.objective.autocast import Autocast
 from jaxspeed.objective.by_parts import ByParts
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.loss_weight import weight_of
 from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.ops.free_axes import free_sample_shards
@@ -103,6 +104,21 @@ class Objective:
         outs = self._run(program, args, self.recompute if train else NO_RECOMPUTE, batch)
         loss, written = jax.tree.unflatten(program.out_tree, outs)
         return loss, self._as_stored(written)
+
+    def unit(self, variables: Arrays, micro: Any, step: Any) -> jax.Array | None:
+        """The mean weight of micro-batches [micro-batches, ...]; None without an auxiliary term.
+
+        Computed before the micro-batches: their weights have to depend on the batch alone.
+        """
+
+        def first(micro: Any) -> Any:
+            return jax.tree.map(lambda x: self.cast(x[0]), micro)
+
+        one = jax.eval_shape(first, micro)
+        program = self.trace((variables, one, jnp.asarray(step), jnp.asarray(0)), train=True)
+        if program.loss_outputs.auxiliary is None:
+            return None
+        return jax.vmap(lambda one: weight_of(program, jax.tree.map(self.cast, one)))(micro).mean()
 
     def _run(
         self, traced: LossProgram, args: Sequence[Any], recompute: Recompute, batch: Any

@@ -144,6 +144,7 @@ class LossTraces:
             with model.naming(bound), cast, foreign("loss_fn(model, batch)", batch):
                 returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
+            found = found if train else found._replace(auxiliary=None)
             after = model.mutated(bound, params) if train else model.cached_values(bound)
             dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}
             written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}

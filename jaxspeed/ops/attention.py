@@ -44,7 +44,13 @@ from jaxspeed.ops import cudnn, gpu_flash, mosaic_gpu, row_blocks, splash, trito
 from jaxspeed.ops.free_axes import tensor_parts
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
-from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes, with_sinks
+from jaxspeed.ops.two_passes import (
+    NAME,
+    Attend,
+    in_two_passes,
+    with_narrow_values,
+    with_sinks,
+)
 
 KERNELS = {
     "splash": splash,
@@ -88,7 +94,7 @@ def attention(
     Args:
         q: [batch, seq, heads, head_dim].
         k, v: [batch, kv_seq, kv_heads, head_dim]; kv_heads divides heads, and query head h reads
-            key head h // (heads // kv_heads).
+            key head h // (heads // kv_heads). Values may have fewer dims than keys.
         causal: query i sees keys j <= i.
         window: query i sees only keys with |i - j| < window, itself included.
         segment_ids: [batch, seq] integers; tokens see only their own segment.
@@ -100,8 +106,8 @@ def attention(
         implementation: forces a kernel, for tests and comparisons.
 
     Returns:
-        [batch, seq, heads, head_dim] in the dtype of q, with the checkpoint name "attention" for
-        rematerialization policies.
+        [batch, seq, heads, head_dim of v] in the dtype of q, with the checkpoint name "attention"
+        for rematerialization policies.
     """
     _check(q, k, v, window, segment_ids, kv_segment_ids, sinks)
     if (low := _autocast.get()) is not None and q.dtype == jnp.float32:
@@ -142,7 +148,7 @@ def attention(
     fast: dict[str, Any] = {}
     if splash.supports(q, k):
         fast["tpu"] = splash
-    if soft_cap is None and cudnn.supports(q, k, v, segments, mask):
+    if soft_cap is None and cudnn.supports(q, k, k, segments, mask):  # values get the dims of keys
         fast["cuda"] = cudnn
     elif gpu_flash.supports(q, k):
         fast["cuda"] = gpu_flash.kernel(q, k)
@@ -195,7 +201,9 @@ def _two_passes(kernel: Any, form: Mapping[str, Any]) -> tuple[Callable[..., Any
             *(functools.partial(p, **form) for p in (kernel.forward, kernel.backward))
         )
     return with_sinks(
-        _on_devices(kernel.forward, (4, 3), form), _on_devices(kernel.backward, (4, 4, 4), form)
+        *with_narrow_values(
+            _on_devices(kernel.forward, (4, 3), form), _on_devices(kernel.backward, (4, 4, 4), form)
+        )
     )
 
 
@@ -219,10 +227,11 @@ def plain(
 
     `jax.nn.dot_product_attention` does the same and is used for fp32 and bf16: in fp16 it uses a
     matmul that does not lower on CPU, in fp64 it computes softmax in fp32 (jax 0.11.2,
-    0.12.0.1), and it has neither soft cap nor sinks.
+    0.12.0.1), and it has neither soft cap nor sinks nor values with fewer dims than keys.
     """
     same = None if segments is None else segments.same()[:, None]  # [batch, 1, seq, kv_seq]
-    if q.dtype in (jnp.float32, jnp.bfloat16) and soft_cap is None and sinks is None:
+    in_jax = soft_cap is None and sinks is None and v.shape == k.shape
+    if q.dtype in (jnp.float32, jnp.bfloat16) and in_jax:
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -247,7 +256,7 @@ def plain(
         more = jnp.broadcast_to(by_head, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, more], axis=-1)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)[..., :kv_seq]
-    return jnp.einsum("bhgqk,bkhd->bqhgd", shares, v).reshape(q.shape)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", shares, v).reshape(batch, seq, heads, -1)
 
 
 def _check(
@@ -259,10 +268,11 @@ def _check(
     kv_segment_ids: jax.Array | None,
     sinks: jax.Array | None,
 ) -> None:
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+    ranks = q.ndim, k.ndim, v.ndim
+    if ranks != (4, 4, 4) or k.shape[:3] != v.shape[:3] or k.shape[3] < v.shape[3]:
         raise ModelError(
             "attention takes q [batch, seq, heads, head_dim] and k, v [batch, seq, kv_heads, "
-            f"head_dim]; got q {q.shape}, k {k.shape}, v {v.shape}"
+            f"head_dim], of which v may have fewer dims; got q {q.shape}, k {k.shape}, v {v.shape}"
         )
     batch, seq, heads, head_dim = q.shape
     if k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:

@@ -89,14 +89,15 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        def of(scale: float) -> float:
-            return 0.1 * scale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
-
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return of(self.mscale) / of(self.mscale_all_dim)
-        return of(1.0)
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+        return self.growth(1.0)
+
+    def growth(self, scale: float) -> float:
+        """0.1 scale ln(factor) + 1: of queries and keys, or of both in one factor of scores."""
+        return 0.1 * scale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True)

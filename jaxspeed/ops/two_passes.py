@@ -74,6 +74,35 @@ def with_sinks(
     return run, run_backward
 
 
+def with_narrow_values(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The passes of a kernel whose values have as many dims as keys, with values of fewer dims.
+
+    It gets zeros in the other dims, which are part of no argument and no result.
+    """
+
+    def padded(x: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - x.shape[-1])))
+
+    def run(q: Any, k: Any, v: Any, segments: Any) -> tuple[jax.Array, jax.Array]:
+        if (dims := v.shape[-1]) == k.shape[-1]:
+            return forward(q, k, v, segments)
+        out, sums = forward(q, k, padded(v, k), segments)
+        return out[..., :dims], sums
+
+    def run_backward(
+        q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d_out: Any
+    ) -> tuple[jax.Array, ...]:
+        if (dims := v.shape[-1]) == k.shape[-1]:
+            return backward(q, k, v, segments, out, sums, d_out)
+        v, out, d_out = (padded(x, k) for x in (v, out, d_out))
+        d_q, d_k, d_v = backward(q, k, v, segments, out, sums, d_out)
+        return d_q, d_k, d_v[..., :dims]
+
+    return run, run_backward
+
+
 def saved_sums(fn: Callable[..., Any], args: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """(the result of `fn`, its residual of rank 3)."""
     out, pullback = jax.vjp(fn, *args)

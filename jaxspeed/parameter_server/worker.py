@@ -174,14 +174,20 @@ def refuse_mixed_samples(program: Program, variables: Arrays, part: Any) -> None
     count = program.batch.accumulation
     few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
     rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
+    model, where = program.model, 'parallel.data_reduction "parameter_server"'
+    if jax.eval_shape(model.after_step, dict(model.variables), jnp.asarray(0)):
+        raise ModelError(
+            f"{where}: the model's after_step() changes variables, and workers have those of the "
+            'first step; use "xla"'
+        )
     if program.objective.trace(rest, train=True).written:
         raise ModelError(
-            'parallel.data_reduction "parameter_server": the training pass changes statistics '
-            "that the model keeps (of a batch norm, say), and workers push gradients alone. "
+            f"{where}: the training pass changes statistics that the model keeps (of a batch "
+            "norm, say), and workers push gradients alone. "
             'Write "xla", or use a norm without running statistics'
         )
     found = program.objective.by_parts(rest, train=True)
-    found.refuse_mixed('parallel.data_reduction "parameter_server"', "each worker", 'use "xla"')
+    found.refuse_mixed(where, "each worker", 'use "xla"')
 
 
 def wire_of(config: Config) -> Any:

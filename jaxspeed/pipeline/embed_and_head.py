@@ -20,32 +20,37 @@ from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
+from jaxspeed.train_state.state import Arrays
 from jaxspeed.zero3 import EvalContext, run_segmented
 
 
 def embed(split: SplitStep, micro: Any, outer: Mapping[str, Any]) -> Values:
     """The first block's input for one micro-batch: the embedding."""
-    outs = _run(split, split.parts.before, micro, outer, [], split.objective.style)
+    inputs = split.inputs(micro, outer)
+    outs = _run(split, split.parts.before, inputs, [], split.objective.style)
     return [_at_stage_boundary(split, x) for x in outs]
 
 
-def head_and_loss(split: SplitStep, micro: Any, outer: Mapping[str, Any], carry: Values) -> Loss:
-    """The loss of one micro-batch, from the last block's output."""
+def head_and_loss(
+    split: SplitStep, micro: Any, outer: Mapping[str, Any], carry: Values, written: Arrays
+) -> tuple[Loss, Arrays]:
+    """The loss of one micro-batch from the last block's output, and the variables after it.
+
+    `written` are those that the loss changes, after the micro-batch before.
+    """
     carry = [_at_stage_boundary(split, x) for x in carry]
     # The head reads unsharded activations, even with sequence parallelism.
-    outs = _run(split, split.parts.after, micro, outer, carry, REPLICATED)
-    return jax.tree.unflatten(split.program.out_tree, outs)[0]
+    inputs = split.inputs(micro, outer, written)
+    outs = _run(split, split.parts.after, inputs, carry, REPLICATED)
+    loss: Loss
+    loss, after = jax.tree.unflatten(split.program.out_tree, outs)
+    return loss.with_auxiliary(split.unit), after
 
 
 def _run(
-    split: SplitStep,
-    jaxpr: Any,
-    micro: Any,
-    outer: Mapping[str, Any],
-    carry: Values,
-    style: ActivationLayout,
+    split: SplitStep, jaxpr: Any, inputs: Values, carry: Values, style: ActivationLayout
 ) -> Values:
-    inputs, read, table = split.inputs(micro, outer), read_by(jaxpr), split.table
+    read, table = read_by(jaxpr), split.table
     given = {v: x for v, x in zip(jaxpr.invars, [*inputs, *carry], strict=True) if v in read}
     paths = {path: v for path, v in split.outside.items() if v in read}
     activations = [v for v in given if v not in split.index]

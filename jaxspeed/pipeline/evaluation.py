@@ -37,7 +37,8 @@ def evaluate(split: SplitStep, stage: Stage, schedule: Schedule) -> Loss:
         own = (row.forward, stage.weights, ahead)
         ahead, end = on_stages(stage_body, stages, own, (entry, stage.context))
         if phase.head:
-            seen, _ = accumulate(seen, head_and_loss(split, row.leaving, outer, end))
+            loss, _ = head_and_loss(split, row.leaving, outer, end, {})
+            seen, _ = accumulate(seen, loss)
         return ahead, seen
 
     ahead = all_ordered_after(split, stage.messages(), stage.weights, split.step)
@@ -49,6 +50,6 @@ def no_loss(split: SplitStep) -> Loss:
 
     def one() -> Loss:
         carry = [jnp.zeros(c.shape, c.dtype) for c in split.parts.carry]
-        return head_and_loss(split, jnp.zeros((), jnp.int32), split.outer, carry)
+        return head_and_loss(split, jnp.zeros((), jnp.int32), split.outer, carry, {})[0]
 
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one))

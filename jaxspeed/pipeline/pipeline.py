@@ -46,8 +46,8 @@ class Pipeline:
 
     def gradients(
         self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any
-    ) -> Sums:
-        """Gradients and loss of micro-batches [micro-batches, ...].
+    ) -> tuple[Sums, Arrays]:
+        """Gradients and loss of micro-batches [micro-batches, ...], and changed variables.
 
         `sources` and the gradients are in the stage layout.
         """
@@ -87,5 +87,5 @@ class Pipeline:
         kind = UnlikeStage if isinstance(split.layout.stack, UnlikeStages) else Stage
         stage = kind(split, self.chunks, recompute, self.gather == "step")
         # Computed once, here: first used in the loop over ticks, they would be computed per tick.
-        _ = split.outer, stage.weights, stage.context
+        _ = split.outer, split.unit, stage.weights, stage.context
         return stage

@@ -4,7 +4,7 @@ The loss is traced for each context: inside a stage, where `pipe` is manual, ker
 see another mesh than in the global view.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
 from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train_state.state import Arrays
@@ -54,13 +55,24 @@ class SplitStep:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
         program = self.objective.trace(rest, self.train)
-        if self.train and program.written:
-            raise ModelError(
-                "mesh.pipe: the training pass changes variables of the model (such as the running "
-                "statistics of a BatchNorm), and the stages work on several micro-batches at once; "
-                "use a normalization without running statistics, or mesh.pipe 1"
-            )
-        return program, split_program(program, self.layout.stack, self._one)
+        try:
+            parts = split_program(program, self.layout.stack, self._one)
+        except ModelError as error:
+            if not program.written:
+                raise
+            jaxpr = program.closed.jaxpr
+            of_loss = len(jaxpr.outvars) - len(program.written)
+            alone = program.rewritten(jaxpr.replace(outvars=jaxpr.outvars[:of_loss]))
+            split_program(alone, self.layout.stack, self._one)  # or what else is wrong
+            raise _changed_by_blocks(program.written) from error
+        if program.written:
+            _refuse_reads_before_writes(program, parts)
+        return program, parts
+
+    @cached_property
+    def unit(self) -> jax.Array | None:
+        """The mean weight of the micro-batches, if the loss has an auxiliary term."""
+        return self.objective.unit(self.variables, self.micro, self.step) if self.train else None
 
     @cached_property
     def _one(self) -> Any:
@@ -123,15 +135,45 @@ class SplitStep:
         rows = {path: self.table[path] for path in self.outside}
         return {path: self.objective.given(row, self.sources[path]) for path, row in rows.items()}
 
-    def inputs(self, micro: Any, outer: Mapping[str, Any]) -> Values:
-        """The inputs of the parts for one micro-batch; None for the blocks' parameters."""
+    @cached_property
+    def written(self) -> Arrays:
+        """The variables that the loss changes after the blocks, before the first micro-batch."""
+        return {path: self.variables[path] for path in sorted(self.program.written)}
+
+    def inputs(
+        self, micro: Any, outer: Mapping[str, Any], written: Mapping[str, Any] | None = None
+    ) -> Values:
+        """The inputs of the parts for one micro-batch; None for the blocks' parameters.
+
+        `written` are variables after the micro-batches before it.
+        """
         batch = jax.tree.map(lambda x: self.objective.cast(at(x, micro)), self.micro)
-        rest = jax.tree.leaves((self.variables, batch, jnp.asarray(self.step), micro))
+        variables = {**self.variables, **(written or {})}
+        rest = jax.tree.leaves((variables, batch, jnp.asarray(self.step), micro))
         return [
             *self.parts.constants,
             *(outer.get(path) for path in self.program.parameters),
             *rest,
         ]
+
+
+def _changed_by_blocks(written: Collection[str]) -> ModelError:
+    return ModelError(
+        "mesh.pipe: the training pass changes variables of the model (such as the running "
+        f"statistics of a BatchNorm) in the blocks, or before them: {listed(sorted(written))}. The "
+        "stages work on several micro-batches at once; use a normalization without running "
+        "statistics, change them after the last block, from what the blocks pass on, or write "
+        "mesh.pipe 1"
+    )
+
+
+def _refuse_reads_before_writes(program: LossProgram, parts: LossParts | UnlikeParts) -> None:
+    """Raise ModelError unless all that the loss changes is read after the last block alone."""
+    early = read_by(parts.before) | {parts.inputs[i] for i in parts.context_reads}
+    known = {path: v for v, path in program.variables.items()}
+    changed = [path for path in program.written if path not in known or known[path] in early]
+    if changed:
+        raise _changed_by_blocks(changed)
 
 
 def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | UnlikeParts:

@@ -54,6 +54,7 @@ class TickState(NamedTuple):
     shared: Values  # of parameters that every block reads, each stage's partial sum, [stages, ...]
     outer: Arrays  # of parameters outside of the blocks
     loss: Loss
+    written: Arrays  # variables that the loss changes, after the finished micro-batches
     weights: jax.Array  # of each finished micro-batch, [micro-batches]
     unit: jax.Array  # weight in whose units gradients are counted; 0 before the first
 
@@ -70,7 +71,8 @@ class Training:
     passes: Any = None  # forward and backward of a chunk
     parts: Any = None  # tree of what is saved: the parts of each array
 
-    def run(self, schedule: Schedule) -> Sums:
+    def run(self, schedule: Schedule) -> tuple[Sums, Arrays]:
+        """The sums of all micro-batches, and the variables that the loss changed."""
         state = run_ticks(schedule, self._tick, self._start(schedule))
         grads = {**state.outer, **dict(zip(self._accumulated, state.blocks, strict=True))}
         for path, grad in zip(self.stage.shared.values(), state.shared, strict=True):
@@ -78,7 +80,7 @@ class Training:
         weight = state.loss.weight
         factor = per_weight(state.unit, weight)
         grads = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
-        return Sums(grads, state.loss.total, weight, state.loss.metrics)
+        return Sums(grads, state.loss.total, weight, state.loss.metrics), state.written
 
     @property
     def _trained(self) -> list[str]:
@@ -107,6 +109,7 @@ class Training:
             [self._zero_shared_gradient(path) for path in self.stage.shared.values()],
             {path: self._place(path, zero) for path, zero in zeros.items()},
             loss,
+            split.written,
             jnp.zeros((schedule.micro_batches,), loss.weight.dtype),
             jnp.zeros((), loss.weight.dtype),
         )
@@ -273,23 +276,25 @@ class Training:
         outer = gathers_ordered_after(split, [x for x in end if inexact(x)], micro)
         moving = [i for i, x in enumerate(end) if inexact(x)]
 
-        def scaled(active: Arrays, carry: Values) -> tuple[jax.Array, Loss]:
+        def scaled(active: Arrays, carry: Values) -> tuple[jax.Array, tuple[Loss, Arrays]]:
             outputs = list(end)
             for i, x in zip(moving, carry, strict=True):
                 outputs[i] = x
-            loss = head_and_loss(split, micro, {**outer, **active}, outputs)
+            given = {**outer, **active}
+            loss, written = head_and_loss(split, micro, given, outputs, state.written)
             share = per_weight(self.scale, loss.weight)
-            return loss.total * share.astype(loss.total.dtype), loss
+            return loss.total * share.astype(loss.total.dtype), (loss, written)
 
         active = {path: outer[path] for path in split.trained_inputs(split.parts.after)}
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-        (grads, start), loss = differentiate(active, [end[i] for i in moving])
+        (grads, start), (loss, written) = differentiate(active, [end[i] for i in moving])
         start = all_ordered_after(split, start, grads, micro)
         first = jnp.where(loss.weight > 0, loss.weight, 1) * len(state.weights)
         unit = jnp.where(state.unit > 0, state.unit, first)
         state = state._replace(
             outer=state.outer | self._add_outer(state.outer, grads, loss.weight / unit, True),
             loss=accumulate(state.loss, loss)[0],
+            written=written,
             weights=state.weights.at[micro].set(loss.weight),
             unit=unit,
         )

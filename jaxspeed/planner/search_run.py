@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.axes import TENSOR, axis_names, product, searched_axes
+from jaxspeed.axes import AXES, TENSOR, axis_names, product, sample_axes, searched_axes
 from jaxspeed.config import Config, load_config, match
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
@@ -167,6 +167,11 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
         _may_offload(target),
         bounds,
         fixed=product(set(sizes) - set(searched_axes()), sizes),
+        degrees={
+            axis: tuple(sorted({1, sizes[axis], *(_dividing(axis, program, target.count) or ())}))
+            for axis in sample_axes()
+            if AXES[axis].dims
+        },
     )
     if tuning.has("fast") and tuning.fast:
         return replace(space, changing=FAST)
@@ -180,21 +185,27 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
     if tuning.has("mp_size"):
         return (tuning.mp_size,)
     within = target.slice_count if target.topology else target.node
+    found = _dividing(TENSOR, program, within)
+    if found is None:  # names come from layer specs, or are inferred if the config has the axis
+        known = config.layer_specs or base > 1
+        return divisors(within) if known else (1,)
+    return tuple(degree for degree in divisors(within) if degree == base or degree in found)
+
+
+def _dividing(axis: str, program: Program, within: int) -> tuple[int, ...] | None:
+    """Sizes of an axis that divide the dims that it shards; None if the model names none."""
     named = [
         row.leaf
         for row in program.table
-        if any(LOGICAL_RULES.get(name or "") == TENSOR for name in row.leaf.names)
+        if any(LOGICAL_RULES.get(name or "") == axis for name in row.leaf.names)
     ]
-    if not named:  # names come from layer specs, or are inferred if the config has the axis
-        known = config.layer_specs or base > 1
-        return divisors(within) if known else (1,)
     ones = dict.fromkeys(axis_names(), 1)
 
     def divides(degree: int) -> bool:
-        sizes = {**ones, TENSOR: degree}
+        sizes = {**ones, axis: degree}
         return not any(model_sharding(leaf.shape, leaf.names, sizes).misfits for leaf in named)
 
-    return tuple(degree for degree in divisors(within) if degree == base or divides(degree))
+    return tuple(filter(divides, divisors(within))) if named else None
 
 
 def _may_offload(target: Target) -> bool:

@@ -50,42 +50,34 @@ def resolve_policy(
             "repeated ones to save in host memory; name them in parallel.units, mark functions "
             "with jaxspeed.unit, or use jax.checkpoint in the model"
         )
+    # A router's choice is small, and recomputed it could be another one, by rounding.
+    always = [DECISION] if any(DECISION in unit.names for unit in units) else []
     if config.budget is not None:
         costs = remat_costs(units, num_shards, device_kind)
-        policy: Callable[..., Any] | None = names_policy(*choice_within(config.budget, costs))
+        save, offload = choice_within(config.budget, costs)
+        policy: Callable[..., Any] | None = names_policy({*save, *always} - offload, offload)
         put, get = _moves(config.partition, input_share(config.budget, costs))
     else:
-        policy = _policy(config, units)
+        policy = _policy(config, units, always)
         put, get = _moves(config.partition, config.host_ratio)
-    if any(DECISION in unit.names for unit in units):
-        policy = _with_decisions(policy)
     return ResidualPolicy(policy, units_together(config, units), put, get)
 
 
-def _with_decisions(policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The policy that saves which experts were chosen too.
-
-    The recomputed pass is compiled apart from the first, and may round otherwise: it would choose
-    other experts where two scores are nearly equal.
-    """
-    is_decision = _policies.save_only_these_names(DECISION)
-
-    def saves(*args: Any, **params: Any) -> Any:
-        return is_decision(*args, **params) or (policy is not None and policy(*args, **params))
-
-    return saves
-
-
-def _policy(config: Recompute, units: Sequence[UnitJaxpr]) -> Callable[..., Any] | None:
+def _policy(
+    config: Recompute, units: Sequence[UnitJaxpr], always: Sequence[str]
+) -> Callable[..., Any] | None:
+    """The policy of the config; activations of the names `always` are saved too."""
     if config.policy == "dots":
-        return _policies.dots_with_no_batch_dims_saveable
+        dots = _policies.dots_with_no_batch_dims_saveable
+        return _policies.save_from_both_policies(dots, names_policy(always, ())) if always else dots
     if config.policy == "attention":
         _check_names([ATTENTION], units)
-        return _policies.save_only_these_names(ATTENTION)
+        return names_policy([ATTENTION, *always], ())
     if config.policy == "names":
         _check_names([*config.save, *config.offload, *config.recomputed], units)
-        return names_policy(config.save, config.offload)
-    return None
+        saved = [name for name in always if name not in config.offload]
+        return names_policy([*config.save, *saved], config.offload)
+    return names_policy(always, ()) if always else None
 
 
 def remat_costs(units: Sequence[UnitJaxpr], num_shards: int, device_kind: str) -> RematCosts:

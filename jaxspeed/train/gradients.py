@@ -163,8 +163,12 @@ class Gradients:
         micro: Any,
         scale: Any,
         weight_of: Callable[[Loss], jax.Array] = lambda loss: loss.weight,
+        unit: jax.Array | None = None,
     ) -> tuple[Sums, Arrays]:
-        """One micro-batch: gradients of scale * total / `weight_of`(loss)."""
+        """One micro-batch: gradients of scale * total / `weight_of`(loss).
+
+        `unit` is the mean weight of all, if the loss has an auxiliary term.
+        """
         trained = {row.path for row in self.table if row.leaf.trainable}
 
         # Parameters that an earlier micro-batch's loss wrote are among the variables.
@@ -174,6 +178,7 @@ class Gradients:
         def scaled(active: Arrays) -> tuple[jax.Array, tuple[Loss, Arrays]]:
             every = {path: active.get(path, value) for path, value in sources.items()}
             loss, after = self._loss(every, state, batch, step, micro)
+            loss = loss.with_auxiliary(unit)
             if type(loss.total) is not type(next(iter(active.values()))):  # not differentiated
                 raise ModelError(
                     "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
@@ -247,8 +252,9 @@ class Gradients:
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
-                sums = self.pipeline.gradients(sources, variables, micro, step, scale)
-            return sums._replace(grads=jax.tree.map(steepest, sums.grads)), variables
+                sums, after = self.pipeline.gradients(sources, variables, micro, step, scale)
+            grads = jax.tree.map(steepest, sums.grads)
+            return sums._replace(grads=grads), {**variables, **after}
 
         def place(path: str, grad: jax.Array) -> jax.Array:
             row = self.table[path]
@@ -261,8 +267,10 @@ class Gradients:
             grad = pad(grad, row.shape(row.grad))
             return constrain(grad, self.table.sharding(row.grad), "accumulate")
 
+        unit = None if one else self.objective.unit(variables, micro, step)
+
         def plain(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
-            return self._micro(sources, variables, batch, step, index, scale)
+            return self._micro(sources, variables, batch, step, index, scale, unit=unit)
 
         run = one or plain
 

@@ -118,7 +118,7 @@ class RingGradients(Gradients):
             def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
                 # Numbered over all ranks, so that each draws different random numbers.
                 number = (first + index) * rings.count + rank
-                way = {"weight_of": ring.weight_of_ranks} if exchanged else {}
+                way: dict[str, Any] = {"weight_of": ring.weight_of_ranks} if exchanged else {}
                 return of_rank._micro(sources, variables, batch, step, number, scale, **way)
 
             if count == 1:

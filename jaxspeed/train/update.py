@@ -104,8 +104,13 @@ class Update:
         factor: jax.Array,
         finite: jax.Array,
     ) -> tuple[TrainState, Metrics]:
-        """The next state with what the optimizer changed, and the step's metrics."""
+        """The next state with what the optimizer changed, and the step's metrics.
+
+        `variables` are those after all micro-batches; the model's `after_step()` reads them.
+        """
         scale = state.loss_scale.scale
+        own = {path: variables[path] for path in state.variables}
+        variables = own | self.model.after_step(own, state.step)
         after = replace(
             state,
             step=state.step + 1,

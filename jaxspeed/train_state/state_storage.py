@@ -99,10 +99,15 @@ class StateStorage:
         """
         at = self.shardings
         if self.model.weights is not None:
-            params, master = self._read(self.model.weights)
+            weights = self.model.weights
+            params, master = self._read(weights)
             params, master = self._with_adapters(seed, params, master)
             draw = in_mesh(self.mesh, lambda seed: self.model.init(seed)[1])
             variables = staged_init(draw, at.variables, seed)
+            for path in self._variables_of(weights):
+                shape, dtype = variables[path].shape, variables[path].dtype
+                value = weights.read(path, tuple(slice(0, n) for n in shape), dtype)
+                variables[path] = jax.device_put(value, at.variables[path], may_alias=False)
         elif self.model.needs_values:
             params, master, variables = self._sharded_one_by_one(*self.model.init(seed))
         else:
@@ -263,7 +268,9 @@ class StateStorage:
         once on any device.
         """
         own = [row for row in self.table if not row.leaf.adapts]
-        weights.check({row.leaf.parameter: self.table.shape_of(row.leaf.parameter) for row in own})
+        shapes = {path: self.model.variables[path].shape for path in self._variables_of(weights)}
+        shapes |= {row.leaf.parameter: self.table.shape_of(row.leaf.parameter) for row in own}
+        weights.check(shapes)
         params: Arrays = {}
         master: Arrays = {}
         for row in own:
@@ -284,6 +291,10 @@ class StateStorage:
                     arrays = _layer_written(form)(arrays, layer, number)
                 stored[row.path] = jax.device_put(arrays, form.shardings, donate=True)
         return params, master
+
+    def _variables_of(self, weights: Weights) -> list[str]:
+        """The model's variables that are read."""
+        return [path for path in weights.variables if path in self.model.variables]
 
     def _sharded_one_by_one(
         self, values: Arrays, variables: Arrays

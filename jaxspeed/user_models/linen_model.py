@@ -34,12 +34,15 @@ from jaxspeed.user_models.linen_calls import (
 from jaxspeed.user_models.own_axes import with_own_axes
 from jaxspeed.user_models.pretrained_model import Weights
 from jaxspeed.user_models.protocol import (
+    AFTER_MICRO_BATCHES,
     SEED,
     Arrays,
     CachedModel,
+    changed_after_step,
     check_collections,
     frozen_part,
     frozen_statistics_note,
+    has_after_step,
     is_inexact,
     nested,
 )
@@ -212,6 +215,16 @@ class LinenModel:
                     f"{self._init_name} does not: its value would be lost; let "
                     "initialize(..., init_with=lambda model, batch: ...) make that call too"
                 )
+
+    def after_step(self, variables: Arrays, step: Any) -> Arrays:
+        if not has_after_step(self._module):
+            return {}
+
+        def bind(params: Arrays) -> BoundLinen:
+            key = AFTER_MICRO_BATCHES
+            return self.bind(params, variables, train=True, step=step, micro=key)
+
+        return changed_after_step(self, bind, variables)
 
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         module = in_decoding(self._module)

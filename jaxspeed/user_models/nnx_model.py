@@ -22,15 +22,18 @@ from jaxspeed.user_models.held_arrays import HeldArrays
 from jaxspeed.user_models.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.user_models.pretrained_model import Weights
 from jaxspeed.user_models.protocol import (
+    AFTER_MICRO_BATCHES,
     EDITED,
     EVALUATION,
     SEED,
     STATISTICS,
     Arrays,
     CachedModel,
+    changed_after_step,
     check_collections,
     frozen_part,
     frozen_statistics_note,
+    has_after_step,
     is_array,
     is_inexact,
     nested,
@@ -65,6 +68,7 @@ class NnxModel:
         self._caches: frozenset[str] = frozenset()
         self._graph, state, self.needs_values = self._abstract()
         module = nnx.merge(self._graph, state, copy=True)
+        self._has_after_step = has_after_step(module)
         self._held_by: WeakKeyDictionary[nnx.Module, list[Any]] = WeakKeyDictionary()
         self.trains_itself = _has_own(module, "train") and not self._left_in_evaluation(
             type(module)
@@ -224,6 +228,16 @@ class NnxModel:
         state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
         found = {path: value_of(after[path]) for path in (*state, *params) if path in after}
         return {path: x for path, x in found.items() if x is not params.get(path)}
+
+    def after_step(self, variables: Arrays, step: Any) -> Arrays:
+        if not self._has_after_step:
+            return {}
+
+        def bind(params: Arrays) -> nnx.Module:
+            key = AFTER_MICRO_BATCHES
+            return self.bind(params, variables, train=True, step=step, micro=key)
+
+        return changed_after_step(self, bind, variables)
 
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         if self.needs_values:

@@ -111,6 +111,9 @@ class PairModel:
     def mutated(self, bound: "BoundPair", params: Arrays) -> Arrays:
         return {}
 
+    def after_step(self, variables: Arrays, step: Any) -> Arrays:
+        return {}  # a pure function has no method
+
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         return None  # a pure function keeps nothing between its calls
 

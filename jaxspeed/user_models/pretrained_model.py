@@ -1,6 +1,6 @@
 """A model whose parameters are read instead of initialized."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,13 @@ Index = tuple[slice, ...]
 
 
 class Weights(Protocol):
-    """The values of a model's parameters, of which any block can be read."""
+    """The values of a model's parameters, of which any block can be read.
+
+    Attributes:
+      variables: paths of variables that are read as well; the others are initialized.
+    """
+
+    variables: Sequence[str]
 
     def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raise PretrainedError unless they have these parameters; reads no values."""

@@ -13,6 +13,7 @@ from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.user_models.batch_checks import is_numeric
 from jaxspeed.user_models.pretrained_model import Weights
+from jaxspeed.user_models.user_code import foreign
 
 Arrays = dict[str, Any]
 MODE_ARGUMENTS = {  # arguments of a call or a loss that set its mode
@@ -31,6 +32,8 @@ MODE_ARGUMENTS = {  # arguments of a call or a loss that set its mode
 # Attributes of nnx and Linen modules that hold a mode, with their values in evaluation.
 EVALUATION = {"deterministic": True, "use_running_average": True}
 STATISTICS = "use_running_average"
+AFTER_STEP = "after_step"  # a method of a root module, called once per optimizer step
+AFTER_MICRO_BATCHES = 0xFFFFFFFF  # the number in the keys of its random streams
 SEED = "(seed)"  # the variable with the key from which every random stream is derived
 
 
@@ -61,6 +64,12 @@ class Model(Protocol):
 
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
         """Collect the state variables after the loss function has run, and changed parameters."""
+
+    def after_step(self, variables: Arrays, step: Any) -> Arrays:
+        """Variables that the root module's `after_step()` changes; none if it has no such method.
+
+        It runs once per optimizer step, after all micro-batches, and reads no parameters.
+        """
 
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> "CachedModel | None":
         """The model with a key-value cache for so many sequences; None if it keeps none.
@@ -131,6 +140,41 @@ def frozen_part(leaves: Sequence[Leaf]) -> Callable[[str], bool]:
         return is_frozen(path.rpartition("/")[0])
 
     return is_frozen
+
+
+def has_after_step(root: Any) -> bool:
+    """Whether the class of a root module has the method `after_step`."""
+    return callable(getattr(type(root), AFTER_STEP, None))
+
+
+def changed_after_step(
+    model: Model, bind: Callable[[Arrays], Any], variables: Mapping[str, Any]
+) -> Arrays:
+    """What the method `after_step()` of a bound model changes.
+
+    Args:
+      bind: binds parameters, which are shapes here: they may be sharded or in host memory.
+    """
+    shapes = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.leaves}
+    bound = bind(shapes)
+    with foreign("the model's after_step(), in which parameters are shapes without values,"):
+        getattr(bound, AFTER_STEP)()
+    found = {}
+    for path, value in model.mutated(bound, shapes).items():
+        if path in shapes:
+            raise ModelError(
+                f"the model's after_step() changes the parameter {path}, which the optimizer "
+                "updates; it may change other Variables"
+            )
+        old = variables[path]
+        value = jnp.asarray(value, old.dtype)
+        if value.shape != old.shape:
+            raise ModelError(
+                f"the model's after_step() changes the shape of {path} from {old.shape} to "
+                f"{value.shape}; what a step carries to the next keeps its shape"
+            )
+        found[path] = value
+    return found
 
 
 def check_collections(wanted: Sequence[str] | None, there: Iterable[str]) -> None:

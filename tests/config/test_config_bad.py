@@ -512,7 +512,12 @@ BAD = {
     ),
     "auto format": ({"bf16": {"enabled": "auto"}}, "bf16.enabled", "fp16.enabled true"),
     # Asked for and not built.
-    "expert axis": ({"mesh": {"expert": 2}}, "mesh.expert", "This axis is not built"),
+    "experts with servers": (
+        {"mesh": {"expert": 2}, "parallel": {"data_reduction": "parameter_server"}},
+        "mesh.expert",
+        "each has all experts: write 1",
+    ),
+    "positions' axis": ({"mesh": {"seq": 2}}, "mesh.seq", "This axis is not built"),
     "sequence axis": ({"sequence_parallel_size": 2}, "sequence_parallel_size", "not built"),
     "offload to disks": (
         zero(stage=2, offload_optimizer={"device": "nvme"}),

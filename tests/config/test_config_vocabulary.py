@@ -169,7 +169,6 @@ ASKING = {
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "mesh.seq": 2,
-    "mesh.expert": -1,
     "sequence_parallel_size": 2,
     "tensor_parallel.partition_config.strict_mode": True,
     "expert_parallel": {"enabled": True},

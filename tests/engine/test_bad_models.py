@@ -107,7 +107,11 @@ BAD_LOSSES = {
     "text": (lambda m, b: "text", "returned a str"),
     "an object": (lambda m, b: object(), "returned a object"),
     "a dict": (lambda m, b: {"loss": total(m, b)}, "returned a dict"),
-    "three numbers": (lambda m, b: (1.0, 2.0, 3.0), "returned a tuple of 3"),
+    "four numbers": (lambda m, b: (1.0, 2.0, 3.0, 4.0), "returned a tuple of 4"),
+    "a vector as auxiliary term": (
+        lambda m, b: (total(m, b), 8, m(b["x"])),
+        r"an auxiliary term of shape \(8, 1\)",
+    ),
     "a vector of weights": (lambda m, b: (total(m, b), m(b["x"])), "a weight of shape"),
     "a vector as metric": (lambda m, b: (total(m, b), {"a": m(b["x"])}), "'a' has shape"),
     "text as metric": (lambda m, b: (total(m, b), {"a": "text"}), "'a' is a str"),

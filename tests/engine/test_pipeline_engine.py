@@ -273,19 +273,6 @@ class Backwards(ByTurns):
         return x
 
 
-class Counting(ByTurns):
-    """Keeps statistics, though no block does."""
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
 NOT_FOUND = "partition a model's repeated blocks, and none were found. Needed: "
 ELSEWHERE = "an output of block 0 is read outside of the next block"
 CHANGES = "the training pass changes variables of the model"
@@ -298,7 +285,6 @@ REFUSED = {
     "a long way round": (Skipping, ModelError, ELSEWHERE),
     "backwards": (Backwards, ModelError, "block 0 reads an output of block 1"),
     "statistics of blocks": (awkward.BatchStatistics, ModelError, CHANGES),
-    "statistics": (Counting, ModelError, CHANGES),
 }
 
 

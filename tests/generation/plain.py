@@ -15,9 +15,13 @@ def greedy(engine, family, prompts, count, context=None):
     factory = models.build(family, section.preset, section.config).factory
     graph, state = nnx.split(nnx.eval_shape(lambda: factory(nnx.Rngs(0))))
     values = {path: np.asarray(x) for path, x in engine.parameters.items()}
+    variables = {path: np.asarray(x) for path, x in engine.state.variables.items()}
     for keys, variable in nnx.to_flat_state(state):
         path = "/".join(map(str, keys))
-        variable.set_value(values[path].astype(engine.placements[path].read.dtype))
+        if path in values:
+            variable.set_value(values[path].astype(engine.placements[path].read.dtype))
+        else:
+            variable.set_value(variables[path])
     state = jax.device_put(state, jax.devices()[0])
 
     @jax.jit

@@ -96,7 +96,6 @@ def test_an_unknown_type_lists_what_no_family_supports(tmp_path):
     assert "did you mean" not in text  # it has fields of its own, so it is no typo
     _, _, listed = text.partition("Fields of its config that no family supports:\n")
     assert [line.strip() for line in listed.splitlines()] == [
-        "num_local_experts = 16",
         "interleave_moe_layer_step = 1",
         "add_cross_attention = True",
         "use_qk_norm = True",

@@ -54,6 +54,12 @@ MULTIPLIERS = {
 }  # fmt: skip
 SMOLLM3 = {"num_hidden_layers": 4, "pad_token_id": None, "tie_word_embeddings": False}
 GLM = {"head_dim": 16, "pad_token_id": None}
+LATENT = SIZES | {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "pad_token_id": None,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 # name: (configuration class, model class, fields)
 CASES = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", {
@@ -138,6 +144,29 @@ CASES = {
     "gpt_neox": ("GPTNeoX", "GPTNeoXForCausalLM", {
         name: SIZES[name] for name in SIZES if name != "num_key_value_heads"
     } | {"rotary_pct": 0.5}),
+    "mixtral": ("Mixtral", "MixtralForCausalLM", SIZES | {
+        "num_local_experts": 4, "sliding_window": 100,
+    }),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", SIZES | {
+        "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    }),
+    "qwen3_moe, windowed, with biases": ("Qwen3Moe", "Qwen3MoeForCausalLM", SIZES | {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "attention_bias": True, "use_sliding_window": True, "sliding_window": 77,
+        "tie_word_embeddings": True,
+    }),
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3ForCausalLM", LATENT | {
+        "q_lora_rank": 24, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    }),
+    "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", LATENT | {
+        "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy",
+        "attention_bias": True,
+    }),
+    "gpt_oss": ("GptOss", "GptOssForCausalLM", SIZES | {
+        "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 100,
+        "pad_token_id": None, "rope_parameters": YARN | {"truncate": False},
+    }),
     "vit": ("ViT", "ViTForImageClassification", {
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_labels": 7,
@@ -184,13 +213,17 @@ def read(pretrained):
     """(the adapted model, its parameters)."""
     model = adapt_model(pretrained, pretrained.loss)
     shapes = {leaf.path: leaf.shape for leaf in model.leaves}
+    shapes |= {path: model.variables[path].shape for path in pretrained.weights.variables}
     pretrained.weights.check(shapes)
     index = {path: tuple(slice(0, n) for n in shape) for path, shape in shapes.items()}
     return model, {path: pretrained.weights.read(path, index[path], np.float32) for path in shapes}
 
 
 def bound_model(model, params):
-    return model.bind(params, model.init(0)[1], train=False, step=0, micro=0)
+    own = {leaf.path for leaf in model.leaves}
+    given = {path: x for path, x in params.items() if path not in own}
+    params = {path: x for path, x in params.items() if path in own}
+    return model.bind(params, model.init(0)[1] | given, train=False, step=0, micro=0)
 
 
 @cases
@@ -207,7 +240,7 @@ def test_logits_loss_and_gradients_are_theirs(references, folder_of, case, tmp_p
 
     def loss(params):
         bound = bound_model(model, params)
-        total, weight = pretrained.loss(bound, jax.tree.map(jnp.asarray, batch))
+        total, weight, *_ = pretrained.loss(bound, jax.tree.map(jnp.asarray, batch))
         return total / weight, bound(jnp.asarray(x))
 
     (mine, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -215,6 +248,8 @@ def test_logits_loss_and_gradients_are_theirs(references, folder_of, case, tmp_p
     np.testing.assert_allclose(logits, theirs["logits"], atol=1e-4, rtol=0)
     np.testing.assert_allclose(mine, theirs["loss"], atol=1e-4, rtol=0)
     file = TensorFile.open(tmp_path / "model.safetensors")
+    for path in pretrained.weights.variables:
+        assert not np.asarray(grads.pop(path)).any()
     names = theirs_by_name(pretrained, grads)
     assert names.keys() == file.tensors.keys()
     for name, found in names.items():

@@ -37,6 +37,15 @@ PUBLISHED = {
     ("glm4", "glm4-9b-0414"): 9_400_279_040,
     ("gpt_neox", "pythia-1.4b"): 1_414_647_808,
     ("gpt_neox", "pythia-6.9b"): 6_857_302_016,
+    ("mixtral", "mixtral-8x7b"): 46_702_792_704,
+    ("mixtral", "mixtral-8x22b"): 140_620_634_112,
+    ("mixtral", "qwen3-30b-a3b"): 30_532_122_624,
+    ("mixtral", "qwen3-235b-a22b"): 235_093_634_560,
+    ("deepseek", "deepseek-v2-lite"): 15_706_484_224,
+    ("deepseek", "deepseek-v2"): 235_741_434_880,
+    ("deepseek", "deepseek-v3"): 671_026_404_352,
+    ("gpt_oss", "gpt-oss-20b"): 20_914_757_184,
+    ("gpt_oss", "gpt-oss-120b"): 116_829_156_672,
     ("vit", "vit-ti16"): 5_717_416,
     ("vit", "vit-s16"): 22_050_664,
     ("vit", "vit-b16"): 86_567_656,
@@ -72,12 +81,12 @@ def test_gpt3_has_the_shape_of_its_paper():
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_every_dim_of_every_parameter_is_named(family):
     known = {"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "pos", "patch"}
-    known |= {"classes", "input"}
+    known |= {"classes", "input", "experts", "router", "q_rank", "kv_rank"}
     for path, variable in nnx.to_flat_state(nnx.state(abstract(family, "tiny"), nnx.Param)):
         names = variable.get_metadata()["logical_axes"]
         assert len(names) == len(variable.shape), path
         assert set(names) <= known, path
-        assert (names[0] == "layers") == (path[0] == "blocks"), path
+        assert (names[0] == "layers") == (path[0] in ("blocks", "dense_blocks")), path
 
 
 def test_names_stand_at_the_dims_they_mean():

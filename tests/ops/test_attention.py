@@ -14,7 +14,7 @@ from jaxspeed.ops import attention, gpu, splash
 from jaxspeed.ops.attention import plain, repeated_for_sharding
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
-from jaxspeed.ops.two_passes import in_two_passes, with_sinks
+from jaxspeed.ops.two_passes import in_two_passes, with_narrow_values, with_sinks
 from tests.ops import score_buffers
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.ops.meshes import simulated_mesh
@@ -34,6 +34,7 @@ CASES = {
     "segments both ways, one key head": {"causal": False, "segments": True, "kv_heads": 1},
     "soft cap, grouped": {"causal": True, "soft_cap": 1.5, "kv_heads": 2},
     "sinks": {"causal": True, "sinks": True},
+    "narrow values": {"causal": True, "sinks": True, "kv_heads": 2, "value_dim": 24},
     "all at once": {
         "causal": True, "window": 40, "segments": True, "kv_heads": 2, "soft_cap": 1.5,
         "sinks": True,
@@ -74,7 +75,9 @@ def assert_close(found, wanted, tolerance):
 def case(name, dtype, seq=64):
     """(arguments, Segments or None, options of attention, the reference's out and gradients)."""
     options = {"window": None} | CASES[name]
-    args = inputs(kv_heads=options.pop("kv_heads", 4), dtype=dtype, seq=seq)
+    q, k, v, d_out = inputs(kv_heads=options.pop("kv_heads", 4), dtype=dtype, seq=seq)
+    dims = options.pop("value_dim", None)
+    args = q, k, v[..., :dims], d_out[..., :dims]
     ids = some_segments(2, seq) if options.pop("segments", False) else None
     sinks = [some_sinks()] if options.pop("sinks", False) else []
     dense = seen(seq, seq, causal=options["causal"], window=options["window"], segments=ids)
@@ -111,7 +114,10 @@ def test_attention_in_fp64_is_fp64_throughout():
 
 
 @pytest.mark.parametrize(
-    "name", covering(list(CASES), ["causal", "both ways", "window both ways", "all at once"])
+    "name",
+    covering(
+        list(CASES), ["causal", "both ways", "window both ways", "narrow values", "all at once"]
+    ),
 )
 def test_blocks_of_rows_equal_the_formula(name):
     """300 tokens are four blocks, with a window of 17 most of them without most keys."""
@@ -151,9 +157,10 @@ def test_cpu_has_blocks_of_rows_where_other_platforms_have_kernels():
             ("segments both ways, one key head", "float32"),
             ("soft cap, grouped", "float32"),
             ("sinks", "float32"),
+            ("narrow values", "float32"),
             ("all at once", "float32"),
         ],
-        [("causal", "bfloat16"), ("all at once", "float32")],
+        [("causal", "bfloat16"), ("narrow values", "float32"), ("all at once", "float32")],
     ),
 )
 def test_splash_in_interpret_mode_equals_the_formula(name, dtype):
@@ -164,7 +171,7 @@ def test_splash_in_interpret_mode_equals_the_formula(name, dtype):
     passes = (
         functools.partial(p, **options, interpret=True) for p in (splash.forward, splash.backward)
     )
-    attend = in_two_passes(*with_sinks(*passes))
+    attend = in_two_passes(*with_sinks(*with_narrow_values(*passes)))
 
     def f(q, k, v, sinks=None):
         return attend(q, k, v, segments, sinks)
@@ -302,6 +309,7 @@ BAD = {
     "ranks": ({"q": (2, 8, 16)}, {}, "batch, seq, heads, head_dim"),
     "key heads": ({"k": (2, 8, 3, 16), "v": (2, 8, 3, 16)}, {}, "3 key heads"),
     "head_dim": ({"k": (2, 8, 4, 8), "v": (2, 8, 4, 8)}, {}, "head_dim must be equal"),
+    "wide values": ({"v": (2, 8, 4, 24)}, {}, "of which v may have fewer dims"),
     "segments": ({}, {"segment_ids": np.zeros((2, 7), int)}, r"\(2, 7\), should be \(2, 8\)"),
     "lone kv segments": ({}, {"kv_segment_ids": np.zeros((2, 8), int)}, "without segment_ids"),
     "window": ({}, {"window": 0}, "window is 0"),

@@ -1,5 +1,6 @@
 """The space of a search: every choice is a valid config with the user's batch."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from jaxspeed.planner.search.space import FAST
 from jaxspeed.planner.search_run import Job, SearchProblem, search_problem, search_run, search_space
 from jaxspeed.run import source_of
 from tests.engine import tiny
+from tests.moe.dense_experts import DenseMixture, batches, config, loss_fn
 from tests.planner.choices import space_of
 from tests.support.covering import examples
 
@@ -133,10 +135,29 @@ def test_neighbours_are_choices_and_singles_among_them(seed):
 def test_only_meshes_that_model_and_target_can_hold_are_choices():
     space = space_of(PLAIN, 8, layers=6, tensor=(1, 2), holds=lambda mesh: mesh[0] != 2)
     found = {choice.mesh for choice in space.all()}
-    assert all(6 % pipe == 0 and tensor in (1, 2) for pipe, _, _, tensor in found)
+    assert all(6 % pipe == 0 and tensor in (1, 2) for pipe, *_, tensor in found)
     assert not any(pipe == 2 for pipe, *_ in found)
-    assert all(pipe * replica * data * tensor == 8 for pipe, replica, data, tensor in found)
-    assert (1, 1, 8, 1) in found and (1, 1, 4, 2) in found
+    assert all(math.prod(mesh) == 8 and mesh[3] == 1 for mesh in found)  # none has experts
+    assert (1, 1, 8, 1, 1) in found and (1, 1, 4, 1, 2) in found
+
+
+def test_the_expert_axis_divides_the_models_experts():
+    space = space_of(PLAIN, 8, layers=6, tensor=(1, 2), degrees={"expert": (1, 2, 6)})
+    meshes = [choice.sizes for choice in space.all()]
+    assert {sizes["expert"] for sizes in meshes} == {1, 2}  # 8 devices are no multiple of 6
+    assert {"pipe": 2, "replica": 1, "data": 2, "expert": 2, "tensor": 1} in meshes
+
+
+def test_the_degrees_are_those_of_the_models_experts():
+    given = {**config(0), "train_batch_size": 64, "mesh": {"expert": 1}}
+    source = source_of(given, DenseMixture, loss_fn)
+    shapes = {
+        name: jax.ShapeDtypeStruct((64, *x.shape[1:]), x.dtype) for name, x in batches()[0].items()
+    }
+    program, _ = Job(source, shapes)(None)
+    target = target_of("h100:8")
+    space = search_space(search_problem(source, program, shapes, target), program)
+    assert space.degrees == {"expert": (1, 2, 4)}  # of 4 experts
 
 
 def test_without_a_stack_there_are_no_stages():

@@ -26,9 +26,12 @@ def _cached_model(case: str) -> Any:
     config = getattr(transformers, f"{configuration}Config")(attn_implementation="eager", **fields)
     model = getattr(transformers, name)(config).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias") or parameter.ndim == 1:  # neither zeros nor ones
+        if name.endswith("bias") or parameter.ndim == 1:  # neither zeros nor ones
             mean = parameter.detach().mean().round()
             torch.nn.init.normal_(parameter, float(mean), 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     return model
 
 

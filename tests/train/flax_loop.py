@@ -125,6 +125,8 @@ def train_nnx(
             path = "/".join(map(str, keys))
             if path in new:
                 _at(module, keys).set_raw_value(new[path])
+        if hasattr(module, "after_step"):
+            module.after_step()
     every = flat(nnx.Not(nnx.RngState))
     return Ended(losses, {path: np.array(x) for path, x in every.items()})
 
@@ -177,6 +179,9 @@ def train_linen(
                 sums[path] = sums[path] + np.conj(g) / setting.accumulation
         losses.append(float(np.mean(seen)))
         params, opt = updated(optimizer, sums, opt, params)
+        if hasattr(module, "after_step"):
+            tree = {"params": unflatten_dict(params, sep="/"), **state}
+            state = {**module.apply(tree, method="after_step", mutable=list(state))[1]}
     values = {**params, **fixed, **flatten_dict(state, sep="/")}
     return Ended(losses, {path: np.array(x) for path, x in values.items()})
 

@@ -432,8 +432,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_router_whose_logits_are_not_finite_is_named[Mixture-Scanned]",
     ),
     (
-        "        policy = _with_decisions(policy)\n",
-        "        pass\n",
+        "always = [DECISION] if any(",
+        "always = [] if any(",
         "test_a_step_chooses_experts_once[full]",
     ),
 ]

@@ -186,6 +186,9 @@ class ServerModel:
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
         raise NotImplementedError("servers compute no loss")
 
+    def after_step(self, variables: Arrays, step: Any) -> Arrays:
+        return {}  # `refuse_mixed_samples` refuses others
+
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         return None
 

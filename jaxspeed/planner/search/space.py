@@ -1,11 +1,12 @@
 """`Space`: all choices for a model on a target, and their neighbourhoods."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 from jaxspeed.axes import (
+    AXES,
     DATA,
     PIPE,
     TENSOR,
@@ -22,7 +23,7 @@ POLICIES = tuple(map(remat_json, ("none", "attention", "dots", "full")))
 EVERY = (2, 4)  # units that are recomputed together
 HOST_RATIOS = (0.0, 0.25, 0.5, 1.0)
 MAX_CHUNKS = 4  # per stage: messages grow with their number, and the gain in bubble shrinks
-_ALL = frozenset(field.name for field in fields(Choice))
+_ALL = frozenset(each.name for each in fields(Choice))
 # Fields but the mesh, each after those that it depends on.
 _ORDER = (
     "stage",
@@ -57,6 +58,7 @@ class Space:
       micro: the smallest and the largest micro-batch.
       changing: the fields that may differ from the base's.
       fixed: number of devices on mesh axes that are not searched.
+      degrees: sizes of the axes that shard samples and dims of the model, such as experts.
     """
 
     base: Choice
@@ -71,6 +73,7 @@ class Space:
     micro: tuple[int, int] = (1, 1024)
     changing: frozenset[str] = _ALL
     fixed: int = 1
+    degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def meshes(self) -> tuple[tuple[int, ...], ...]:
@@ -99,7 +102,7 @@ class Space:
         """Candidate sizes of the axes that shard samples.
 
         Of an axis that replicates state: 1, the config's, or one replica per node. Of one that
-        stores it any divisor, and `data` takes the remaining ranks.
+        stores it any divisor, or one of its `degrees`; `data` takes the remaining ranks.
         """
         inside = max(1, self.node // tensor)
         of_node = ranks // inside if ranks % inside == 0 and inside > 1 else 1
@@ -107,7 +110,8 @@ class Space:
         for axis in sample_axes():
             if axis != DATA and axis in self.base.sizes:
                 copies = dict.fromkeys((1, self.base.sizes[axis], of_node))
-                each = copies if axis in copying_axes() else divisors(ranks)
+                stored = self.degrees.get(axis, (1,)) if AXES[axis].dims else divisors(ranks)
+                each = copies if axis in copying_axes() else stored
                 found = [{**at, axis: n} for at in found for n in each]
         rests = [(at, *divmod(ranks, product(at, at))) for at in found]
         return [{**at, DATA: data} for at, data, remainder in rests if not remainder]

@@ -1,0 +1,384 @@
+"""Dispatch of tokens to experts, the experts' products, and the sum of their results.
+
+Each device sorts its pairs of token and expert by expert. Where an expert axis shards the experts,
+the rows travel to the devices of their experts and back, within the groups of devices along this
+axis. The receive buffer is bounded: in one round, a device sends at most
+
+    c = `pair_rows`: SLACK times (pairs of the device) / (size of the axis)
+
+rows to each other one, and the buffer has SLACK times as many rows as balanced experts need. What
+does not fit goes in further rounds. Their number is that of the device that needs most, of all
+devices, so that control flow is the same everywhere:
+
+    rounds = max over pairs of devices of ceil(rows from one to the other / c)
+
+The first round stands outside of the loop of the others, which is skipped if there are none.
+
+A layer saves its inputs alone. There are two exchanges of rows forward, of the tokens and of the
+results, and three backward: the tokens again, the gradients of the results and of the tokens.
+Everything else that is exchanged is small: numbers of tokens, and the weights of the sum.
+
+All of it is control flow that JAX differentiates; the products are equations of the trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxspeed.errors import ModelError
+from jaxspeed.ops.moe.products import EXPERT, Dim, Layout, grouped_product, layout
+from jaxspeed.ops.moe.routing import Routing
+
+SLACK = Fraction(5, 4)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens sorted by expert, as the feed-forward of the experts gets them.
+
+    Attributes:
+      values: [parts, shards, rows, embed]; a row that is no token's is zero.
+      weights: [parts, shards, rows, 1] fp32, of the sum of the experts' results. The feed-forward
+        multiplies them in before its last product.
+      bounds: [shards, experts of a shard + 1], the first rows of the experts, and the end.
+    """
+
+    values: jax.Array
+    weights: jax.Array
+    bounds: jax.Array
+    layout: Layout
+    active: int
+
+    def product(
+        self, weight: jax.Array, values: jax.Array | None = None, sharded: Dim | None = None
+    ) -> jax.Array:
+        """Rows times the weights [experts, in, out] of their experts, [parts, shards, rows, out].
+
+        Args:
+          values: the rows, cast to the dtype of `self.values`; by default these.
+          sharded: the dim of the weights that a tensor axis shards. By default the one that the
+            shape of the rows implies: "in" if they have a part of it, else "out".
+        """
+        values = self.values if values is None else values.astype(self.values.dtype)
+        if sharded is None:
+            sharded = "out" if values.shape[-1] == weight.shape[1] else "in"
+        return grouped_product(
+            values,
+            weight,
+            self.bounds,
+            layout=self.layout,
+            sharded=sharded,
+            active=self.active,
+        )
+
+    def bias(self, bias: jax.Array, *, last: bool = False) -> jax.Array:
+        """The biases [experts, out] of each row's expert, [parts, shards, rows, out].
+
+        Args:
+          last: of the last product, which contracts the dim that a tensor axis shards: its results
+            are summed over the parts, and only the first part's have the bias.
+        """
+        parts, shards, rows, _ = self.values.shape
+        place = lax.broadcasted_iota(jnp.int32, (shards, rows, 1), 1)
+        bounds = self.bounds[:, None]
+        own = (place >= bounds[..., :-1]) & (place < bounds[..., 1:])  # [shards, rows, experts]
+        of_expert, tables = own.astype(bias.dtype), bias
+        groups, size = self.layout.expert_shards, own.shape[-1]
+        # Shards are numbered with the expert axis innermost.
+        of_expert = of_expert.reshape(shards // groups, groups, rows, size)
+        tables = tables.reshape(groups, size, -1)
+        made = jnp.einsum(
+            "dgre,geo->dgro", of_expert, tables, precision=lax.Precision.HIGHEST
+        ).reshape(1, shards, rows, -1)
+        if last:
+            is_first = lax.broadcasted_iota(jnp.int32, (parts, 1, 1, 1), 0) == 0
+            return jnp.where(is_first, made, 0)
+        return made.reshape(shards, rows, parts, -1).transpose(2, 0, 1, 3)
+
+
+def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.Array]) -> jax.Array:
+    """The weighted sum of the results of each token's experts, [batch, seq, embed].
+
+    Args:
+      x: [batch, seq, embed].
+      feed_forward: the experts, a function of rows that are sorted by expert. It multiplies the
+        rows by `rows.weights` before its last product, which contracts the dim that a tensor axis
+        may shard.
+    """
+    batch, seq, embed = x.shape
+    experts, k = routing.counts.shape[-1], routing.experts.shape[-1]
+    where = layout()
+    if experts % where.expert_shards:
+        raise ModelError(
+            f"the expert axis of size {where.expert_shards} does not divide {experts} experts"
+        )
+    shards, parts = where.shards, where.parts
+    tokens = -(-batch * seq // shards)  # of a shard
+    padding = tokens * shards - batch * seq
+
+    def sharded(values: jax.Array, fill: int = 0) -> jax.Array:
+        """[batch, seq, n] as [shards, tokens, n]."""
+        values = values.reshape(batch * seq, -1)
+        if padding:
+            values = jnp.pad(values, ((0, padding), (0, 0)), constant_values=fill)
+        return values.reshape(shards, tokens, -1)
+
+    def layer(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        sent = _Exchange(where, experts, tokens, k)
+        plan = sent.plan(sharded(chosen, experts))
+        x = jnp.broadcast_to(sharded(x), (parts, shards, tokens, embed))
+        weights = jnp.broadcast_to(sharded(weights), (parts, shards, tokens, k))
+
+        def one_round(number: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
+            values, of_rows, bounds = sent.dispatch(plan, number, x, weights)
+            # `plan` assumes one round, and FLOPs are counted once.
+            active = batch * seq * k if number is FIRST else 0
+            rows = Rows(values, of_rows, bounds, where, active)
+            return sent.combine(plan, number, feed_forward(rows))
+
+        total = one_round(FIRST, x, weights)
+        if sent.most_rounds > 1:
+
+            def further(number: jax.Array, *given: Any) -> jax.Array:
+                return given[0] + one_round(number, *given[1:])
+
+            @jax.checkpoint  # a residual of a branch would be saved for each trip
+            def trip(number: jax.Array, *given: Any) -> jax.Array:
+                return lax.cond(number < plan.rounds, further, _unchanged, number, *given)
+
+            @jax.checkpoint
+            def others(total: jax.Array, *given: Any) -> jax.Array:
+                def loop(total: jax.Array, *given: Any) -> jax.Array:
+                    return lax.scan(
+                        lambda total, number: (trip(number, total, *given), None),
+                        total,
+                        jnp.arange(1, sent.most_rounds),
+                    )[0]
+
+                return lax.cond(plan.rounds > 1, loop, lambda total, *_: total, total, *given)
+
+            total = others(total, x, weights)
+        total = jnp.sum(total, axis=0) if parts > 1 else total[0]
+        return total.reshape(shards * tokens, -1)[: batch * seq].reshape(batch, seq, -1)
+
+    return jax.checkpoint(layer)(x, routing.experts, routing.weights).astype(x.dtype)
+
+
+FIRST = 0  # the round outside of the loop
+
+
+def _unchanged(number: jax.Array, total: jax.Array, *given: Any) -> jax.Array:
+    return total
+
+
+def pair_rows(pairs: int, expert_shards: int) -> int:
+    """Rows that a device sends to another one in a round, for so many pairs of token and expert."""
+    return min(pairs, math.ceil(SLACK * pairs / expert_shards))
+
+
+def rounds_of(counts: jax.Array, k: int, seq: int) -> jax.Array:
+    """The rounds that layers need in the context's mesh.
+
+    Args:
+      counts: [batch, layers, experts], pairs of each sample that travel.
+      k: experts of a token.
+      seq: tokens of a sample.
+    """
+    where = layout()
+    batch, layers, _ = counts.shape
+    groups, shards = where.expert_shards, where.shards
+    if groups == 1:
+        return jnp.ones((layers,), jnp.int32)
+    samples = -(-batch // shards)
+    counts = jnp.pad(counts, ((0, samples * shards - batch), (0, 0), (0, 0)))
+    sent = counts.reshape(shards, samples, layers, groups, -1).sum((1, 4))
+    most = jnp.max(sent, axis=(0, 2))
+    return jnp.maximum(-(-most // pair_rows(samples * seq * k, groups)), 1)
+
+
+# -- one device's rows -----------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def moved(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
+    """sum_j x[index[:, j]], where an index that is out of range stands for zeros.
+
+    `back` is the same of the transpose, so that both are gathers: row i of x is in those rows of
+    the result.
+    """
+    del back
+    rows = jnp.take(x, index, axis=0, mode="fill", fill_value=0)  # [rows, j, dim]
+    if index.shape[1] == 1:
+        return rows[:, 0]
+    return jnp.sum(rows, axis=1, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+
+
+def _moved_forward(x: jax.Array, index: jax.Array, back: jax.Array) -> Any:
+    return moved(x, index, back), (index, back)
+
+
+def _moved_backward(saved: Any, cotangent: jax.Array) -> Any:
+    index, back = saved
+    return moved(cotangent, back, index), None, None
+
+
+moved.defvjp(_moved_forward, _moved_backward)
+
+
+class Plan(NamedTuple):
+    """Where the rows of each device go; arrays have its shard in dim 0."""
+
+    order: jax.Array  # [shards, pairs]: the pairs of token and expert, sorted by expert
+    inverse: jax.Array  # [shards, pairs]: the place of each pair in this order
+    starts: jax.Array  # [shards, experts + 1]: the first places of the experts, and the end
+    received: jax.Array  # [shards, sources, own experts + 1]: of the rows for this device
+    rounds: jax.Array  # the number of rounds
+
+
+class _Exchange:
+    """The exchange of rows between a mixture's devices."""
+
+    def __init__(self, where: Layout, experts: int, tokens: int, k: int) -> None:
+        self.where, self.experts, self.k = where, experts, k
+        self.pairs = tokens * k  # of a shard
+        self.groups = where.expert_shards
+        self.own = experts // self.groups  # experts of a shard
+        self.pair_rows = pair_rows(self.pairs, self.groups)
+        self.most_rounds = -(-self.pairs // self.pair_rows) if self.groups > 1 else 1
+        samples = where.samples or None
+        self.plans = Plan(P(samples), P(samples), P(samples), P(samples), P())
+
+    def plan(self, chosen: jax.Array) -> Plan:
+        """Of chosen experts [shards, tokens, k]."""
+
+        def device(chosen: jax.Array) -> Plan:
+            chosen = chosen.reshape(-1)
+            order = jnp.argsort(chosen, stable=True)
+            inverse = jnp.argsort(order)
+            numbers = jnp.arange(self.experts + 1, dtype=chosen.dtype)
+            starts = jnp.sum(chosen < numbers[:, None], axis=1, dtype=jnp.int32)
+            if self.groups == 1:
+                rounds, received = jnp.int32(1), starts[None]
+            else:
+                per_group = starts[:-1].reshape(self.groups, self.own)
+                ends = starts[1:].reshape(self.groups, self.own)[:, -1:]
+                per_group = jnp.concatenate([per_group, ends], 1) - per_group[:, :1]
+                # Of this device to each; then of each to this device.
+                received = lax.all_to_all(per_group, EXPERT, 0, 0)
+                needed = -(-jnp.max(per_group[:, -1]) // self.pair_rows)
+                mesh = self.where.mesh
+                rounds = jnp.maximum(lax.pmax(needed, mesh.axis_names if mesh else ()), 1)
+            return Plan(order[None], inverse[None], starts[None], received[None], rounds)
+
+        return self.where.on_devices(device, (P(self.where.samples or None),), self.plans)(chosen)
+
+    def dispatch(
+        self, plan: Plan, number: Any, x: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rows and weights sorted by expert, [parts, shards, rows, ...], and the experts' bounds."""
+
+        def device(plan: Plan, number: Any, x: jax.Array, weights: jax.Array) -> Any:
+            places = self._places(plan, number)
+            values = moved(x[0, 0], places.token_of_slot, places.slots_of_token)
+            of_rows = moved(weights.reshape(-1, 1), places.pair_of_slot, places.slot_of_pair)
+            if self.groups > 1:
+                values, of_rows = self._exchanged(values), self._exchanged(of_rows)
+                values = moved(values, places.slot_of_row, places.row_of_slot)
+                of_rows = moved(of_rows, places.slot_of_row, places.row_of_slot)
+            return values[None, None], of_rows[None, None], places.bounds[None]
+
+        rows, samples = self.where.rows, P(self.where.samples or None)
+        return self.where.on_devices(device, (self.plans, P(), rows, rows), (rows, rows, samples))(
+            plan, jnp.int32(number), x, weights
+        )
+
+    def combine(self, plan: Plan, number: Any, y: jax.Array) -> jax.Array:
+        """The sum over each token's experts, [parts, shards, tokens, embed]."""
+
+        def device(plan: Plan, number: Any, y: jax.Array) -> jax.Array:
+            places, y = self._places(plan, number), y[0, 0]
+            if self.groups > 1:
+                y = self._exchanged(moved(y, places.row_of_slot, places.slot_of_row))
+            return moved(y, places.slots_of_token, places.token_of_slot)[None, None]
+
+        rows = self.where.rows
+        return self.where.on_devices(device, (self.plans, P(), rows), rows)(
+            plan, jnp.int32(number), y
+        )
+
+    def _exchanged(self, slots: jax.Array) -> jax.Array:
+        """Slots [sources or destinations x rows of a pair, dim]: one side's to the other's."""
+        slots = slots.reshape(self.groups, self.pair_rows, -1)
+        return lax.all_to_all(slots, EXPERT, 0, 0).reshape(-1, slots.shape[-1])
+
+    def _places(self, plan: Plan, number: Any) -> "_Places":
+        order, inverse, starts, received = (x[0] for x in plan[:4])
+        size, groups, k = self.pair_rows, self.groups, self.k
+        first = number * size
+        # A slot is a row for a device: its number is (device, place in the window).
+        of_group = starts[:: self.own]  # [groups + 1]
+        slot = jnp.arange(groups * size)
+        place = of_group[slot // size] + first + slot % size
+        pair = order[jnp.minimum(place, self.pairs - 1)]
+        valid = place < of_group[slot // size + 1]
+        group = jnp.minimum(_segment(of_group[1:], inverse), groups - 1)
+        within = inverse - of_group[group] - first
+        sent = (inverse < of_group[-1]) & (within >= 0) & (within < size)
+        slot_of_pair = jnp.where(sent, group * size + within, _NONE)
+        if groups == 1:
+            slot_of_row = row_of_slot = slot
+            bounds = starts
+        else:
+            ends = jnp.clip(received - first, 0, size)  # [sources, own + 1], in their windows
+            # Received rows are sorted by (source, expert), and are to be by (expert, source).
+            sizes = jnp.diff(ends).T.reshape(-1)
+            behind = jnp.cumsum(sizes)
+            bounds = jnp.sum(ends, axis=0)
+            segment = jnp.minimum(_segment(behind, slot), groups * self.own - 1)
+            expert, source = segment // groups, segment % groups
+            within = slot - (behind - sizes)[segment] + ends[source, expert]
+            slot_of_row = jnp.where(slot < behind[-1], source * size + within, _NONE)
+            source, within = slot // size, slot % size
+            expert = jnp.sum(within[:, None] >= ends[source, 1:], axis=1)
+            valid_row = expert < self.own
+            expert = jnp.minimum(expert, self.own - 1)
+            row = (behind - sizes)[expert * groups + source] + within - ends[source, expert]
+            row_of_slot = jnp.where(valid_row, row, _NONE)
+        return _Places(
+            jnp.where(valid, pair // k, _NONE)[:, None],
+            slot_of_pair.reshape(-1, k),
+            jnp.where(valid, pair, _NONE)[:, None],
+            slot_of_pair[:, None],
+            slot_of_row[:, None],
+            row_of_slot[:, None],
+            bounds.astype(jnp.int32),
+        )
+
+
+_NONE = jnp.iinfo(jnp.int32).max  # out of range of everything
+
+
+def _segment(ends: jax.Array, places: jax.Array) -> jax.Array:
+    """The segment of each place, of segments that end before `ends`; their number behind all."""
+    return jnp.searchsorted(ends, places, side="right", method="compare_all")
+
+
+class _Places(NamedTuple):
+    """The places of one device's rows in one round, as the indices that `moved` takes."""
+
+    token_of_slot: jax.Array
+    slots_of_token: jax.Array
+    pair_of_slot: jax.Array
+    slot_of_pair: jax.Array
+    slot_of_row: jax.Array  # of received rows, sorted by expert
+    row_of_slot: jax.Array
+    bounds: jax.Array  # first rows of the experts, and the end
