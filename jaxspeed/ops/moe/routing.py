@@ -80,7 +80,7 @@ def route(
         scale: factor of all weights.
         capacity_factor: if given, an expert takes the first `capacity_of(...)` tokens of each
             sample that choose it, in their order, and the others are dropped. The weights of a
-            token's other experts stay as they are.
+            token's other experts stay as they are. Documents packed into a sample share it.
         min_capacity: the least capacity.
     """
     if x.ndim != 3 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
@@ -121,7 +121,7 @@ def route(
         preference += lax.stop_gradient(bias).astype(dtype)
     if limited_groups is not None and limited_groups < groups:
         preference = _within_best_groups(preference, groups, limited_groups, group_score)
-    chosen = checkpoint_name(lax.top_k(preference, k)[1], DECISION)
+    chosen = checkpoint_name(_largest(preference, k), DECISION)
 
     def of_chosen(values: jax.Array) -> jax.Array:
         return jnp.take_along_axis(values, chosen, axis=-1, mode="promise_in_bounds")
@@ -132,7 +132,7 @@ def route(
         weights = of_chosen(score)
     weights *= scale
 
-    chooses = jnp.any(chosen[..., None] == jnp.arange(experts), axis=2)  # [batch, seq, experts]
+    chooses = _are_among(chosen, experts)
     dropped = jnp.zeros(x.shape[0], jnp.int32)
     sent = chosen
     if capacity_factor is not None:
@@ -158,10 +158,28 @@ def _within_best_groups(
 ) -> jax.Array:
     """The scores [..., experts], with minus infinity outside of the best groups of each token."""
     grouped = preference.reshape(*preference.shape[:-1], groups, -1)
-    best_of_each = lax.top_k(grouped, 1 if group_score == "max" else 2)[0].sum(-1)
-    best = lax.top_k(best_of_each, limited)[1]  # [..., limited]
-    is_best = jnp.any(best[..., None] == jnp.arange(groups), axis=-2)
-    return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(preference.shape)
+    counted = _are_among(_largest(grouped, 1 if group_score == "max" else 2), grouped.shape[-1])
+    best = _largest(jnp.sum(jnp.where(counted, grouped, 0), axis=-1), limited)
+    is_best = _are_among(best, groups)[..., None]
+    return jnp.where(is_best, grouped, -jnp.inf).reshape(preference.shape)
+
+
+def _largest(values: jax.Array, k: int) -> jax.Array:
+    """The indices [..., k] of the k largest of [..., n], as those of `lax.top_k`.
+
+    XLA does not partition that one: it all-gathers the scores of all samples. The indices differ
+    whatever the values are.
+    """
+    left, found = jnp.maximum(values, jnp.finfo(values.dtype).min), []
+    for _ in range(k):
+        found.append(lax.argmax(left, left.ndim - 1, jnp.int32))
+        left = jnp.where(found[-1][..., None] == jnp.arange(left.shape[-1]), -jnp.inf, left)
+    return jnp.stack(found, axis=-1)
+
+
+def _are_among(indices: jax.Array, n: int) -> jax.Array:
+    """[..., n] bool: whether each index is one of [..., k]."""
+    return jnp.any(indices[..., None] == jnp.arange(n), axis=-2)
 
 
 def capacity_of(experts: int, tokens: int, *, k: int, factor: float, min_capacity: int = 4) -> int:
