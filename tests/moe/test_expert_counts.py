@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jaxspeed.models.mixture import MixtureDecoder
 
 import jaxspeed
-from jaxspeed.models.mixture import MixtureDecoder
 from tests.moe.plain_mixtures import batches, plain
 from tests.moe.test_mixture_training import config
 from tests.support.covering import covering

@@ -38,8 +38,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.attention import operand_dtype
-from jaxspeed.ops.moe.grouped_products import EXPERT, Dim, Layout, grouped_product, layout
 from jaxspeed.ops.mask import not_estimated
+from jaxspeed.ops.moe.grouped_products import EXPERT, Dim, Layout, grouped_product, layout
 from jaxspeed.ops.moe.routing import Routing
 
 SLACK = Fraction(5, 4)
