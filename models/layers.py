@@ -51,12 +51,16 @@ def truncated_normal(std: float) -> Initializer:
 
 
 def param(
-    rngs: nnx.Rngs, init: Initializer, dims: dict[str, int] | tuple[tuple[str, int], ...]
+    rngs: nnx.Rngs,
+    init: Initializer,
+    dims: dict[str, int] | tuple[tuple[str, int], ...],
+    **metadata: Any,
 ) -> nnx.Param:
     """A parameter with dims of (logical axis name, size), in order."""
     named = tuple(dims.items()) if isinstance(dims, dict) else dims
     shape = tuple(size for _, size in named)
-    return nnx.Param(init(rngs.params(), shape), logical_axes=tuple(name for name, _ in named))
+    names = tuple(name for name, _ in named)
+    return nnx.Param(init(rngs.params(), shape), logical_axes=names, **metadata)
 
 
 class Linear(nnx.Module):

@@ -83,7 +83,8 @@ class Experts(nnx.Module):
         c = config
         count, out_init = {"experts": c.num_experts}, out_init or c.init
         outer, inner = {"embed": c.hidden_size}, {"mlp": mlp}
-        self.router = param(rngs, c.init, {**outer, "router": c.num_experts})
+        # Rounded, it would choose other experts.
+        self.router = param(rngs, c.init, {**outer, "router": c.num_experts}, full_precision=True)
         self.w_gate = param(rngs, c.init, {**count, **outer, **inner})
         self.w_up = param(rngs, c.init, {**count, **outer, **inner})
         self.w_down = param(rngs, out_init, {**count, **inner, **outer})
@@ -242,7 +243,14 @@ def loss(model: MixtureDecoder, batch: language.LanguageBatch, train: bool | Non
         + c.sequence_aux_loss_coef * balance.sequence_loss(k)
         + c.router_z_loss_coef * balance.z_loss()
     )
-    rounds = jnp.max(ops.moe.rounds_of(balance.counts, k, p.tokens.shape[1]))
+    sent, seq = balance.counts, p.tokens.shape[1]
+    if c.capacity_factor is not None:  # the others are dropped
+        factor, least = c.capacity_factor, c.min_capacity
+        sent = jnp.minimum(
+            sent,
+            ops.moe.capacity_of(c.num_experts, seq, k=k, factor=factor, min_capacity=least),
+        )
+    rounds = jnp.max(ops.moe.rounds_of(sent, k, seq))
     metrics = {**balance.metrics(), "auxiliary_loss": auxiliary, "dispatch_rounds": rounds}
     if model.expert_counts is not None and train is not False:
         model.expert_counts[...] += balance.total()

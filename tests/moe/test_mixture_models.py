@@ -1,0 +1,57 @@
+"""What models of mixtures ask of a step: routers in fp32, and the rounds of what capacity leaves."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxspeed
+from jaxspeed.errors import JaxspeedError
+from jaxspeed.models import mixtral, mixture
+from tests.moe.small_models import MIXTRAL, tokens
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def with_fields(**fields: Any) -> dict[str, Any]:
+    return {**MIXTRAL, "config": {**MIXTRAL["config"], **fields}}
+
+
+def test_a_router_is_not_rounded_in_bf16():
+    config = {"model": MIXTRAL, "train_batch_size": 8, "bf16": {"enabled": True}, **ADAM}
+    table = jaxspeed.initialize(config=config).placements
+    dtypes = {row.path: jnp.dtype(row.read.dtype).name for row in table}
+    assert dtypes["blocks/mlp/router"] == "float32"
+    assert {dtypes[f"blocks/mlp/w_{name}"] for name in ("gate", "up", "down")} == {"bfloat16"}
+
+
+def test_rounds_are_those_of_pairs_that_are_not_dropped(monkeypatch):
+    fields = {**MIXTRAL["config"], "capacity_factor": 1.0, "min_capacity": 1}
+    model = mixtral.build(mixtral.Config(**fields), nnx.Rngs(0))
+    sent = []
+    monkeypatch.setattr(
+        mixture.ops.moe,
+        "rounds_of",
+        lambda counts, k, seq: (sent.append(np.asarray(counts)), jnp.ones(1))[1],
+    )
+    *_, metrics = mixture.loss(model, {k: jnp.asarray(v) for k, v in tokens(4).items()})
+    (counts,) = sent
+    pairs = 4 * 2 * 16 * 2  # samples, layers, tokens, experts of a token
+    assert 0 < float(metrics["dropped_share"]) < 1
+    assert counts.sum() == round(pairs * (1 - float(metrics["dropped_share"])))
+
+
+@pytest.mark.parametrize(
+    "fields, mesh, says",
+    [
+        ({"num_experts_per_tok": 9}, {}, "k = 9 of 8 experts"),
+        ({"capacity_factor": 0.0, "min_capacity": 0}, {}, "min_capacity .* is 0"),
+        ({"num_experts": 6}, {"expert": 4}, "expert.* 6"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_one_error_before_anything_is_allocated(fields, mesh, says):
+    config = {"model": with_fields(**fields), "train_batch_size": 8, "mesh": mesh, **ADAM}
+    with pytest.raises(JaxspeedError, match=says):
+        jaxspeed.initialize(config=config)
