@@ -61,7 +61,7 @@ def test_adapters_start_without_an_effect_unless_asked_otherwise():
 class Weights:
     """Values of a model's parameters, to be read instead of drawn."""
 
-    origin = None
+    origin, variables = None, ()
 
     def __init__(self, values):
         self.values = values

@@ -1,4 +1,4 @@
-"""What models of mixtures ask of a step: routers in fp32, and the rounds of what capacity leaves."""
+"""What mixtures ask of a step: routers in fp32, and the rounds of what capacity leaves."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxspeed.models import mixtral, mixture
 
 import jaxspeed
 from jaxspeed.errors import JaxspeedError
-from jaxspeed.models import mixtral, mixture
 from tests.moe.small_models import MIXTRAL, tokens
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
