@@ -183,7 +183,7 @@ def test_initialize_and_config_load_the_schema_alone():
         "print(*sorted(m[9:] for m in sys.modules if m.startswith('jaxspeed.')))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    sections = ("lora_section", "run_sections", "tensor_section", "zero_section")
+    sections = ("expert_section", "lora_section", "run_sections", "tensor_section", "zero_section")
     inside = sorted(
         {*sections, "config", "parallelism", "patterns", "remat", "schema", "types", "verdicts"}
     )
