@@ -296,10 +296,13 @@ def _convolution(params: Any, operands: Sequence[Shape], results: Sequence[Shape
 
 
 def _grouped(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
-    """Rows [parts, shards, rows, dim]: these dims stay. Those of the weights have their own way."""
+    """Rows [parts, shards, rows, dim]: these dims stay, and a row's expert is that of its place.
+
+    The dims of the weights have their own way.
+    """
     rows = (0, 1, 2, None)
-    others = tuple((None,) * len(shape) for shape in operands[1:])
-    return DimRelations((rows, *others), (rows,))
+    weights, bounds = (None,) * len(operands[1]), (1, None)
+    return DimRelations((rows, weights, bounds), (rows,), frozenset({2}))
 
 
 # -- indexing --------------------------------------------------------------------------------------

@@ -239,7 +239,11 @@ BAD_MESHES = {
     "an unknown axis": ({"dta": 2}, ConfigError, 'Did you mean "data"'),
     "stages that do not divide": ({"pipe": 3}, PlacementError, "multiple of 3 devices"),
     "seq": ({"seq": 2}, ConfigError, "mesh.seq: found 2. Refused"),
-    "expert": ({"expert": 2}, ConfigError, "mesh.expert: found 2. Refused"),
+    "expert": (
+        {"expert": 2},
+        ConfigError,
+        "mesh.expert is 2, and no parameter has a dim",
+    ),
 }
 
 

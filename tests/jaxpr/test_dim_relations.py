@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, Factors, relations
+from jaxspeed.ops.moe.grouped_products import Layout, grouped_product
 from tests.support.covering import examples
 
 Draw = Callable[..., Any]
@@ -304,6 +305,21 @@ def looked_up(draw: Draw) -> Case:
     return Case(lambda t, i: lax.gather(t, i, numbers, sizes), [table, ids], indexed)
 
 
+def grouped(draw: Draw) -> Case:
+    """On one device."""
+    rows, inner, outer = shapes(draw, 3, 3)
+    experts = draw(st.integers(1, 3))
+    ends = sorted(draw(st.lists(st.integers(0, rows), min_size=experts, max_size=experts)))
+    bounds = np.array([[0, *ends]], np.int32)
+    operands = [array(draw, 1, 1, rows, inner), array(draw, experts, inner, outer), bounds]
+    return Case(grouped_on_one_device, operands)
+
+
+def grouped_on_one_device(values: Any, weight: Any, bounds: Any) -> Any:
+    where = Layout(None, (), ())
+    return grouped_product(values, weight, bounds, layout=where, active=values.shape[2])
+
+
 def scattered(how: Callable[..., Any]) -> Callable[[Draw], Case]:
     def case(draw: Draw) -> Case:
         target = array(draw, *shapes(draw, 2, 4))
@@ -392,6 +408,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "device_put": put,
     "dot_general": multiplied,
     "conv_general_dilated": convolved,
+    "grouped_product": grouped,
     "gather": looked_up,
     "scatter": scattered(lax.scatter),
     "scatter-add": scattered(lax.scatter_add),
@@ -503,6 +520,8 @@ WRITTEN: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         ),
         [(2, 4, 4, 8), (3, 3, 8, 16)], "aBCd,__de->aBCe",
     ),
+    "grouped_product": (grouped_on_one_device, [(1, 1, 4, 2), (3, 2, 5), (1, 4)],
+                        "abC_,___,b_->abC_"),
     "gather": (
         lambda table, ids: lax.gather(
             table, ids, lax.GatherDimensionNumbers((2,), (0,), (0,)), (1, 7)
