@@ -27,9 +27,6 @@ DEFAULT = [
     ("mixtral", 2, 2, 1, 0, 1, "none"),
     ("mixtral", 4, 1, 1, 3, 4, "full"),
     ("mixtral", 2, 1, 2, 3, 4, "none"),
-    ("deepseek", 8, 1, 1, 2, 1, "full"),
-    ("deepseek", 2, 2, 2, 1, 4, "full"),
-    ("deepseek", 1, 1, 1, 3, 4, "none"),
 ]
 
 
