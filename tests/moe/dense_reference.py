@@ -72,7 +72,7 @@ def routed(
             of_group.append(members[..., {"max": -1, "top2": slice(-2, None)}[group_score]])
         of_group = jnp.stack([m if m.ndim == 2 else m.sum(-1) for m in of_group], axis=-1)
         best = largest(of_group, limited_groups)
-        allowed = jnp.stack([best[..., e // size] for e in range(experts)], axis=-1)
+        allowed = jnp.repeat(best, size, axis=-1)
         group_margin = margin_of(of_group, best, jnp.ones(best.shape, bool))
     ranked = jnp.where(allowed, ranked, -jnp.inf)
     chosen = largest(ranked, k)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxspeed
-from tests.moe.plain_mixtures import RATE, SAMPLES, SEED, batches, plain
+from tests.moe.plain_mixtures import RATE, SAMPLES, SEEDS, batches, plain
 from tests.moe.small_models import MODELS
 from tests.support.covering import covering
 
@@ -49,7 +49,7 @@ def config(
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "mesh": {"expert": expert, "tensor": tensor, "pipe": pipe},
         "parallel": {"remat": remat},
-        "run": {"seed": SEED, "compilation_cache": False},
+        "run": {"seed": SEEDS[name], "compilation_cache": False},
         **more,
     }
 
