@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspeed.hlo.parser import Computation, Instruction, Module, leaves, parse
+from jaxspeed.objective import objective
+from jaxspeed.placement.constrain import constrain
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.gradients import MICRO_BATCHES
 from tests.adapters.lora_loop import split_of
@@ -75,8 +77,21 @@ def squares_of(computation: Computation, rank: int) -> list[str]:
     ),
 )
 def test_no_weight_is_squared_in_the_loop_over_micro_batches(stage, tensor, pipe, more):
-    made = engine(stage, tensor, pipe, lora={"r": 3}, **more)
-    program = made.program
+    check_squares(engine(stage, tensor, pipe, lora={"r": 3}, **more).program)
+
+
+def test_without_the_constraint_a_weight_is_gathered_to_be_squared(monkeypatch):
+    """That of `squares`, one of the sites in tests/system/test_dropped_constraints.py."""
+
+    def others(x, sharding, site):
+        return x if site == "squares" else constrain(x, sharding, site)
+
+    monkeypatch.setattr(objective, "constrain", others)
+    with pytest.raises(AssertionError, match="a weight is gathered to be squared"):
+        check_squares(engine(2, lora={"r": 3}, **NF4).program)
+
+
+def check_squares(program):
     batch = program.abstract_batch(CASE.batches(1)[0])
     module = parse(program.step.lower(program.state, batch).compile().as_text())
     looped = inside_loops(module)

@@ -23,11 +23,17 @@ GPUS = {
 # For these 8 devices and two layers; a pipeline is among them.
 OTHER_MESH = {
     "gpt_1t.yaml": {"mesh": {"pipe": 2, "tensor": 4}, "gradient_accumulation_steps": 2},
+    "deepseek_v3.yaml": {"mesh": {"expert": 8}},
 }
 MORE = 144  # tokens, so that no other dim of a model is as long as the sequence
 LONG = ["gpt2_small.yaml", "gpt2_xl.yaml", "gpt3_175b.yaml", "gpt_1t.yaml"]
 LONG += ["llama3_70b.yaml", "llama3_8b.yaml", "tiny.yaml", "gpt2_tiny_zero3.json"]
-SHORT = ["offload_tiny.yaml", "vit_tiny.yaml"]  # a row of scores is shorter than a kernel's block
+LONG += ["mixtral_8x7b.yaml", "qwen3_30b_a3b.yaml", "deepseek_v3.yaml"]
+SHORT = [
+    "offload_tiny.yaml",
+    "vit_tiny.yaml",
+    "tiny_moe.yaml",
+]  # a row of scores is shorter than a kernel's block
 
 
 LENGTH_OF_TINY = 128  # the longest that its model takes
