@@ -47,8 +47,8 @@ def test_the_sum_over_ranks_is_needed(monkeypatch):
 def test_ranks_and_micro_batches_are_weighed(monkeypatch):
     real = gradients.Gradients._micro
 
-    def unweighed(*args):
-        sums, variables = real(*args)
+    def unweighed(*args, **named):
+        sums, variables = real(*args, **named)
         return sums._replace(weight=jnp.ones_like(sums.weight)), variables
 
     monkeypatch.setattr(gradients.Gradients, "_micro", unweighed)
