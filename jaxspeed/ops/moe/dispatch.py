@@ -37,6 +37,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
+from jaxspeed.ops import splash
 from jaxspeed.ops.attention import operand_dtype
 from jaxspeed.ops.mask import not_estimated
 from jaxspeed.ops.moe.grouped_products import EXPERT, Dim, Layout, grouped_product, layout
@@ -423,8 +424,12 @@ class SentWindows(NamedTuple):
 
 
 def by_platform(padded: Any, ragged: Any, *args: Any) -> jax.Array:
-    """The form of an exchange for the platform that the program is lowered for."""
-    return lax.platform_dependent(*args, tpu=ragged, default=padded)
+    """The form of an exchange for the platform that the program is traced for.
+
+    Not `lax.platform_dependent`, whose branch XLA:CPU may keep as a conditional: collectives in it
+    are not ordered with those beside it, and simulated devices lock up (jaxlib 0.12.0.1).
+    """
+    return (padded if splash.generation() is None else ragged)(*args)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
