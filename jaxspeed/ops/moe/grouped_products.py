@@ -168,18 +168,20 @@ def _product_shape(
     return jax.core.ShapedArray(result, jnp.dtype(preferred_element_type))
 
 
-def _product_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    values, weight, bounds = primals
-    of_values, of_weight, _ = tangents
-    out = grouped_product_p.bind(values, weight, bounds, **params)
-    terms = []
-    if not isinstance(of_values, ad.Zero):
-        terms.append(grouped_product_p.bind(of_values, weight, bounds, **params))
-    if not isinstance(of_weight, ad.Zero):
-        terms.append(grouped_product_p.bind(values, of_weight, bounds, **params))
-    if not terms:
-        return out, jnp.zeros_like(out)
-    return out, functools.reduce(jnp.add, terms)
+def _bilinear_jvp(primitive: Primitive) -> Any:
+    """Both primitives are linear in each of their first two operands."""
+
+    def rule(primals: Any, tangents: Any, **params: Any) -> Any:
+        first, second, bounds = primals
+        out = primitive.bind(first, second, bounds, **params)
+        terms = []
+        if not isinstance(tangents[0], ad.Zero):
+            terms.append(primitive.bind(tangents[0], second, bounds, **params))
+        if not isinstance(tangents[1], ad.Zero):
+            terms.append(primitive.bind(first, tangents[1], bounds, **params))
+        return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
+
+    return rule
 
 
 def _product_transpose(cotangent: Any, values: Any, weight: Any, bounds: Any, **params: Any) -> Any:
@@ -235,17 +237,6 @@ def _gradient_shape(
     del values, cotangent, bounds, active
     partial = product(_partials(layout, sharded), layout.sizes)
     return jax.core.ShapedArray((partial, *shape), jnp.dtype(preferred_element_type))
-
-
-def _gradient_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    values, cotangent, bounds = primals
-    out = grouped_gradient_p.bind(*primals, **params)
-    terms = []
-    if not isinstance(tangents[0], ad.Zero):
-        terms.append(grouped_gradient_p.bind(tangents[0], cotangent, bounds, **params))
-    if not isinstance(tangents[1], ad.Zero):
-        terms.append(grouped_gradient_p.bind(values, tangents[1], bounds, **params))
-    return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
 
 
 def _one_by_one(primitive: Primitive) -> Any:
@@ -393,18 +384,18 @@ def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(lambda *args: primitive.bind(*args, **dict(params)))
 
 
-def _register(primitive: Primitive, shape: Any, jvp: Any, on_devices: Any) -> None:
+def _register(primitive: Primitive, shape: Any, on_devices: Any) -> None:
     primitive.def_impl(
         lambda *args, **params: _compiled(primitive, tuple(sorted(params.items())))(*args)
     )
     primitive.def_abstract_eval(shape)
-    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_jvps[primitive] = _bilinear_jvp(primitive)
     batching.primitive_batchers[primitive] = _one_by_one(primitive)
     for platform, tpu in ((None, False), ("tpu", True)):
         rule = mlir.lower_fun(on_devices(tpu), multiple_results=False)
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-_register(grouped_product_p, _product_shape, _product_jvp, _product_on_devices)
-_register(grouped_gradient_p, _gradient_shape, _gradient_jvp, _gradient_on_devices)
+_register(grouped_product_p, _product_shape, _product_on_devices)
+_register(grouped_gradient_p, _gradient_shape, _gradient_on_devices)
 ad.primitive_transposes[grouped_product_p] = _product_transpose
