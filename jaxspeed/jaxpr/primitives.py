@@ -10,7 +10,9 @@ CHECKPOINTS = ("checkpoint", "remat2")
 # Custom derivatives: an equation inserted into one pass would be missing in the other.
 CUSTOM_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 CUSTOM_BATCHING = ("custom_vmap_call",)  # a Mosaic GPU kernel is in one
-CALLS = (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE, *CUSTOM_BATCHING)
+# One attention of a model over a sequence axis: `ops/attention_call.py`. Passes do not enter it.
+ATTENTION = "attention_call"
+CALLS = (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE, *CUSTOM_BATCHING, ATTENTION)
 LOOPS = ("scan", "while")
 CONTROL = (*LOOPS, "cond")
 
