@@ -3,13 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.ops.attention_call import AttentionForm, attention_call, body_of, form_of
 from jaxspeed.ops.mask import Mask
 
-pytestmark = pytest.mark.fast
 FORM = AttentionForm(0.5, Mask(True, None))
 
 
