@@ -34,6 +34,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.ops import splash
 from jaxspeed.ops.attention import copies_of, repeated, repeated_for_sharding
 from jaxspeed.ops.attention_call import AttentionForm
+from jaxspeed.ops.attention_rows import by_rows
 from jaxspeed.ops.free_axes import free_axes, free_sample_axes
 from jaxspeed.ops.mask import Segments
 from jaxspeed.ops.sequence_passes import DevicePasses, SequenceShards
@@ -117,6 +118,8 @@ def over_sequence(
     lengths = {"seq": seq, "kv_seq": kv_seq}
     if why := refusal(form, how, heads=heads, parts=parts, tensor=tensor, **lengths):
         raise ModelError(f"attention over seq {parts}: {why}")
+    if form.rows is not None:
+        return by_rows(body, (1, None, None, *form.rows), *operands)
     dtype = jax.eval_shape(body, *operands).dtype
     k, v = repeated_for_sharding(q, k, v)
     sinks = others.pop() if form.sinks else None

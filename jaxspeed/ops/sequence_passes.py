@@ -297,9 +297,9 @@ class DevicePasses:
                 of_q, *of_keys = self._call(1, pair, queries[rows], keys, *of_rows[rows])
                 d_q[rows] = _added(d_q[rows], of_q)
                 parts[pair.columns] = _added(parts[pair.columns], tuple(of_keys))
-            whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+            full = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
             return tuple(d_q), jax.tree.map(
-                lambda x, k: x.astype(k.dtype), _added(d_keys, whole), (k, v)
+                lambda x, k: x.astype(k.dtype), _added(d_keys, full), (k, v)
             )
 
         def result(d_q: Any, d_keys: Any) -> Any:
