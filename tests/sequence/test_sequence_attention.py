@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
+from jaxspeed.ops import attention_rows
 from jaxspeed.ops.attention_call import AttentionForm
 from jaxspeed.ops.mask import Mask
 from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
 from tests.ops.meshes import simulated_mesh
-from tests.support.covering import covering
 
 CAUSAL, FULL = Mask(True, None), Mask(False, None)
 KINDS = {
@@ -28,6 +26,16 @@ KINDS = {
 }
 
 
+def dense_mask(mask, positions, kv_positions):
+    distance = positions[:, None] - kv_positions
+    seen = jnp.ones(distance.shape, bool)
+    if mask.causal:
+        seen &= distance >= 0
+    if mask.window is not None:
+        seen &= abs(distance) < mask.window
+    return seen
+
+
 def dense(form, positions, kv_positions, q, k, v, *others):
     """The formula, of tokens at these positions."""
     ids = others[:2] if form.segments else None
@@ -37,13 +45,7 @@ def dense(form, positions, kv_positions, q, k, v, *others):
     scores = form.scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
     if form.soft_cap is not None:
         scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
-    distance = positions[:, None] - kv_positions
-    seen = jnp.ones(distance.shape, bool)
-    if form.mask.causal:
-        seen &= distance >= 0
-    if form.mask.window is not None:
-        seen &= abs(distance) < form.mask.window
-    seen = seen[None]
+    seen = dense_mask(form.mask, positions, kv_positions)[None]
     if ids is not None:
         seen = seen & (ids[0][:, :, None] == ids[1][:, None])
     hidden = -jnp.inf if form.blind == "nan" else -1e30
@@ -86,12 +88,28 @@ CASES = {
 }  # fmt: skip
 
 
-def given(*, mask=CAUSAL, documents_of=None, soft_cap=None, sinks=False, v_dim=8, kv_heads=8,
-          seq=64, kv_seq=None, heads=8, batch=2, blind="undefined", dtype=jnp.float32, ids=None):
+def given(
+    *,
+    mask=CAUSAL,
+    documents_of=None,
+    soft_cap=None,
+    sinks=False,
+    v_dim=8,
+    kv_heads=8,
+    seq=64,
+    kv_seq=None,
+    heads=8,
+    batch=2,
+    blind="undefined",
+    dtype=jnp.float32,
+    ids=None,
+):
     kv_seq = kv_seq or seq
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = (
-        (batch, seq, heads, 8), (batch, kv_seq, kv_heads, 8), (batch, kv_seq, kv_heads, v_dim),
+        (batch, seq, heads, 8),
+        (batch, kv_seq, kv_heads, 8),
+        (batch, kv_seq, kv_heads, v_dim),
     )
     arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
     if documents_of is not None:
@@ -121,24 +139,22 @@ def with_gradients(attend, arrays, d_out):
 
 def sharded(form, how, arrays, d_out, mesh):
     """What devices compute, in the order of positions."""
-    body = lambda *operands: dense(form, jnp.arange(operands[0].shape[1]), jnp.arange(operands[1].shape[1]), *operands)
-    parts = mesh.shape["seq"]
-    seq, kv_seq = arrays[0].shape[1], arrays[1].shape[1]
 
-    def order(x, back=False):
+    def body(q, k, *others):
+        return dense(form, jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), q, k, *others)
+
+    def ordered(x, back=False):
         if how.layout == "contiguous" or x.ndim < 2:
             return x
-        places = zigzag_order(x.shape[1], parts)
+        places = zigzag_order(x.shape[1], mesh.shape["seq"])
         return x[:, np.argsort(places) if back else places]
 
-    def run(*given):
-        *arrays, d_out = given
-        found = with_gradients(functools.partial(over_sequence, form, how, body), arrays, d_out)
-        return found
-
+    attend = functools.partial(over_sequence, form, how, body)
     with jax.set_mesh(mesh):
-        found = jax.jit(run)(*map(order, (*arrays, d_out)))
-    return [order(x, back=True) for x in found]
+        found = jax.jit(functools.partial(with_gradients, attend))(
+            [ordered(x) for x in arrays], ordered(d_out)
+        )
+    return [ordered(x, back=True) for x in found]
 
 
 def assert_equal(found, wanted, tolerance=1e-5):
@@ -164,5 +180,93 @@ GRID = [(parts, kind, name) for parts in (2, 4, 8) for kind in KINDS for name in
 @pytest.mark.parametrize("parts, kind, name", GRID)
 def test_values_and_gradients_equal_one_device(parts, kind, name):
     form, arrays, d_out, wanted = case(name)
-    found = sharded(form, KINDS[kind], arrays, d_out, simulated_mesh(seq=parts, data=2 if parts < 8 else 1))
+    found = sharded(
+        form, KINDS[kind], arrays, d_out, simulated_mesh(seq=parts, data=2 if parts < 8 else 1)
+    )
     assert_equal(found, wanted)
+
+
+# -- rows that see no key, and lengths that the axis does not divide ------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blind", ["mean", "nan"])
+def test_queries_that_see_no_key_get_what_the_formula_gives(kind, blind):
+    """Rows 0 to 9 of the first sample are of a document that has no key."""
+    ids = np.zeros((2, 2, 64), np.int32)
+    ids[0, 0, :10] = 1
+    form, arrays, d_out = given(mask=FULL, ids=ids, blind=blind, kv_heads=2)
+    mesh = simulated_mesh(seq=4)
+    found = sharded(form, KINDS[kind], arrays, d_out, mesh)
+    places = jnp.arange(64)
+    wanted = with_gradients(functools.partial(dense, form, places, places), arrays, d_out)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=name)
+        assert_equal([np.nan_to_num(x)], [np.nan_to_num(y)])
+    assert np.isnan(np.asarray(found[0])).any() == (blind == "nan")
+
+
+LENGTHS = {
+    "causal": {"seq": 61},
+    "full": {"seq": 61, "mask": FULL},
+    "window both ways": {"seq": 61, "mask": Mask(False, 9)},
+    "documents": {"seq": 61, "documents_of": (7, 19, 3, 23), "mask": FULL},
+    "cross attention": {"seq": 61, "kv_seq": 37, "mask": FULL},
+    "cross attention, even": {"seq": 64, "kv_seq": 32, "mask": FULL},
+    "causal, fewer keys": {"seq": 61, "kv_seq": 37},
+    "causal, more keys": {"seq": 37, "kv_seq": 61, "mask": Mask(True, 20)},
+    "blind and uneven": {"seq": 61, "kv_seq": 37, "mask": Mask(True, 12), "blind": "mean"},
+}
+EVEN_ONLY = [kind for kind in KINDS if "zig-zag" in kind]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EVEN_ONLY])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_that_the_axis_does_not_divide(kind, name):
+    form, arrays, d_out = given(**LENGTHS[name])
+    found = sharded(form, KINDS[kind], arrays, d_out, simulated_mesh(seq=4))
+    places = jnp.arange(arrays[0].shape[1]), jnp.arange(arrays[1].shape[1])
+    wanted = with_gradients(functools.partial(dense, form, *places), arrays, d_out)
+    if form.blind == "undefined":  # of queries behind the last key that they may see
+        seen = dense_mask(form.mask, *places).any(1)
+        if not seen.all():
+            d_out = d_out * seen[:, None, None]
+            found = sharded(form, KINDS[kind], arrays, d_out, simulated_mesh(seq=4))
+            wanted = with_gradients(functools.partial(dense, form, *places), arrays, d_out)
+            found[0], wanted = found[0][:, seen], (wanted[0][:, seen], *wanted[1:])
+    assert_equal(found, wanted)
+
+
+# -- programs that no kernel computes --------------------------------------------------------------
+
+
+def general(q, k, v, bias, same, table):
+    """A bias of heads, of positions' distances and of pairs, in the program's own way."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, jnp.repeat(k, q.shape[2] // k.shape[2], 2)) / 3.0
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    scores = scores + bias - 0.1 * jnp.abs(distance)
+    scores = jnp.where(same & (distance % 5 != 1), scores, -1e9) + table[None, None]
+    shares = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, jnp.repeat(v, q.shape[2] // v.shape[2], 2))
+
+
+@pytest.mark.parametrize("seq", [64, 61])
+def test_a_general_program_runs_by_blocks_of_rows(seq, monkeypatch):
+    monkeypatch.setattr(attention_rows, "MOST_SCORES", 2 * 8 * 64 * 6)
+    monkeypatch.setattr(attention_rows, "FEWEST_ROWS", 4)
+    _, (q, k, v), d_out = given(seq=seq, kv_heads=2)
+    keys = jax.random.split(jax.random.key(1), 3)
+    bias = jax.random.normal(keys[0], (1, 8, seq, seq))
+    same = jax.random.bernoulli(keys[1], 0.7, (2, 1, seq, seq))
+    table = jax.random.normal(keys[2], (seq, seq))
+    form = AttentionForm(1.0, FULL, rows=(2, 2, 0))
+    how = SequenceForm("gather")
+    arrays = [q, k, v, bias, same, table]
+    with jax.set_mesh(simulated_mesh(data=2, seq=4)):
+        over = functools.partial(over_sequence, form, how, general)
+        compiled = jax.jit(functools.partial(with_gradients, over)).lower(arrays, d_out).compile()
+        found = compiled(arrays, d_out)
+    wanted = with_gradients(general, arrays, d_out)
+    for x, y in zip(found, wanted, strict=True):
+        assert_equal([x], [y])
