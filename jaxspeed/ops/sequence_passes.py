@@ -213,6 +213,8 @@ class DevicePasses:
         self, q: Any, k: Any, v: Any, segments: Any, sinks: Any, out: Any, sums: Any, d_out: Any
     ) -> Any:
         """The gradients of q, k, v and sinks."""
+        # Otherwise XLA would hold the keys of other devices from the forward pass until here.
+        d_out, k, v, segments = lax.optimization_barrier((d_out, k, v, segments))
         blind = _by_row(sums >= _NEVER)
         segments, own_sinks = self._of_group(segments), self._own(sinks, q)
         _, backward = with_sinks(self._forward, self._backward)
