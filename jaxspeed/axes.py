@@ -40,7 +40,7 @@ class Axis:
     built: bool = True
 
 
-PIPE, DATA, EXPERT, TENSOR = "pipe", "data", "expert", "tensor"
+PIPE, DATA, SEQ, EXPERT, TENSOR = "pipe", "data", "seq", "expert", "tensor"
 _UNBUILT = "This axis is not built; leave it at 1 and put the devices on data or tensor."
 
 # Outermost first: the order of a mesh's dims.
@@ -64,7 +64,7 @@ AXES: dict[str, Axis] = {
         stores=True,
         near=2,
     ),
-    "seq": Axis(_UNBUILT, batch="positions", sums=True, stores=True, near=4, built=False),
+    SEQ: Axis(_UNBUILT, batch="positions", sums=True, stores=True, near=4, built=False),
     EXPERT: Axis(
         "Weights of experts (the dim `experts`) are sharded over it; outside of them the batch and "
         "ZeRO's state, as over data.",
