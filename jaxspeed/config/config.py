@@ -157,6 +157,12 @@ class Config(Settings):
         return "ring" if ring else overlap
 
     @property
+    def reduction_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
+        """The dtype in which gradients are reduced, from all keys for it; None: as computed."""
+        of_sequences = self.seq_parallel_communication_data_type if self.mesh.seq != 1 else None
+        return of_sequences or self.communication_data_type
+
+    @property
     def quantize(self) -> Quantize | None:
         """How frozen weights are stored, from all keys for it."""
         if self._quantize is None and self.zero_optimization.zero_quantized_nontrainable_weights:

@@ -137,7 +137,7 @@ def build_program(
     rings = rings_of(config, mesh)
     ring = Reduction(rings, table) if rings else None
     table = table.with_state(layout.places, _extra_rows(mesh, adapted.variables, ring))
-    wire = config.communication_data_type
+    wire = config.reduction_dtype
     objective = Objective(
         adapted,
         loss_fn,
