@@ -24,6 +24,7 @@ from jaxspeed.objective.passes import TraceContext, before_split
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to
 from jaxspeed.placement.paths import listed
+from jaxspeed.sequence_parallel import SequenceSettings
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.batches import EXTRA, call_loss
 from jaxspeed.user_models.own_axes import OwnAxes, with_own_axes
@@ -72,11 +73,13 @@ class LossTraces:
         autocast: Autocast | None = None,
         cast_to: Any = None,  # the dtype to which parameters and inputs are cast
         ranges: Mapping[str, Sequence[tuple[str, int]]] | None = None,  # as in `TraceContext`
+        sequence: SequenceSettings | None = None,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._params, self._unit_patterns = params, unit_patterns
         self._autocast, self._cast_to = autocast, cast_to
         self._ranges = ranges or {}
+        self._sequence = sequence or SequenceSettings()
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, LossProgram] = WeakKeyDictionary()
         self._by_parts: WeakKeyDictionary[Any, ByParts] = WeakKeyDictionary()
@@ -187,7 +190,8 @@ class LossTraces:
             form.own_axes,
         )
         adapters = getattr(self._model, "adapters", {})
-        return before_split(program, TraceContext(self._autocast, adapters, train, self._ranges))
+        context = TraceContext(self._autocast, adapters, train, self._ranges, self._sequence)
+        return before_split(program, context)
 
 
 def _note_ignored(constraints: tuple[str, ...]) -> None:
