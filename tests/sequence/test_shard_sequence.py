@@ -179,7 +179,11 @@ def vit() -> Case:
 
     shapes = {"q": SQUARE, "k": SQUARE, "v": SQUARE, "bias": (HEADS, 8), "out": SQUARE}
     params = weights(
-        patch=(12, WIDTH), places=(SEQ + 1, WIDTH), head=(WIDTH, VOCAB), **shapes, **{"class": (16,)}
+        patch=(12, WIDTH),
+        places=(SEQ + 1, WIDTH),
+        head=(WIDTH, VOCAB),
+        **shapes,
+        **{"class": (16,)},
     )
     rng = np.random.default_rng(0)
     batch = {
