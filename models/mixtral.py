@@ -83,7 +83,9 @@ def block(config: Config, rngs: nnx.Rngs) -> MixtureBlock:
 
 
 def build(config: Config, rngs: nnx.Rngs) -> MixtureDecoder:
-    return MixtureDecoder(config, block, rms_norm, rotaries=(config.rotary,), rngs=rngs)
+    return MixtureDecoder(
+        config, block, rms_norm, rotaries=(config.rotary,), second=config.second, rngs=rngs
+    )
 
 
 loss = mixture.loss
