@@ -328,7 +328,7 @@ def _sums(size: int, heads: int | None = None) -> Callable[[Any], Any]:
 
 def _call(
     kernel: Any, grid: Any, ins: Any, outs: Any, shapes: Any, interpret: bool
-) -> Callable[[Any, Any, Any], Any]:
+) -> Callable[[Any, Any, Any, Any], Any]:
     """A kernel of (arrays, segment ids, ranges of blocks, offset) of one sequence."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
