@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.ops import attention_rows
-from jaxspeed.ops.attention_call import AttentionForm
+from jaxspeed.errors import ModelError
+from jaxspeed.ops import attention, attention_rows, sequence_passes
+from jaxspeed.ops.attention_call import AttentionForm, form_of
 from jaxspeed.ops.mask import Mask
-from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
+from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence, refusal
+from jaxspeed.ops.sequence_passes import DevicePasses, Keys, SequenceShards
 from tests.ops.meshes import simulated_mesh
 from tests.support.covering import covering
 
@@ -313,3 +315,117 @@ def test_a_general_program_runs_by_blocks_of_rows(seq, monkeypatch):
     wanted = with_gradients(general, arrays, d_out)
     for x, y in zip(found, wanted, strict=True):
         assert_equal([x], [y])
+
+
+# -- what must not be left out of a ring -----------------------------------------------------------
+
+
+def not_rescaled(patch):
+    def merged(one, other):
+        return other if one is None else (one[0] + other[0], jnp.logaddexp(one[1], other[1]))
+
+    patch.setattr(sequence_passes, "_merged", merged)
+
+
+def sending(change):
+    """A mutation: `change(sent, x, hops)` arrives in place of what was sent."""
+
+    def mutate(patch):
+        send = SequenceShards.send
+        patch.setattr(
+            SequenceShards,
+            "send",
+            lambda self, x, hops=1: change(send(self, x, hops), x, hops),
+        )
+
+    return mutate
+
+
+def without_ids(sent, x, hops):
+    return sent._replace(ids=jnp.zeros_like(sent.ids)) if isinstance(x, Keys) else sent
+
+
+def not_returned(place):
+    def change(sent, x, hops):
+        if hops > 0:
+            return sent
+        return tuple(jnp.zeros_like(s) if i == place else s for i, s in enumerate(sent))
+
+    return change
+
+
+def stale_key(patch):
+    """In the backward pass the keys do not travel on."""
+    backward, send, calls = DevicePasses._backward, SequenceShards.send, []
+
+    def wrapped(self, *args):
+        calls.append("backward")
+        try:
+            return backward(self, *args)
+        finally:
+            calls.clear()
+
+    def stale(self, x, hops=1):
+        return x if calls and isinstance(x, Keys) else send(self, x, hops)
+
+    patch.setattr(DevicePasses, "_backward", wrapped)
+    patch.setattr(SequenceShards, "send", stale)
+
+
+MUTATIONS = {
+    "not rescaled": not_rescaled,
+    "ids dropped": sending(without_ids),
+    "dK not returned": sending(not_returned(0)),
+    "dV not returned": sending(not_returned(1)),
+    "a stale key": stale_key,
+}
+
+
+@pytest.mark.parametrize("mutation", covering(MUTATIONS, ["ids dropped", "a stale key"]))
+def test_a_ring_that_leaves_something_out_is_noticed(mutation, monkeypatch):
+    form, arrays, d_out, wanted = case("documents both ways")
+    MUTATIONS[mutation](monkeypatch)
+    found = sharded(form, KINDS["ring"], arrays, d_out, simulated_mesh(seq=4))
+    if mutation in ("dK not returned", "dV not returned", "a stale key"):
+        assert_equal(found[:1], wanted[:1])  # of the backward pass alone
+    with pytest.raises(AssertionError, match=r"e-0|e\+0"):
+        assert_equal(found, wanted)
+
+
+def test_what_cannot_run_is_refused_with_what_can():
+    form = AttentionForm(1.0, CAUSAL)
+    shape = {"seq": 64, "kv_seq": 64, "parts": 8}
+    for kind in KINDS.values():
+        assert refusal(form, kind, heads=8, **shape) is None
+    assert "ring or gather, kind both with groups of 4" in refusal(
+        form, KINDS["ulysses"], heads=12, **shape
+    )
+    assert "(2 on each device of tensor 4)" in refusal(
+        form, KINDS["ulysses"], heads=8, tensor=4, **shape
+    )
+    assert "use contiguous" in refusal(form, KINDS["zig-zag ring"], heads=8, **shape | {"seq": 60})
+    general_form = AttentionForm(1.0, CAUSAL, rows=(0,))
+    assert "use gather or auto" in refusal(general_form, KINDS["ring"], heads=8, **shape)
+    with (
+        jax.set_mesh(simulated_mesh(seq=8)),
+        pytest.raises(ModelError, match="attention over seq 8: 12 query heads"),
+    ):
+        q = jnp.zeros((1, 64, 12, 4))
+        over_sequence(form, KINDS["ulysses"], lambda q, k, v: q, q, q, q)
+
+
+def test_attention_is_one_equation_where_sequences_are_sharded():
+    form, arrays, _ = given(documents_of=(7, 19), sinks=True, kv_heads=2)
+    q, k, v, ids, _, sinks = arrays
+
+    def attend(q, k, v):
+        return attention(q, k, v, segment_ids=ids, sinks=sinks)
+
+    with jax.set_mesh(simulated_mesh(seq=4)):
+        traced = jax.make_jaxpr(attend)(q, k, v)
+        out = jax.jit(attend)(q, k, v)
+    assert [form_of(eqn) for eqn in traced.eqns] == [form]
+    places = jnp.arange(64)
+    assert_equal([out], [dense(form, places, places, *arrays)])
+    names = {eqn.primitive.name for eqn in jax.make_jaxpr(attend)(q, k, v).eqns}
+    assert "attention_call" not in names
