@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops import attention, attention_rows, sequence_passes
+from jaxspeed.ops import attention, attention_rows, gpu, sequence_passes, splash
 from jaxspeed.ops.attention_call import AttentionForm, form_of
 from jaxspeed.ops.mask import Mask
 from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence, refusal
@@ -429,3 +429,37 @@ def test_attention_is_one_equation_where_sequences_are_sharded():
     assert_equal([out], [dense(form, places, places, *arrays)])
     names = {eqn.primitive.name for eqn in jax.make_jaxpr(attend)(q, k, v).eqns}
     assert "attention_call" not in names
+
+
+@pytest.mark.parametrize("kind", covering(KINDS, ["zig-zag ring", "gather"]))
+def test_narrow_types_lose_no_more_than_their_rounding(kind):
+    form, arrays, d_out = given(dtype=jnp.bfloat16, documents_of=(7, 19, 3, 23), kv_heads=2)
+    found = sharded(form, KINDS[kind], arrays, d_out, simulated_mesh(seq=4))
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    places = jnp.arange(64)
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    attend = functools.partial(dense, form, places, places)
+    wanted = with_gradients(attend, wide, d_out.astype(jnp.float32))
+    assert_equal(found, wanted, 4 * 2.0**-9)
+
+
+KERNELS = [
+    ("ring", CAUSAL, "tpu", "splash_mha"),
+    ("gather", CAUSAL, "tpu", "splash_mha"),
+    ("zig-zag ring", CAUSAL, "gpu", "dot_product_attention_fwd"),
+    ("ulysses", CAUSAL, "gpu", "dot_product_attention_fwd"),
+    ("gather", CAUSAL, "gpu", "pallas_call"),
+    ("ring", Mask(True, 300), "gpu", "pallas_call"),
+]
+
+
+@pytest.mark.parametrize("kind, mask, platform, kernel", KERNELS)
+def test_the_kernel_is_that_of_the_platform_for_which_it_is_traced(kind, mask, platform, kernel):
+    form = AttentionForm(0.1, mask)
+    q = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.bfloat16)
+    meant = splash.assumed(5) if platform == "tpu" else gpu.assumed((8, 0))
+    with jax.set_mesh(simulated_mesh(seq=4)), meant:
+        over = functools.partial(over_sequence, form, KINDS[kind], lambda q, k, v: q)
+        traced = str(jax.make_jaxpr(functools.partial(with_gradients, over))([q, q, q], q))
+    assert kernel in traced
+    assert "platform_index" not in traced

@@ -168,8 +168,8 @@ def test_blocks_of_other_documents_are_skipped(kind, monkeypatch):
     lengths = np.random.default_rng(0).integers(50, 400, 20)
     ids = jnp.asarray(np.resize(np.repeat(np.arange(20), lengths), LENGTH)[None], jnp.int32)
     shares = blocks_of_devices(SequenceForm(kind), monkeypatch, ids)
-    print(f"{kind}: {shares.sum():.3f} of the square, {shares.max() / shares.mean():.2f} the mean")
     assert shares.sum() <= 0.1
+    assert shares.max() <= 1.7 * shares.mean()
 
 
 # -- a real compiler -------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_each_kind_compiles_for_a_tpu_with_its_kernel(kind):
     found = run_on_topology("tests.sequence.tpu_sequences:compile_kind", "v5e:2x4", kind=kind)
     square = HEADS * tpu_sequences.SEQ**2 // 8 * 4  # bytes of a device's scores in fp32
     assert found["kernels"] >= 2
-    assert found["temp"] < square / 4
+    assert found["peak"] < square / 4
     kinds = {"gather": {"all-gather", "reduce-scatter"}, "ring": {"collective-permute"}}
     kinds |= {"ulysses": {"all-to-all"}, "both": {"all-to-all", "collective-permute"}}
     assert set(found["kinds"]) == kinds[kind]

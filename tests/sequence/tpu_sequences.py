@@ -46,5 +46,5 @@ def compile_kind(
         "sent": sum(map(ring_bytes, found)),
         "kinds": sorted({c.kind for c in found}),
         "kernels": text.count("tpu_custom_call"),
-        "temp": sizes.temp_size_in_bytes,
+        "peak": sizes.peak_memory_in_bytes,
     }
