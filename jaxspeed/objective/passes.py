@@ -23,6 +23,7 @@ from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.placement.paths import listed
+from jaxspeed.sequence_parallel import SequenceSettings, sequences
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
@@ -40,6 +41,7 @@ class TraceContext:
     train: bool = True
     # Of parameters whose ranges of layers are leaves: (path, number of layers) of each.
     ranges: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
+    sequence: SequenceSettings = field(default_factory=SequenceSettings)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class PartContext:
       layout: of activations at shard boundaries.
       units: those by which the program is evaluated; None for none.
       also: axes that shard the samples of this part beside those of all samples.
+      sequence: how the axis `seq` shards sequences.
     """
 
     mesh: Mesh
@@ -59,6 +62,7 @@ class PartContext:
     layout: ActivationLayout
     units: Units | None
     also: tuple[str, ...] = ()
+    sequence: SequenceSettings = field(default_factory=SequenceSettings)
 
 
 def prune(program: LossProgram, context: TraceContext) -> LossProgram:
@@ -167,7 +171,7 @@ def draws(program: LossProgram, context: PartContext) -> LossProgram:
 
 
 def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
-    """Insert the constraints of tensor parallelism."""
+    """Insert the constraints of tensor parallelism and of sequences, and shard attention."""
     return program.rewritten(
         with_boundary_constraints(
             program.closed.jaxpr,
@@ -177,6 +181,7 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
             context.mesh,
             context.layout,
             context.units.of if context.units else lambda eqn: None,
+            sequences(program.positions, context.sequence, context.also),
         )
     )
 
