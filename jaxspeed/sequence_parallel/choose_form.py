@@ -10,45 +10,14 @@ forward pass, in units of N head_dim elements:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.ops.attention_call import AttentionForm
-from jaxspeed.ops.sequence_attention import Kind, Layout, SequenceForm
+from jaxspeed.ops.sequence_attention import Kind, Layout, SequenceForm, refusal
 from jaxspeed.sequence_parallel.settings import SequenceSettings
 
 SHORT = 256  # tokens of a device: with fewer a ring's hops take as long as their latency
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of a tensor shard, and the devices of the axis."""
-
-    query: int
-    key: int
-    devices: int
-
-    def exchanges_heads(self, group: int) -> bool:
-        """Whether groups of so many devices can exchange heads: Ulysses'."""
-        keys = self.key % group == 0 or group % self.key == 0
-        return self.query % group == 0 and keys
-
-    @property
-    def group(self) -> int:
-        """The largest groups of `both`; 1 if there are none."""
-        sizes = (n for n in range(self.devices // 2, 1, -1) if self.devices % n == 0)
-        return next(filter(self.exchanges_heads, sizes), 1)
-
-    def received(self, kind: Kind) -> float:
-        """What a device receives in the forward pass, in tokens x head_dim."""
-        devices, group = self.devices, self.devices if kind == "ulysses" else self.group
-        if kind in ("gather", "ring"):
-            return 2 * self.key * (1 - 1 / devices)
-        keys = max(self.key, group)
-        by_group = (2 * self.query + 2 * keys) / devices * (1 - 1 / group)
-        return by_group + 2 * keys / group * (1 - group / devices)
 
 
 def choose_form(
@@ -61,61 +30,51 @@ def choose_form(
 ) -> tuple[SequenceForm, str]:
     """How an attention of q [batch, seq, heads, head_dim] and such k runs, and why.
 
-    Raises ConfigError if the config asks for a kind that it cannot have.
+    Raises ConfigError if the config asks for a kind or a layout that it cannot have.
     """
-    split = q[2] % tensor == 0 == k[2] % tensor
-    heads = Heads(*((n // tensor if split else n) for n in (q[2], k[2])), devices)
     layout: Layout = "zigzag" if settings.layout == "zigzag" else "contiguous"
-    asked = settings.kind
+    groups = [n for n in range(devices // 2, 1, -1) if devices % n == 0]
+    every = {kind: [SequenceForm(kind, layout)] for kind in _KINDS} | {
+        "both": [SequenceForm("both", layout, n) for n in groups]
+    }
+
+    def why_not(how: SequenceForm) -> str | None:
+        sizes = {"heads": q[2], "seq": q[1], "kv_seq": k[1], "parts": devices, "tensor": tensor}
+        return refusal(form, how, **sizes)
+
+    if settings.kind != "auto":
+        asked = every[settings.kind]
+        found = [how for how in asked if why_not(how) is None]
+        if not found:
+            reason = why_not(asked[0]) if asked else f"seq {devices} has no groups of devices"
+            raise ConfigError(f"parallel.sequence.kind {settings.kind}: {reason}")
+        return found[0], "parallel.sequence.kind"
     if form.rows is not None:
-        if asked not in ("auto", "gather"):
-            raise ConfigError(
-                f"parallel.sequence.kind {asked}: an attention has a mask or a bias that is none "
-                "of causal, window, segments and padding, which only gather computes; write "
-                '"gather", or "auto" to choose for each attention'
-            )
         return SequenceForm("gather", layout), "its mask or bias is a general one"
-    if asked == "auto":
-        kind, why = _least(heads, q[1], k[1])
-    else:
-        kind, why = asked, "parallel.sequence.kind"
-        _refuse(kind, heads)
-    return SequenceForm(kind, layout, heads.group if kind == "both" else 1), why
+
+    split = q[2] % tensor == 0 == k[2] % tensor
+    heads, keys = (n // tensor if split else n for n in (q[2], k[2]))
+    is_long = min(q[1], k[1]) >= SHORT * devices
+    kinds: tuple[Kind, ...] = ("ulysses", "both", "ring") if is_long else ("ulysses", "gather")
+    possible = [how for kind in kinds for how in every[kind] if why_not(how) is None]
+    if not possible:
+        possible = every["gather"]
+    received = {how: _received(heads, keys, devices, how.group(devices)) for how in possible}
+    best = min(possible, key=received.__getitem__)
+    parts = [f"{_name(how)} {bytes_:.3g}" for how, bytes_ in received.items()]
+    short = "" if is_long else f"; fewer than {SHORT} tokens a device make no ring"
+    return best, f"received, in tokens x head_dim: {', '.join(parts)}{short}"
 
 
-def _least(heads: Heads, queries: int, keys: int) -> tuple[Kind, str]:
-    """The kind that receives least."""
-    devices = heads.devices
-    all_keys: Kind = "ring" if min(queries, keys) >= SHORT * devices else "gather"
-    possible: list[Kind] = [all_keys]
-    if heads.group > 1 and all_keys == "ring":
-        possible.insert(0, "both")
-    if heads.exchanges_heads(devices):
-        possible.insert(0, "ulysses")
-    kind = min(possible, key=heads.received)
-    others = ", ".join(
-        f"{other} {heads.received(other):.3g}" for other in possible if other != kind
-    )
-    why = f"a device receives {heads.received(kind):.3g} x tokens x head_dim"
-    if others:
-        return kind, f"{why} ({others})"
-    of = f"{heads.query} heads and {heads.key} key heads over {devices} devices"
-    short = "" if all_keys == "ring" else f", and fewer than {SHORT} tokens a device"
-    return kind, f"{of} cannot be exchanged{short}; {why}"
+_KINDS: tuple[Kind, ...] = ("gather", "ring", "ulysses")
 
 
-def _refuse(kind: Kind, heads: Heads) -> None:
-    """Raise ConfigError for heads that the axis does not divide."""
-    devices, given = heads.devices, f"{heads.query} query heads and {heads.key} key heads"
-    if kind == "ulysses" and not heads.exchanges_heads(devices):
-        fits = [n for n in range(1, devices) if heads.exchanges_heads(n)]
-        raise ConfigError(
-            f"parallel.sequence.kind ulysses: {given} (of a tensor shard) cannot be exchanged over "
-            f"mesh.seq {devices}; mesh.seq {max(fits)} can, or write "
-            f'"{"both" if heads.group > 1 else "ring"}"'
-        )
-    if kind == "both" and heads.group == 1:
-        raise ConfigError(
-            f"parallel.sequence.kind both: no groups of 2 to {math.ceil(devices / 2)} of mesh.seq "
-            f'{devices} devices can exchange {given} (of a tensor shard); write "ring" or "gather"'
-        )
+def _name(how: SequenceForm) -> str:
+    return f"both in groups of {how.ulysses}" if how.kind == "both" else how.kind
+
+
+def _received(heads: int, keys: int, devices: int, group: int) -> float:
+    """What a device receives in the forward pass, with groups of so many that exchange heads."""
+    keys = max(keys, group)
+    exchanged = (2 * heads + 2 * keys) / devices * (1 - 1 / group)
+    return exchanged + 2 * keys / group * (1 - group / devices)

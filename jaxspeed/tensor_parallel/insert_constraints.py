@@ -24,6 +24,7 @@ from jaxspeed.axes import EXPERT, SEQ, TENSOR
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
+from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.tensor_parallel.activation_layout import (
@@ -287,7 +288,9 @@ class _Boundaries(Rewriter[bool]):
         if attend is None:
             return False
         operands = [program.as_traced(v, eqn) for v in eqn.invars]
-        program.replace(eqn.outvars, program.splice(attend, operands, eqn))
+        at = eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(SEQUENCE_SCOPE))
+        like = eqn.replace(source_info=at)
+        program.replace(eqn.outvars, program.splice(attend, operands, like))
         return True
 
     # -- around experts ---------------------------------------------------------------------------

@@ -41,7 +41,9 @@ def main(address: str, processes: int, index: int, data: int, seq: int) -> None:
     mesh = build_mesh({"data": data, "seq": seq})
 
     def shardings(batch: Batch) -> dict[str, NamedSharding]:
-        return {k: NamedSharding(mesh, spec) for k, spec in batch_specs(batch, {}, mesh.shape).items()}
+        return {
+            k: NamedSharding(mesh, spec) for k, spec in batch_specs(batch, {}, mesh.shape).items()
+        }
 
     gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
     batches, here = [], set()

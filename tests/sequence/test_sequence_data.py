@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"data": 2, "seq": 4}
 
 
-@pytest.mark.parametrize("arrays", ["", "segment_ids", "segment_ids mask", "segment_ids positions mask"])
+@pytest.mark.parametrize(
+    "arrays", ["", "segment_ids", "segment_ids mask", "segment_ids positions mask"]
+)
 def test_inputs_and_targets_are_those_of_the_loss(arrays):
     rng = np.random.default_rng(0)
     batch = {"tokens": rng.integers(0, 50, (3, 17)).astype(np.int32)}
@@ -95,7 +97,9 @@ def test_a_dim_that_the_axis_does_not_divide_enters_unsharded():
 
 def test_a_batch_without_positions_is_refused_with_what_to_write():
     images = shapes(images=("float32", (8, 32, 32, 3)), labels=("int32", (8,)))
-    with pytest.raises(BatchError, match=r'mesh\.seq is 4, and no array.*sequence\.dims: \{"images"'):
+    with pytest.raises(
+        BatchError, match=r'mesh\.seq is 4, and no array.*sequence\.dims: \{"images"'
+    ):
         check_sequence_dims(images, {}, SIZES)
     check_sequence_dims(images, {"images": 1}, SIZES)
     check_sequence_dims(images, {}, {"seq": 1})
