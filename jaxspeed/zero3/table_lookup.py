@@ -19,6 +19,8 @@ from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.sharded_param import ShardedParam
 
+SCOPE = "table_lookup"  # the named scope of its exchanges
+
 
 def looks_up(eqn: Any, stored: ShardedParam, samples: int | None) -> bool:
     """Whether a `gather` takes full rows of a column-sharded table for a batch of `samples`.
@@ -50,10 +52,11 @@ def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) ->
         on_device(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
     )
     columns, positions, rows = _shardings(eqn, stored, sharded)
-    found = constrain(found, columns, "lookup.columns")
-    if positions is not None:
-        found = constrain(found, positions, "lookup.positions")
-    found = constrain(found, rows, "lookup.rows")
+    with jax.named_scope(SCOPE):
+        found = constrain(found, columns, "lookup.columns")
+        if positions is not None:
+            found = constrain(found, positions, "lookup.positions")
+        found = constrain(found, rows, "lookup.rows")
     return unpad(found, out)
 
 
