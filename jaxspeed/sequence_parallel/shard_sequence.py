@@ -17,6 +17,7 @@ from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.ops.sequence_attention import over_sequence
 from jaxspeed.sequence_parallel.choose_form import choose_form
 from jaxspeed.sequence_parallel.settings import SequenceSettings
+from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.tensor_parallel.insert_constraints import Sequences
 
 
@@ -30,7 +31,7 @@ def sequences(
         form, free = form_of(eqn), free_axes()
         if form is None or not sharded[0] or free.get(SEQ, 1) == 1:
             return None
-        q, k = (v.aval.shape for v in eqn.invars[:2])
+        q, k = map(shape_of, eqn.invars[:2])
         how, _ = choose_form(form, q, k, settings, free[SEQ], free.get(TENSOR, 1))
         return partial(over_sequence, form, how, body_of(eqn))
 
