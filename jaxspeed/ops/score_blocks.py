@@ -172,12 +172,12 @@ class ScoreBlocks:
 
     def seen_by_queries(self, segments: Segments | None) -> Any:
         """[batch, blocks of queries] twice: the range of blocks of keys of their segments."""
-        return None if segments is None else _ranges(self._overlap(segments))
+        return None if segments is None else _ranges(self.overlap(segments))
 
     def seen_by_keys(self, segments: Segments | None) -> Any:
-        return None if segments is None else _ranges(self._overlap(segments).swapaxes(1, 2))
+        return None if segments is None else _ranges(self.overlap(segments).swapaxes(1, 2))
 
-    def _overlap(self, segments: Segments) -> jax.Array:
+    def overlap(self, segments: Segments) -> jax.Array:
         """[batch, blocks of queries, blocks of keys], False where no id can be equal."""
         q, kv = self.ids(segments)
         q = q.reshape(len(q), self.blocks_q, self.block_q)

@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.ops import row_blocks
+from jaxspeed.ops import row_blocks, splash
 from jaxspeed.ops.mask import Mask, Segments
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.support.covering import covering
@@ -136,3 +137,48 @@ def test_blocks_of_rows_in_narrow_types(monkeypatch):
     monkeypatch.setattr(row_blocks, "LARGEST", 50)
     run = functools.partial(errors, row_blocks, "the second of three shards", **DOCUMENTS)
     assert max(run(dtype="bfloat16")) < 4 * 2.0**-9
+
+
+@pytest.mark.parametrize(("form", "split"), CASES)
+def test_parts_of_the_keys_by_splash(form, split):
+    assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
+
+
+LENGTHS = [(640, 640), (384, 640), (640, 384), (3072, 1024)]
+
+
+@pytest.mark.parametrize("sides", [None, (None, 0), (199, 0), (139, 139), (0, 0)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_tables_by_formula_equal_those_of_splash(lengths, sides):
+    from jax.experimental.pallas.ops.tpu import splash_attention as own
+
+    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), "float32") for n in lengths)
+    causal, window = sides is not None and sides[1] == 0, None
+    if sides is not None and sides[0] is not None:
+        window = sides[0] + 1
+    if sides == (0, 0):
+        causal = False
+    found = splash._tables(q, k, None, Mask(causal, window), None)
+    found = found.kernel(False, attn_logits_soft_cap=None)
+    mask = own.FullMask(lengths) if sides is None else own.LocalMask(lengths, sides, 0)
+    given = {"block_sizes": found.kwargs["block_sizes"], "head_shards": 1, "q_seq_shards": 1}
+    wanted = own.make_splash_mha(own.MultiHeadMask([mask] * 4), **given)
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+        for field, x in getattr(wanted, name)._asdict().items():
+            y = getattr(getattr(found, name), field)
+            assert (x is None) == (y is None), (name, field)
+            if x is not None:
+                assert x.dtype == y.dtype and np.array_equal(x, y), (name, field)
+    options = [{**each.kwargs, "mask_function": None} for each in (found, wanted)]
+    assert options[0] == options[1]
+
+
+@pytest.mark.parametrize("offset", [None, jnp.int32(2**19)])
+def test_a_million_tokens_trace_in_seconds(offset):
+    x = jax.ShapeDtypeStruct((1, 2**20, 1, 128), jnp.bfloat16)
+    sums = jax.ShapeDtypeStruct((1, 1, 2**20), jnp.float32)
+    form = {"mask": Mask(True, None), "scale": 1.0, "offset": offset}
+    start = time.process_time()
+    jax.eval_shape(functools.partial(splash.forward, **form), x, x, x, None)
+    jax.eval_shape(functools.partial(splash.backward, **form), x, x, x, None, x, sums, x)
+    assert time.process_time() - start < 10
