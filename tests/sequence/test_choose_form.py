@@ -61,7 +61,7 @@ def test_a_general_mask_is_gathered():
 @pytest.mark.parametrize("kind", ["gather", "ulysses", "ring", "both"])
 def test_the_config_decides(kind):
     how, why = chosen(32, 8, 8, kind)
-    assert how.kind == kind and why == "parallel.sequence.kind"
+    assert how.kind == kind and why == "parallel.sequence.kind says so"
     assert how.ulysses == (4 if kind == "both" else 1)
 
 

@@ -6,77 +6,49 @@ Each constraint that keeps it so is needed: dropped, a check fails.
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import jaxspeed
 from jaxspeed.hlo.cost import cost
 from jaxspeed.hlo.parser import parse
 from jaxspeed.hlo.sequence_exchanges import sequence_exchanges
+from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.tensor_parallel import insert_constraints
 from jaxspeed.zero3 import sharded_param, table_lookup
 from tests.sequence import test_shard_sequence as models
 from tests.sequence.programs import Sharded, mesh_of
 
-WIDTH, SEQ, VOCAB = 16, 256, 24
+SEQ, WIDTH = 512, 64
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+def gathered() -> list[int]:
+    """The sizes of the activations that a step of a small Llama under ZeRO 3 gathers over `seq`.
 
-    def __call__(self, x):
-        return x + self.down(jax.nn.gelu(self.up(x)))
-
-
-class PerToken(nnx.Module):
-    """A model in which no token sees another one."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def loss(model: Any, batch: Any) -> jax.Array:
-    logits = model(batch["tokens"][:, :-1])
-    targets = batch["tokens"][:, 1:]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def compiled(stage: int) -> Any:
+    Without attention's. All are larger than the largest parameter.
+    """
     config = {
+        "model": {"family": "llama", "preset": "tiny", "config": SIZES},
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "gradient_clipping": 0.0,
-        "mesh": {"data": 2, "seq": 2},
+        "mesh": {"data": 2, "seq": 2, "tensor": 2},
+        "parallel": {"sequence_parallel_activations": True},
     }
-    engine = jaxspeed.initialize(PerToken, loss, config, devices=jax.devices()[:4])
-    return engine.compiled({"tokens": np.zeros((2, SEQ + 1), np.int32)})
-
-
-def activations(report: Any) -> set[str]:
-    """The kinds of collectives over `seq` of at least a device's positions x features.
-
-    ZeRO's are smaller: no parameter has as many elements.
-    """
-    return {
-        one.kind
+    engine = jaxspeed.initialize(config=config)
+    report = engine.compiled({"tokens": np.zeros((2, SEQ + 1), np.int32)})
+    return [
+        one.elements
         for one in report.collectives
-        if "seq" in one.axes and one.elements >= SEQ * WIDTH // 2 and one.dtype == "f32"
-    }
+        if one.kind == "all-gather"
+        and "seq" in one.axes
+        and one.dtype == "f32"
+        and one.elements > SIZES["vocab_size"] * WIDTH
+        and SEQUENCE_SCOPE not in one.site
+    ]
 
 
 @pytest.fixture
@@ -90,20 +62,18 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> Any:
     return drop
 
 
-def test_a_model_of_single_tokens_gathers_no_activation():
-    found = compiled(3)
-    assert found.over_sequence == ()
-    assert activations(found) == {"all-to-all"}  # the looked-up columns
+def test_no_activation_is_gathered_but_by_attention():
+    assert gathered() == []
 
 
 def test_without_their_sum_gradients_gather_what_they_are_sums_of(dropped):
     dropped(sharded_param, "unit.sum")
-    assert "all-gather" in activations(compiled(3))
+    assert gathered()
 
 
 def test_without_a_step_by_positions_a_lookup_is_gathered(dropped):
     dropped(table_lookup, "lookup.positions")
-    assert "all-gather" in activations(compiled(3))
+    assert gathered()
 
 
 def flops() -> int:
