@@ -13,8 +13,10 @@ class SequenceSettings:
       kind: how attention runs over the axis; `auto` is chosen for each attention.
       layout: the order of tokens over the devices.
       dims: {name of an array of the batch: its sequence dim}, for arrays that are not of tokens.
+      shards: whether sequences are sharded at all: those of generation are replicated.
     """
 
     kind: Literal["auto", "gather", "ulysses", "ring", "both"] = "auto"
     layout: Literal["auto", "contiguous", "zigzag"] = "auto"
     dims: Mapping[str, int] = field(default_factory=dict)
+    shards: bool = True
