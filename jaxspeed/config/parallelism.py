@@ -22,7 +22,7 @@ from jaxspeed.config.types import (
     lower,
     section,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured
+from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 
 def _axis_size(value: Any) -> Any:
@@ -120,12 +120,11 @@ class SequenceParallel(Section):
         "time.",
         unless=NO_SEQUENCE,
     )
-    layout: SequenceLayout = honoured(
+    layout: SequenceLayout = refused(
         "auto",
-        'Which positions a device has: "contiguous", a range of them; "zigzag", two, one from '
-        "each end, so that a causal mask leaves all devices equal work, where nothing but "
-        'attention mixes positions; "auto", zigzag where it is faster.',
-        unless=NO_SEQUENCE,
+        "Each device has a range of positions, and zig-zag is not built. Under a causal mask all "
+        'devices have equal work with parallel.sequence.kind "ulysses".',
+        "contiguous",
     )
     dims: dict[Text, Count] = honoured(
         {},
