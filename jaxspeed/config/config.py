@@ -159,8 +159,9 @@ class Config(Settings):
     @property
     def reduction_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
         """The dtype in which gradients are reduced, from all keys for it; None: as computed."""
-        of_sequences = self.seq_parallel_communication_data_type if self.mesh.seq != 1 else None
-        return of_sequences or self.communication_data_type
+        key = "seq_parallel_communication_data_type"
+        of_sequences = self.mesh.seq != 1 and key in self.model_fields_set
+        return getattr(self, key if of_sequences else "communication_data_type")  # type: ignore[no-any-return]
 
     @property
     def quantize(self) -> Quantize | None:

@@ -194,7 +194,11 @@ def _tensor(settings: Settings) -> Iterator[Problem]:
 
 def _sequence(settings: Settings) -> Iterator[Problem]:
     kind, layout = settings.parallel.sequence.kind, "parallel.sequence.layout"
-    if settings.mesh.seq != 1 and kind == "ulysses" and settings.parallel.sequence.layout == "zigzag":
+    if (
+        settings.mesh.seq != 1
+        and kind == "ulysses"
+        and settings.parallel.sequence.layout == "zigzag"
+    ):
         works = (
             "With Ulysses a device has all positions of its heads, so that contiguous ones are "
             'equal work: write "auto", or kind "ring" or "gather".'

@@ -127,10 +127,10 @@ class SequenceParallel(Section):
         'attention mixes positions; "auto", zigzag where it is faster.',
         unless=NO_SEQUENCE,
     )
-    dims: dict[Text, Count | None] = honoured(
+    dims: dict[Text, Count] = honoured(
         {},
-        "The dim of positions of arrays of the batch, by their names; null for none. By default it "
-        "is dim 1 of integers [batch, seq], and of other arrays in which dim 1 is as long.",
+        "The dim of positions of arrays of the batch, by their names. By default it is dim 1 of "
+        "integers [batch, seq], and of other arrays in which dim 1 is as long.",
         unless=NO_SEQUENCE,
     )
 

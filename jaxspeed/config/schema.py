@@ -277,10 +277,9 @@ class Settings(Lenient):
         "Gradients are reduced in this dtype under stage 3 and where they are reduced once per "
         "step; otherwise in the dtype that the backward pass computes.",
     )
-    seq_parallel_communication_data_type: Dtype | None = approximated(
-        None,
-        "With mesh.seq it takes the place of communication_data_type; DeepSpeed's default is fp32, "
-        "here it is communication_data_type.",
+    seq_parallel_communication_data_type: Dtype = approximated(
+        "fp32",
+        "Where it is set, and mesh.seq is above 1, it takes the place of communication_data_type.",
         unless=NO_SEQUENCE,
     )
     prescale_gradients: Flag = approximated(False, _DIVISION)

@@ -23,7 +23,7 @@ from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.placement.paths import listed
-from jaxspeed.sequence_parallel import SequenceSettings
+from jaxspeed.sequence_parallel import SequenceSettings, sequences
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
@@ -171,7 +171,7 @@ def draws(program: LossProgram, context: PartContext) -> LossProgram:
 
 
 def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
-    """Insert the constraints of tensor parallelism."""
+    """Insert the constraints of tensor parallelism and of sequences, and shard attention."""
     return program.rewritten(
         with_boundary_constraints(
             program.closed.jaxpr,
@@ -181,6 +181,7 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
             context.mesh,
             context.layout,
             context.units.of if context.units else lambda eqn: None,
+            sequences(program.positions, context.sequence, context.also),
         )
     )
 

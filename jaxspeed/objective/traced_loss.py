@@ -23,6 +23,7 @@ from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.passes import TraceContext, before_split
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to
+from jaxspeed.placement.batch_dims import sequence_dims
 from jaxspeed.placement.paths import listed
 from jaxspeed.sequence_parallel import SequenceSettings
 from jaxspeed.train_state.state import Arrays
@@ -179,15 +180,18 @@ class LossTraces:
             for path in sorted(variables)
             for _ in jax.tree.leaves(variables[path])
         }
+        arrays = [next(inputs) for _ in jax.tree.leaves(batch)]
+        dims = zip(arrays, sequence_dims(batch, self._sequence.dims), strict=True)
         program = LossProgram(
             closed,
             parameters,
-            [next(inputs) for _ in jax.tree.leaves(batch)],
+            arrays,
             jax.tree.structure((loss, written)),
             of_variables,
             self._unit_patterns,
             form.is_sum,
             form.own_axes,
+            {v: dim for v, dim in dims if dim is not None},
         )
         adapters = getattr(self._model, "adapters", {})
         context = TraceContext(self._autocast, adapters, train, self._ranges, self._sequence)

@@ -11,7 +11,7 @@ from jaxspeed.axes import position_axes, product, sample_axes
 from jaxspeed.errors import BatchError
 from jaxspeed.placement.paths import flat_with_paths, listed
 
-Named = Mapping[str, int | None]  # the dim of positions by the name of an array; None: it has none
+Named = Mapping[str, int]  # the dim of positions, by the name of an array
 
 
 def sequence_dims(batch: Any, named: Named) -> list[int | None]:
@@ -49,10 +49,10 @@ def check_sequence_dims(batch: Any, named: Named, sizes: Mapping[str, int]) -> N
     arrays, key = flat_with_paths(batch), "parallel.sequence.dims"
     for name, dim in named.items():
         found = {path: x for path, x in arrays.items() if _names(name, path)}
-        if not found and dim is not None:
+        if not found:
             raise BatchError(f"{key} names {name!r}; the batch has {listed(list(arrays))}")
         for path, x in found.items():
-            if dim is not None and not 0 < dim < len(x.shape):
+            if not 0 < dim < len(x.shape):
                 raise BatchError(
                     f"{key} has {dim} for {name!r}, and {path} is {list(x.shape)}: its positions "
                     f"are one of the dims after the samples, 1 to {len(x.shape) - 1}"

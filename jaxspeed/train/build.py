@@ -36,6 +36,7 @@ from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, wit
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.quantization.choose_codecs import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
+from jaxspeed.sequence_parallel import SequenceSettings
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
@@ -149,6 +150,7 @@ def build_program(
         config.recompute,
         exchange,
         autocast_of(config, table),
+        SequenceSettings(**config.parallel.sequence.model_dump()),
     )
     build = functools.partial(build_program, saved=saved) if saved else build_program
     update_device = _update_device_of(config)
