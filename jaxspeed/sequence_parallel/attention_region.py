@@ -25,6 +25,7 @@ from jaxspeed.jaxpr.primitives import (
     RESHAPES,
 )
 from jaxspeed.jaxpr.traverse import bodies, is_var
+from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 Dim = tuple[int, ...] | None  # the atoms of a dim, outermost first; None: constant along it
 Dims = tuple[Dim, ...]
@@ -188,7 +189,7 @@ class Region:
         level = self.level
         product = level.eqns[self.first]
         (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = product.params["dimension_numbers"]
-        shapes = [v.aval.shape for v in product.invars]
+        shapes = [shape_of(v) for v in product.invars]
         self.lhs = tuple(map(self.atoms.new, shapes[0]))
         pairs = dict(zip((*rhs_sum, *rhs_batch), (*lhs_sum, *lhs_batch), strict=True))
         self.rhs = tuple(
@@ -278,7 +279,7 @@ class Region:
         if name in ("reduce_max", "reduce_sum"):
             return [self._reduced(eqn)]
         own = self.dims.get(eqn.invars[0], None)
-        shape, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
         if own is not None:
             if name == "transpose":
                 return [tuple(own[int(d)] for d in eqn.params["permutation"])]
@@ -323,24 +324,24 @@ class Region:
         return [self.dims[v] for v in inner.outvars]
 
     def _pointwise(self, eqn: JaxprEqn) -> Dims:
-        shape = eqn.outvars[0].aval.shape
+        shape = shape_of(eqn.outvars[0])
         made: list[Dim] = [None if n != 1 else () for n in shape]
         for v in eqn.invars:
-            if not is_var(v) or v not in self.dims or not v.aval.shape:
+            if not is_var(v) or v not in self.dims or not shape_of(v):
                 continue
             for d, dim in enumerate(self.dims[v]):
                 dim = self.atoms.of(dim)
-                if v.aval.shape[d] == 1 or dim is None:
+                if shape_of(v)[d] == 1 or dim is None:
                     continue
                 if made[d] is None:
                     made[d] = dim
                 elif self.atoms.of(made[d]) != dim:
                     raise NotAttention("scores and probabilities of different dims are combined")
         for v in eqn.invars:
-            if is_var(v) and v not in self.dims and v.aval.shape:
+            if is_var(v) and v not in self.dims and shape_of(v):
                 if v in self.level.drawn and self.exponential and self._has_keys(tuple(made)):
                     raise NotAttention(DROPOUT)
-                self._side(v, tuple(m if n != 1 else () for m, n in zip(made, v.aval.shape)))
+                self._side(v, tuple(m if n != 1 else () for m, n in zip(made, shape_of(v))))
             elif is_var(v) and v not in self.dims:
                 self._side(v, ())
         if eqn.primitive.name in ("exp", "exp2"):
@@ -394,21 +395,21 @@ class Region:
         dims = self.dims[own[0]]
         atoms = frozenset(self.atoms.of(dims[axis]) or ())
         self._contract_keys(atoms, "concatenate")
-        start = sum(v.aval.shape[axis] for v in eqn.invars[: eqn.invars.index(own[0])])
-        more = self.atoms.new(eqn.outvars[0].aval.shape[axis])
+        start = sum(shape_of(v)[axis] for v in eqn.invars[: eqn.invars.index(own[0])])
+        more = self.atoms.new(shape_of(eqn.outvars[0])[axis])
         assert more is not None
         self.extended = frozenset(more)
-        self.within_extended = (start, start + own[0].aval.shape[axis])
+        self.within_extended = (start, start + shape_of(own[0])[axis])
         for v in eqn.invars:
             if is_var(v) and v not in self.dims:
-                side: list[Dim] = [m if n != 1 else () for m, n in zip(dims, v.aval.shape)]
-                side[axis] = None if v.aval.shape[axis] != 1 else ()
+                side: list[Dim] = [m if n != 1 else () for m, n in zip(dims, shape_of(v))]
+                side[axis] = None if shape_of(v)[axis] != 1 else ()
                 self._side(v, tuple(side))
         return tuple(more if d == axis else dim for d, dim in enumerate(dims))
 
     def _sliced(self, eqn: JaxprEqn, own: Dims) -> Dims:
         """The keys' columns of those with sinks."""
-        old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
         changed = [d for d in range(len(old)) if old[d] != new[d]]
         if not changed:
             return own
@@ -441,7 +442,7 @@ class Region:
         )
         theirs = tuple(
             own[pairs[d]] if d in pairs else self.atoms.new(n)
-            for d, n in enumerate(other.aval.shape)
+            for d, n in enumerate(shape_of(other))
         )
         self.features = [theirs[d] for d in range(len(theirs)) if d not in pairs]
         self.values, self.second, self.values_first = (other, theirs), position, mine == 1
@@ -457,7 +458,7 @@ class Region:
 
 
 def candidates(level: Level, anchor: int, limit: int = 200) -> list[int]:
-    """The products from which the operand of an exponential may be computed, nearest first."""
+    """The products from which the operand of an exponential may be computed, in order."""
     found: list[int] = []
     todo, seen = [anchor], {anchor}
     while todo and len(seen) < limit:

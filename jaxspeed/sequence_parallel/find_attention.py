@@ -23,8 +23,10 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jaxspeed.jaxpr.dim_blocks import MixedDim, on_indices
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.primitives import (
+    ATTENTION,
     CHECKPOINTS,
     CONTROL,
     CUSTOM_DERIVATIVE,
@@ -34,7 +36,7 @@ from jaxspeed.jaxpr.primitives import (
     RESHAPES,
 )
 from jaxspeed.jaxpr.rewriter import Atom
-from jaxspeed.jaxpr.slicing import renamed, sub_jaxpr
+from jaxspeed.jaxpr.slicing import read_by, renamed, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
     Body,
     bodies,
@@ -49,6 +51,7 @@ from jaxspeed.jaxpr.traverse import (
 from jaxspeed.ops.attention_call import AttentionForm, Blind, attention_call
 from jaxspeed.ops.mask import Mask
 from jaxspeed.sequence_parallel.attention_region import (
+    ACROSS,
     POINTWISE,
     Atoms,
     Dim,
@@ -74,10 +77,11 @@ from jaxspeed.sequence_parallel.index_expressions import (
     negated,
     of_atom,
     with_dims,
+    with_leaves,
 )
 from jaxspeed.sequence_parallel.mask_forms import MaskForm, mask_form
 from jaxspeed.sequence_parallel.softmax_forms import Exponentials, softmax_form
-from jaxspeed.tensor_parallel.dim_propagation import relations_of
+from jaxspeed.tensor_parallel.dim_propagation import relations_of, shape_of
 
 EXPONENTIALS = ("exp", "exp2")
 
@@ -94,7 +98,7 @@ class LeftAlone:
 
 
 @dataclass(frozen=True)
-class Low:
+class LowProducts:
     """Automatic mixed precision of the products in an attention's own program."""
 
     dtype: Any
@@ -103,7 +107,7 @@ class Low:
 
 
 def with_attention_calls(
-    closed: ClosedJaxpr, low: Low | None = None
+    closed: ClosedJaxpr, low: LowProducts | None = None
 ) -> tuple[Jaxpr, tuple[LeftAlone, ...]]:
     """A program with its attention as calls; and what looks like attention but is left alone."""
     search = _Search(low)
@@ -118,10 +122,10 @@ def with_attention_calls(
 
 @dataclass
 class _Search:
-    low: Low | None
+    low: LowProducts | None
     left_alone: list[LeftAlone] = field(default_factory=list)
 
-    def rewritten(self, jaxpr: Jaxpr, expressions: dict[Var, Expression]) -> Jaxpr:
+    def rewritten(self, jaxpr: Jaxpr, expressions: dict[Atom, Expression]) -> Jaxpr:
         """A program with its attention as calls; the same object if it has none."""
         if not any(contains(eqn, _is_anchor) for eqn in jaxpr.eqns):
             return jaxpr
@@ -175,8 +179,8 @@ class _Search:
                     where = source_info_util.summarize(level.eqns[anchor].source_info)
                     self.left_alone.append(LeftAlone(problem.reason, where))
                 continue
-            found[region.members[-1]] = {*region.members}, eqns
-            taken |= {*region.members}
+            found[call.members[-1]] = {*call.members}, eqns
+            taken |= {*call.members}
             return
 
     def _note_branches(self, eqn: JaxprEqn) -> None:
@@ -189,37 +193,87 @@ class _Search:
                 return
 
     def _entered(self, eqn: JaxprEqn, known: _Known) -> JaxprEqn:
+        """A loop or a checkpoint with its program rewritten.
+
+        What masks depend on outside becomes an operand, where the rewritten program reads it.
+        """
         (body,) = bodies(eqn)
-
-        def new(held: Any) -> Any:
-            expressions = _of_inputs(eqn, body, known)
-            constants = zip(body.jaxpr.constvars, body.consts, strict=False)
-            expressions.update((v, e) for v, x in constants if (e := known_value(x)) is not None)
-            made = self.rewritten(body.jaxpr, expressions)
-            return held if made is body.jaxpr else with_jaxpr(held, made)
-
-        return with_functions(eqn, new)
+        expressions, outer = _of_inputs(eqn, body, known)
+        constants = zip(body.jaxpr.constvars, body.consts, strict=False)
+        expressions.update((v, e) for v, x in constants if (e := known_value(x)) is not None)
+        made = self.rewritten(body.jaxpr, expressions)
+        if made is body.jaxpr:
+            return eqn
+        read = read_by(made)
+        more = {inner: v for v, inner in outer.items() if inner in read}
+        made = made.replace(invars=[*made.invars, *more])
+        if not more:
+            return with_functions(eqn, lambda held: with_jaxpr(held, made))
+        if eqn.primitive.name in CHECKPOINTS:
+            with_more = eqn.replace(invars=[*eqn.invars, *more.values()])
+            return with_functions(with_more, lambda held: with_jaxpr(held, made))
+        return _scan(eqn, body, made, list(more.values()))
 
 
 def _is_anchor(eqn: Any) -> bool:
     return eqn.primitive.name in EXPONENTIALS
 
 
-def _of_inputs(eqn: JaxprEqn, body: Body, known: _Known) -> dict[Var, Expression]:
-    """What is known of the inputs of an inner program: what depends on indices alone."""
-    found: dict[Var, Expression] = {}
-    is_loop = eqn.primitive.name in LOOPS
+def _of_inputs(
+    eqn: JaxprEqn, body: Body, known: _Known
+) -> tuple[dict[Atom, Expression], dict[Atom, Var]]:
+    """What is known of the inputs of an inner program.
+
+    Returns expressions, and for the arrays outside that they depend on the variables inside.
+    """
+    found: dict[Atom, Expression] = {}
+    outer: dict[Atom, Var] = {}
+    name = eqn.primitive.name
     walked = body.num_consts + body.num_carry
+    kept = range(body.num_consts) if name in LOOPS else range(len(body.operands))
+    inside = {body.operands[i]: body.jaxpr.invars[i] for i in kept if is_var(body.operands[i])}
+
+    def within(v: Atom) -> Atom:
+        if not is_var(v):
+            return v
+        return inside.get(v) or outer.setdefault(v, Var(v.aval))
+
     for i, (v, given) in enumerate(zip(body.jaxpr.invars, body.operands, strict=True)):
         e = known(given)
-        if leaves(e) or (is_loop and body.num_consts <= i < walked):
-            continue
-        if is_loop and i >= walked:
-            if 0 in depends(e):
-                continue
-            e = with_dims(e, lambda d: d - 1)
-        found[v] = e
-    return found
+        if i in kept and not isinstance(e, Leaf) and (name != "while" or not leaves(e)):
+            found[v] = with_leaves(e, within)
+        elif name == "scan" and i >= walked and not leaves(e) and 0 not in depends(e):
+            found[v] = with_dims(e, lambda d: d - 1)
+    return found, outer
+
+
+def _scan(eqn: JaxprEqn, body: Body, jaxpr: Jaxpr, more: Sequence[Atom]) -> JaxprEqn:
+    """A scan of a program with more constants, its last inputs."""
+    run, count = as_function(jaxpr, body.consts), body.num_carry
+
+    def scan(*args: Any) -> list[Any]:
+        given, added = args[: len(eqn.invars)], args[len(eqn.invars) :]
+        consts, left = given[: body.num_consts], given[body.num_consts :]
+
+        def step(carry: Any, slices: Any) -> tuple[Any, Any]:
+            outs = run(*consts, *carry, *slices, *added)
+            return outs[:count], outs[count:]
+
+        params = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+        carry, stacked = lax.scan(step, list(left[:count]), list(left[count:]), **params)
+        return [*carry, *stacked]
+
+    operands = [*eqn.invars, *more]
+    shapes = [
+        jax.ShapeDtypeStruct(shape_of(v), v.aval.dtype, weak_type=v.aval.weak_type)
+        for v in operands
+    ]
+    closed = jax.make_jaxpr(scan)(*shapes)
+    (made,) = closed.jaxpr.eqns
+    names = dict(zip(closed.jaxpr.invars, operands, strict=True))
+    return made.replace(
+        invars=renamed(made.invars, names), outvars=eqn.outvars, source_info=eqn.source_info
+    )
 
 
 # -- programs with their calls inlined -------------------------------------------------------------
@@ -270,7 +324,8 @@ class _Flat:
         members = {m for each, _ in found.values() for m in each}
         opened = {self.origins[p] for p in {*changed, *members}}
         results = {v for v in self._names.values() if is_var(v)}
-        for _, eqns in found.values():  # they may read values within other calls
+        new = [*(eqns for _, eqns in found.values()), [level.eqns[p] for p in changed]]
+        for eqns in new:  # they may read values within other calls
             for v in (v for eqn in eqns for v in eqn.invars if is_var(v)):
                 if v in level.producers and v not in results:
                     opened.add(self.origins[level.producers[v]])
@@ -305,7 +360,7 @@ class _Flat:
 class _Known:
     """The expressions of the variables of a program."""
 
-    def __init__(self, level: Level, given: dict[Var, Expression]) -> None:
+    def __init__(self, level: Level, given: dict[Atom, Expression]) -> None:
         self._found = given
         for eqn in level.eqns:
             if len(eqn.outvars) == 1:
@@ -359,7 +414,7 @@ def _reshaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 class _Call:
     """The call that replaces a region."""
 
-    def __init__(self, region: Region, known: _Known, low: Low | None) -> None:
+    def __init__(self, region: Region, known: _Known, low: LowProducts | None) -> None:
         self.region, self.level, self.atoms = region, region.level, region.atoms
         self.known = known
         assert region.second is not None and region.values is not None
@@ -422,13 +477,13 @@ class _Call:
         of_queries = (batch, [position], [*heads, *groups])
         of_keys = (batch, keys, heads)
         out_dims = self._now(self.region.dims[self.out])
-        shapes = [x.aval.shape for x in self.sources]
+        shapes = [shape_of(x) for x in self.sources]
         self.arrays = [
             _Array(shapes[0], q, (*of_queries, inner), atoms),
             _Array(shapes[1], k, (*of_keys, inner), atoms),
             _Array(shapes[2], v, (*of_keys, features), atoms),
         ]
-        self.result = _Array(self.out.aval.shape, out_dims, (*of_queries, features), atoms)
+        self.result = _Array(shape_of(self.out), out_dims, (*of_queries, features), atoms)
         if self.result.missing:
             raise NotAttention("the result lacks a dim of the queries", reported=False)
 
@@ -439,11 +494,11 @@ class _Call:
         while (eqn := self.level.producer(at)) is not None and len(eqn.invars) == 1:
             name, before = eqn.primitive.name, eqn.invars[0]
             chain.append(eqn)
-            if name == "broadcast_in_dim" and before.aval.shape and is_var(before):
+            if name == "broadcast_in_dim" and shape_of(before) and is_var(before):
                 places = [int(d) for d in eqn.params["broadcast_dimensions"]]
-                shape = eqn.outvars[0].aval.shape
-                kept = [shape[p] == n for p, n in zip(places, before.aval.shape, strict=True)]
-                added = math.prod(shape) != math.prod(before.aval.shape)
+                shape = shape_of(eqn.outvars[0])
+                kept = [shape[p] == n for p, n in zip(places, shape_of(before), strict=True)]
+                added = math.prod(shape) != math.prod(shape_of(before))
                 now = tuple(now[p] if same else () for p, same in zip(places, kept, strict=True))
                 if added:
                     return before, now, chain[::-1]
@@ -452,7 +507,7 @@ class _Call:
                 now = tuple(now[order.index(i)] for i in range(len(order)))
             elif (name in RESHAPES or name == "squeeze") and is_var(before):
                 try:
-                    now = self.atoms.regrouped(at.aval.shape, now, before.aval.shape)
+                    now = self.atoms.regrouped(shape_of(at), now, shape_of(before))
                 except NotAttention:
                     break
             else:
@@ -469,7 +524,7 @@ class _Call:
 
     # -- types -------------------------------------------------------------------------------------
 
-    def _dtypes(self, low: Low | None) -> None:
+    def _dtypes(self, low: LowProducts | None) -> None:
         """The dtype of the call's operands and result, that of its own equations or exact casts."""
         dtypes = [v.aval.dtype for v in self.sources]
         common = reduce(jnp.promote_types, dtypes)
@@ -602,10 +657,10 @@ class _Call:
             for v, e in rebuilt.items():
                 dims = [a for dim in sides[v] for a in dim or ()]
                 x = evaluate_expression(e, dims, self.atoms.sizes, by_leaf.__getitem__)
-                shape = [n if dim else 1 for n, dim in zip(v.aval.shape, sides[v], strict=True)]
+                shape = [n if dim else 1 for n, dim in zip(shape_of(v), sides[v], strict=True)]
                 full = [self.atoms.sizes[a] for a in dims]
                 x = jnp.broadcast_to(jnp.asarray(x, v.aval.dtype), full).reshape(shape)
-                values.append(jnp.broadcast_to(x, v.aval.shape))
+                values.append(jnp.broadcast_to(x, shape_of(v)))
             return values
 
         return list(rebuilt), values_of
@@ -641,7 +696,7 @@ class _Call:
         def operands(*values: Any) -> list[Any]:
             value_of = dict(zip(variables, values, strict=True))
             return [
-                jnp.arange(x[0].aval.shape[x[3]], dtype=x[0].aval.dtype)
+                jnp.arange(shape_of(x[0])[x[3]], dtype=x[0].aval.dtype)
                 if x[2] is None
                 else _reshaped(value_of[v], x[2])
                 for (v, _), x in given
@@ -649,15 +704,21 @@ class _Call:
 
         def restored(others: Sequence[Any]) -> list[Any]:
             return [
-                lax.broadcast_in_dim(y, x[0].aval.shape, (x[3],))
+                lax.broadcast_in_dim(y, shape_of(x[0]), (x[3],))
                 if x[2] is None
-                else _reshaped(y, x[0].aval.shape)
+                else _reshaped(y, shape_of(x[0]))
                 for (_, x), y in zip(given, others, strict=True)
             ]
 
         rows = tuple(x[1] for _, x in given)
         form = AttentionForm(1.0, Mask(False, None), rows=rows)
-        return self._written(form, variables, operands, ([x[0] for _, x in given], restored))
+        made = self._written(form, variables, operands, ([x[0] for _, x in given], restored))
+        (call,) = (eqn for eqn in made if eqn.primitive.name == ATTENTION)
+        try:
+            on_indices(call.params["jaxpr"], (1, None, None, *rows))
+        except MixedDim as problem:
+            raise NotAttention(ACROSS.format(problem)) from None
+        return made
 
     def _sink(self, atom: Any, dims: Dims) -> Any:
         """An operand as the body has it: computed there if queries and keys meet in it."""
@@ -675,7 +736,7 @@ class _Call:
             return inner
         shape: list[int] = []
         row = None
-        for n, dim in zip(v.aval.shape, dims, strict=True):
+        for n, dim in zip(shape_of(v), dims, strict=True):
             if dim is not None and self.position in dim:
                 row = len(shape) + dim.index(self.position)
                 shape += [self.atoms.sizes[a] for a in dim]
@@ -713,8 +774,8 @@ class _Call:
 
     def _operand_dims(self, eqn: JaxprEqn, dims: Dims) -> list[Dims] | None:
         """The dims of an equation's operands, if each row of its result is of one row of those."""
-        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-        shapes = [x.aval.shape for x in eqn.invars]
+        name, shape = eqn.primitive.name, shape_of(eqn.outvars[0])
+        shapes = [shape_of(x) for x in eqn.invars]
         if name in POINTWISE:
             return [tuple(d if n != 1 else () for d, n in zip(dims, old)) for old in shapes]
         if name == "transpose":
@@ -862,7 +923,7 @@ def _spliced(
     function: Callable[..., Any], operands: Sequence[Any], out: Any, info: Any
 ) -> list[JaxprEqn]:
     """The equations of a function of variables of the program, whose result is `out`."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    shapes = [jax.ShapeDtypeStruct(shape_of(v), v.aval.dtype) for v in operands]
     closed = jax.make_jaxpr(function)(*shapes)
     names: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
     names |= {

@@ -20,8 +20,9 @@ from jax.extend.core import JaxprEqn
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
 from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
-_LARGEST_TABLE = 1 << 26  # elements of a constant that is compared with the formula of a mask
+_LARGEST_TABLE = 1 << 27  # elements of a constant that is compared with the formula of a mask
 _MOST_TERMS = 48  # of an expression; larger ones are arrays of their own
 
 
@@ -117,6 +118,17 @@ def leaves(e: Expression) -> list[Leaf]:
         return [e]
     inner = (e.condition,) if isinstance(e, Choice) else e.operands if isinstance(e, Op) else ()
     return [leaf for each in inner for leaf in leaves(each)]
+
+
+def with_leaves(e: Expression, new: Callable[[Any], Any]) -> Expression:
+    """The expression of `new` of the arrays that this one reads."""
+    if isinstance(e, Leaf):
+        return Leaf(new(e.variable), e.dims)
+    if isinstance(e, Choice):
+        return Choice(with_leaves(e.condition, new), e.if_true, e.if_false)
+    if isinstance(e, Op):
+        return Op(e.name, tuple(with_leaves(x, new) for x in e.operands), e.terms)
+    return e
 
 
 def with_dims(e: Expression, new: Callable[[Any], Any]) -> Expression:
@@ -217,7 +229,9 @@ _UNARY: Mapping[str, Any] = {
 
 def expression_of(eqn: JaxprEqn, given: Sequence[Expression]) -> Expression | None:
     """The expression of an equation's result from those of its operands; None if it has no rule."""
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    name = eqn.primitive.name
+    out: Any = eqn.outvars[0].aval
+    first: Any = eqn.invars[0].aval if eqn.invars else None
     if len(eqn.outvars) != 1 or not hasattr(out, "shape"):
         return None
     if name == "iota":
@@ -228,16 +242,16 @@ def expression_of(eqn: JaxprEqn, given: Sequence[Expression]) -> Expression | No
     if name in _LAYOUT:
         return _LAYOUT[name](eqn, given[0])
     if name == "convert_element_type":
-        return _converted(given[0], eqn.invars[0].aval, out)
+        return _converted(given[0], first, out)
     made = None
     if name in _COMPARE:
-        made = _compared(name, *given)
-    elif name == "select_n" and eqn.invars[0].aval.dtype != bool:
+        made = _compared(name, given[0], given[1])
+    elif name == "select_n" and first.dtype != bool:
         return None
     elif name in ("and", "or", "not", "xor", "select_n") or out.dtype == bool:
         made = _boolean(name, given, out)
     if made is None and name in _ARITHMETIC:
-        made = _computed(name, *given, out)
+        made = _computed(name, given[0], given[1], out)
     if made is None and name in _UNARY:
         made = _unary(name, given[0], out)
     if made is None and name == "integer_pow":
@@ -402,20 +416,18 @@ def _boolean(name: str, given: Sequence[Expression], out: Any) -> Expression | N
 
 
 def _broadcast(eqn: JaxprEqn, e: Expression) -> Expression | None:
-    old, places = eqn.invars[0].aval.shape, eqn.params["broadcast_dimensions"]
+    old, places = shape_of(eqn.invars[0]), eqn.params["broadcast_dimensions"]
     if len(eqn.invars) != 1:
         return None
-    new = eqn.outvars[0].aval.shape
+    new = shape_of(eqn.outvars[0])
     return _moved(e, {d: int(p) if old[d] == new[p] else None for d, p in enumerate(places)})
 
 
 def _moved(e: Expression, places: Mapping[int, int | None]) -> Expression:
     """Dims at new places; those of size 1, whose index is 0, have None."""
     if isinstance(e, Affine):
-        return Affine(
-            tuple(sorted((places[d], f) for d, f in e.factors if places[d] is not None)),  # type: ignore[misc]
-            e.constant,
-        )
+        kept = ((places[d], f) for d, f in e.factors if places[d] is not None)
+        return Affine(tuple(sorted(kept)), e.constant)
     if isinstance(e, Leaf):
         return Leaf(e.variable, tuple(None if d is None else places[d] for d in e.dims))
     if isinstance(e, AtLeastZero):
@@ -435,13 +447,13 @@ def _transpose(eqn: JaxprEqn, e: Expression) -> Expression:
 
 def _squeeze(eqn: JaxprEqn, e: Expression) -> Expression:
     gone = {int(d) for d in eqn.params["dimensions"]}
-    kept = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in gone]
+    kept = [d for d in range(len(shape_of(eqn.invars[0]))) if d not in gone]
     return _moved(e, dict.fromkeys(gone) | {d: i for i, d in enumerate(kept)})
 
 
 def _reshape(eqn: JaxprEqn, e: Expression) -> Expression | None:
     """Reshapes that add or remove dims of size 1."""
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if eqn.params.get("dimensions") is not None:
         return None
     places: dict[int, int | None] = dict.fromkeys(range(len(old)))
@@ -455,13 +467,13 @@ def _reshape(eqn: JaxprEqn, e: Expression) -> Expression | None:
 def _slice(eqn: JaxprEqn, e: Expression) -> Expression | None:
     """Slices of what follows from indices alone."""
     if leaves(e):
-        old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
         moved = {d for d in range(len(old)) if old[d] != new[d]}
         return None if moved & depends(e) else e
     start = eqn.params["start_indices"]
     strides = eqn.params["strides"] or (1,) * len(start)
     shifted = _shifted(e, start, strides)
-    sizes = eqn.outvars[0].aval.shape
+    sizes = shape_of(eqn.outvars[0])
     places = {d: d if n != 1 else None for d, n in enumerate(sizes)}
     return None if shifted is None else _moved(shifted, places)
 
@@ -511,6 +523,8 @@ def known_value(value: Any) -> Expression | None:
         return of_value(value)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) or value.size > _LARGEST_TABLE:
         return None
+    if not getattr(value, "is_fully_addressable", True):
+        return None
     return of_value(value)
 
 
@@ -558,15 +572,22 @@ def _band(x: np.ndarray, wide: Sequence[int]) -> Expression | None:
     a, b = varying
     at = tuple(slice(None) if d in varying else 0 for d in range(x.ndim))
     table = x[at]
-    distance = np.arange(table.shape[0])[:, None] - np.arange(table.shape[1])
-    seen = distance[table]
-    low, high = int(seen.min()), int(seen.max())
-    if not np.array_equal((distance >= low) & (distance <= high), table):
+    rows, columns = np.arange(table.shape[0]), table.shape[1]
+    count = table.sum(1)
+    some = count > 0
+    first, last = table.argmax(1), columns - 1 - table[:, ::-1].argmax(1)
+    low, high = int((rows - last)[some].min()), int((rows - first)[some].max())
+    begin, end = np.maximum(rows - high, 0), np.minimum(rows - low, columns - 1)
+    if not (
+        np.array_equal(count, np.maximum(end - begin + 1, 0))
+        and np.array_equal(first[some], begin[some])
+        and np.array_equal(last[some], end[some])
+    ):
         return None
-    made = TRUE
-    if low > distance.min():
+    made: Expression = TRUE
+    if low > 1 - columns:
         made = both(made, at_least_zero(Affine(((a, 1), (b, -1)), -low)))
-    if high < distance.max():
+    if high < len(rows) - 1:
         made = both(made, at_least_zero(Affine(((a, -1), (b, 1)), high)))
     return made
 
