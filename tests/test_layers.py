@@ -34,6 +34,7 @@ LAYERS = (
     "zero3",
     "remat",
     "tensor_parallel",
+    "sequence_parallel",
     "user_models",
     "adapters",
     "train_state",

@@ -35,6 +35,7 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
+from jaxspeed.sequence_parallel.tile_sequence import NO_TILES, SequenceTiles
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.protocol import Model
@@ -67,6 +68,7 @@ class Objective:
     recompute: Recompute = NO_RECOMPUTE  # residual policy of units
     exchange: Exchange = BY_CONSTRAINT  # gathers the units' parameters
     autocast: Autocast | None = None  # of the traced loss, operation by operation
+    tiles: SequenceTiles = NO_TILES
 
     def with_exchange(self, exchange: Exchange) -> "Objective":
         """Copy with another exchange, and the same traces."""
@@ -189,7 +191,9 @@ class Objective:
         in_units = bool(self.recompute) or self._gathers
         specs = {row.path: row.read.spec for row in self.table}
         units = self._units(traced) if in_units else None
-        return after_split(traced, PartContext(self.table.mesh, specs, self.style, units))
+        return after_split(
+            traced, PartContext(self.table.mesh, specs, self.style, units, tiles=self.tiles)
+        )
 
     @property
     def _gathers(self) -> bool:

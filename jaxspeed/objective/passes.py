@@ -23,6 +23,7 @@ from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.placement.paths import listed
+from jaxspeed.sequence_parallel.tile_sequence import NO_TILES, SequenceTiles, in_sequence_tiles
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
@@ -52,6 +53,7 @@ class PartContext:
       layout: of activations at shard boundaries.
       units: those by which the program is evaluated; None for none.
       also: axes that shard the samples of this part beside those of all samples.
+      tiles: of the sequence.
     """
 
     mesh: Mesh
@@ -59,6 +61,7 @@ class PartContext:
     layout: ActivationLayout
     units: Units | None
     also: tuple[str, ...] = ()
+    tiles: SequenceTiles = NO_TILES
 
 
 def prune(program: LossProgram, context: TraceContext) -> LossProgram:
@@ -181,13 +184,37 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
     )
 
 
+def sequence_tiles(program: LossProgram, context: PartContext) -> LossProgram:
+    """Evaluate what is per token in tiles of the sequence, where that saves memory.
+
+    The last pass: what the others insert is in the tiles.
+    """
+    if context.layout.sequence_parallel:  # shards of tiles would not be those of the sequence
+        return program
+    return program.rewritten(
+        in_sequence_tiles(
+            program.closed.jaxpr,
+            program.parameters,
+            program.batch,
+            context.specs,
+            context.mesh,
+            context.units.of if context.units else lambda eqn: None,
+            context.tiles,
+        )
+    )
+
+
 BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     prune,
     adapters,
     layer_ranges,
     precision,
 )
-AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (draws, boundaries)
+AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (
+    draws,
+    boundaries,
+    sequence_tiles,
+)
 
 
 def before_split(program: LossProgram, context: TraceContext) -> LossProgram:

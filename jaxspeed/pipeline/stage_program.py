@@ -236,7 +236,9 @@ class Stage:
         units = program.units if storage or recompute else None
         part = after_split(
             program.part(closed, {**of_weights, **shared}, samples),
-            PartContext(table.mesh, specs, split.objective.style, units),
+            PartContext(
+                table.mesh, specs, split.objective.style, units, tiles=split.objective.tiles
+            ),
         )
         way = split.objective.way(part, recompute, storage)
         evaluated = part.closed.jaxpr, part.closed.consts

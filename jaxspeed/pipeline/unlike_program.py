@@ -155,7 +155,8 @@ class UnlikeStage(Stage):
         before = parts.messages.sent[stage - 1] if stage else []
         samples = [v for v in (*program.batch, *before) if v in read]
         specs = {path: table[path].read.spec for path in own}
-        at = PartContext(table.mesh, specs, self.split.objective.style, None)
+        objective = self.split.objective
+        at = PartContext(table.mesh, specs, objective.style, None, tiles=objective.tiles)
         part = after_split(program.part(ClosedJaxpr(jaxpr, ()), own, samples), at)
         no_units = EvalContext(Units())
 

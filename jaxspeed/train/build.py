@@ -36,6 +36,7 @@ from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, wit
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.quantization.choose_codecs import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
+from jaxspeed.sequence_parallel.tile_sequence import SequenceTiles
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
@@ -149,6 +150,7 @@ def build_program(
         config.recompute,
         exchange,
         autocast_of(config, table),
+        _tiles_of(config),
     )
     build = functools.partial(build_program, saved=saved) if saved else build_program
     update_device = _update_device_of(config)
@@ -377,6 +379,15 @@ def _style_of(config: Config, mesh: Mesh) -> ActivationLayout:
     if overlap == "auto":
         overlap = best_overlap(mesh.devices.flat[0].platform)
     return ActivationLayout(config.parallel.sequence_parallel_activations, overlap)
+
+
+def _tiles_of(config: Config) -> SequenceTiles:
+    number = config.parallel.sequence_tiles
+    recompute = config.recompute
+    kept = ("attention",) if recompute.policy == "attention" else ()
+    return SequenceTiles(
+        1 if number == "none" else number, (*kept, *recompute.save, *recompute.offload)
+    )
 
 
 def _extra_rows(

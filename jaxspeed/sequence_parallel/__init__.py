@@ -1,0 +1,1 @@
+"""Sequences on several devices, and in tiles on one."""
