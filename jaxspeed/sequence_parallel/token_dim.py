@@ -1,7 +1,7 @@
 """The dim of tokens in a traced program, and evaluation of what is per token for fewer of them.
 
-An equation is *per token* if each of its results has this dim once, and an element of it depends on
-no other token: by the dim relations of operations that are known, through calls, checkpoints,
+An equation is *per token* if its results have this dim once, and an element of them depends on no
+other token: by the dim relations of operations that are known, through calls, checkpoints,
 custom derivatives and loops over something else. A program of such equations can be evaluated for a
 part of the tokens, with the sizes that some operations have among their parameters adapted.
 """
@@ -18,9 +18,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
-from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
 from jaxspeed.jaxpr.sample_rules import SUMS, relations_of
-from jaxspeed.jaxpr.slicing import sub_jaxpr
+from jaxspeed.jaxpr.slicing import slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
@@ -68,7 +68,9 @@ class Tokens:
         within = [self.kind(f, i) for f in inner for i in range(len(f.jaxpr.eqns))]
         if not any((*reads, *makes)) and Kind.MIXES not in within:
             return Kind.APART
-        once = all(len(dims) == 1 for dims in makes) and all(len(dims) <= 1 for dims in reads)
+        # Of an equation for several values, those without tokens depend on none.
+        least = 0 if inner or eqn.primitive.name in PAIRWISE else 1
+        once = all(least <= len(dims) <= 1 for dims in makes) and all(len(d) <= 1 for d in reads)
         if eqn.effects or not once:
             return Kind.MIXES
         if inner:
@@ -81,6 +83,8 @@ class Tokens:
             return Kind.FILL if eqn.primitive.name == "broadcast_in_dim" else Kind.MIXES
         if eqn.primitive.name == "gather" and not reads[0]:
             return Kind.MIXES  # a lookup, of a table that may be stored sharded
+        if eqn.primitive.name in PAIRWISE:
+            return Kind.TOKEN
         pairs = [*zip(found.operands, reads), *zip(found.results, makes)]
         factors = {factors[d] for factors, dims in pairs for d in dims}
         one = len(factors) == 1 and None not in factors and not factors & found.mixed
@@ -209,13 +213,16 @@ class Tokens:
     ) -> "_Pass":
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
         closed = jax.make_jaxpr(function)(*shapes)
-        found = propagate_dims(closed.jaxpr, {})
-        nodes = [found.top.of(v)[d] for v, own in zip(closed.jaxpr.invars, dims) for d in own]
+        traced, consts = closed.jaxpr, closed.jaxpr.constvars
+        # Without what nothing reads, whose dims are related to no others.
+        jaxpr = slice_of(traced, traced.eqns, [*consts, *traced.invars], traced.outvars)
+        found = propagate_dims(jaxpr, {})
+        nodes = [found.top.of(v)[d] for v, own in zip(traced.invars, dims) for d in own]
         for node in nodes[1:]:
             found.classes.tie(nodes[0], node)
         assert nodes[0] is not None
         tokens = Tokens(found.classes, nodes[0], self.size, differentiated=False)
-        for position, eqn in enumerate(closed.jaxpr.eqns):
+        for position, eqn in enumerate(jaxpr.eqns):
             sums = eqn.primitive.name in SUMS and not tokens.dims(found.top, eqn.outvars[0])
             if not sums and tokens.kind(found.top, position) is Kind.MIXES:
                 raise MixesTokensError(eqn.primitive.name)
@@ -238,7 +245,7 @@ class _Pass:
         return self.tokens.dims(self.frame, atom)
 
     def run(self, args: Sequence[Any], count: int) -> list[Any]:
-        return self.tokens._program(self.frame, self.consts, args, count)
+        return self.tokens._program(self.frame, (), [*self.consts, *args], count)
 
 
 def _is_transparent(eqn: JaxprEqn) -> bool:
