@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-BatchDim = Literal["samples", "positions"]  # dims 0 and 1 of a batch's arrays
-BATCH_DIMS: tuple[BatchDim, ...] = ("samples", "positions")
+BatchDim = Literal["samples", "positions"]  # dim 0 of a batch's arrays, and their sequence's
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Axis:
       dims: logical dims of parameters that it shards.
       shares: logical dims that it shards around their own axis.
       near: how near its devices have to be. Slices are spanned by the axes with the lowest numbers.
-      built: whether a config may set it.
     """
 
     about: str
@@ -37,11 +35,9 @@ class Axis:
     dims: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     near: int = 0
-    built: bool = True
 
 
-PIPE, DATA, EXPERT, TENSOR = "pipe", "data", "expert", "tensor"
-_UNBUILT = "This axis is not built; leave it at 1 and put the devices on data or tensor."
+PIPE, DATA, SEQ, EXPERT, TENSOR = "pipe", "data", "seq", "expert", "tensor"
 
 # Outermost first: the order of a mesh's dims.
 AXES: dict[str, Axis] = {
@@ -64,7 +60,13 @@ AXES: dict[str, Axis] = {
         stores=True,
         near=2,
     ),
-    "seq": Axis(_UNBUILT, batch="positions", sums=True, stores=True, near=4, built=False),
+    SEQ: Axis(
+        "The positions of each sample are sharded over it, and ZeRO's state, as over data.",
+        batch="positions",
+        sums=True,
+        stores=True,
+        near=4,
+    ),
     EXPERT: Axis(
         "Weights of experts (the dim `experts`) are sharded over it; outside of them the batch and "
         "ZeRO's state, as over data.",
@@ -87,11 +89,6 @@ AXES: dict[str, Axis] = {
 def axis_names() -> tuple[str, ...]:
     """All axes, in the order of a mesh's dims."""
     return tuple(AXES)
-
-
-def searched_axes() -> tuple[str, ...]:
-    """The axes whose sizes a search may change."""
-    return tuple(name for name, axis in AXES.items() if axis.built)
 
 
 def sample_axes() -> tuple[str, ...]:
@@ -144,12 +141,9 @@ def storing_ranks(sizes: Mapping[str, int]) -> int:
     return product(storing_axes(), sizes)
 
 
-def batch_entries(ndim: int) -> tuple[tuple[str, ...], ...]:
-    """Axes of the dims of a batch's array of this rank; dims after the last entry have none."""
-    entries = [
-        tuple(name for name, axis in AXES.items() if axis.batch == dim) for dim in BATCH_DIMS
-    ]
-    return tuple(entries[:ndim])
+def position_axes() -> tuple[str, ...]:
+    """The axes that shard the positions of each sample."""
+    return tuple(name for name, axis in AXES.items() if axis.batch == "positions")
 
 
 def _axes_in(spec: Iterable[Any]) -> set[str]:

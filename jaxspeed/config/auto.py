@@ -33,6 +33,8 @@ DROPPED = "DeepSpeed's default"
 OWN_AUTO = {
     "data_types.keep_in_fp32_modules",
     "parallel.gradient_reduction",
+    "parallel.sequence.kind",
+    "parallel.sequence.layout",
     "parallel.tensor_overlap",
     "parallel.infer_tensor_cuts",
     "pipeline.stages",

@@ -157,6 +157,13 @@ class Config(Settings):
         return "ring" if ring else overlap
 
     @property
+    def reduction_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
+        """The dtype in which gradients are reduced, from all keys for it; None: as computed."""
+        key = "seq_parallel_communication_data_type"
+        of_sequences = self.mesh.seq != 1 and key in self.model_fields_set
+        return getattr(self, key if of_sequences else "communication_data_type")  # type: ignore[no-any-return]
+
+    @property
     def quantize(self) -> Quantize | None:
         """How frozen weights are stored, from all keys for it."""
         if self._quantize is None and self.zero_optimization.zero_quantized_nontrainable_weights:

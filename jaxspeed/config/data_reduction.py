@@ -57,6 +57,13 @@ def _ring(settings: Settings) -> Iterator[Problem]:
         "A ring reduces over the data ranks in one shard_map, and stages run in another, which "
         "XLA does not support inside of it",
     )
+    if settings.mesh.seq != 1:
+        found = f'{settings.mesh.seq} with {_KEY} "ring"'
+        works = (
+            "A ring sums the gradients of ranks that compute the loss of entire samples: write 1, "
+            f'or {_KEY} "xla".'
+        )
+        yield Problem("mesh.seq", found, works, (_KEY,))
     if settings.communication_data_type is not None:
         found = f'{shown(settings.communication_data_type)} with {_KEY} "ring"'
         works = "parallel.ring_wire sets the format of ring messages: remove this key."
@@ -91,13 +98,14 @@ def _server(settings: Settings) -> Iterator[Problem]:
         settings,
         "Servers shard each parameter by itself, and stages store stacks of layers",
     )
-    if settings.mesh.expert != 1:
-        works = (
-            "The devices of a worker are replica x tensor, and each has all experts: write 1, or "
-            f'{_KEY} "xla".'
-        )
-        found = f'{settings.mesh.expert} with {_KEY} "parameter_server"'
-        yield Problem("mesh.expert", found, works, (_KEY,))
+    for axis, each_has in (("seq", "entire sequences"), ("expert", "all experts")):
+        if (size := getattr(settings.mesh, axis)) != 1:
+            works = (
+                f"The devices of a worker are replica x tensor, and each has {each_has}: write 1, "
+                f'or {_KEY} "xla".'
+            )
+            found = f'{size} with {_KEY} "parameter_server"'
+            yield Problem(f"mesh.{axis}", found, works, (_KEY,))
     yield from _workers(settings)
     paces, ranks = len(parallel.worker_pace), settings.mesh.data
     if paces and ranks not in (-1, paces):

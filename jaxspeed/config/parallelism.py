@@ -20,8 +20,9 @@ from jaxspeed.config.types import (
     Text,
     integral,
     lower,
+    section,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
+from jaxspeed.config.verdicts import approximated, harmless, honoured
 
 
 def _axis_size(value: Any) -> Any:
@@ -49,6 +50,7 @@ _SWITCHES_ON = (
 )
 _BUFFERS = "An option of DeepSpeed's runtime; XLA plans the buffers."
 NO_TENSOR = ("mesh.tensor", (1,))
+NO_SEQUENCE = ("mesh.seq", (1,))
 _RING = ("parallel.data_reduction", ("ring",))
 _NO_PIPELINE = ("mesh.pipe", (1,))
 _SYNCHRONOUS = ("parallel.max_staleness", (None,))
@@ -70,8 +72,7 @@ class _Mesh(Section):
 
 
 def _size_field(name: str, axis: Axis) -> Any:
-    declared = honoured if axis.built else refused
-    return AxisSize, declared(-1 if name == DATA else 1, axis.about)
+    return AxisSize, honoured(-1 if name == DATA else 1, axis.about)
 
 
 if TYPE_CHECKING:
@@ -113,6 +114,38 @@ def _tiles(value: Any) -> Any:
 TileCount = Annotated[
     Any, BeforeValidator(_tiles, json_schema_input_type=int | Literal["auto", "none"])
 ]
+
+
+SequenceKind = Annotated[
+    Literal["auto", "gather", "ulysses", "ring", "both"], BeforeValidator(lower)
+]
+SequenceLayout = Annotated[Literal["auto", "contiguous", "zigzag"], BeforeValidator(lower)]
+
+
+class SequenceParallel(Section):
+    """How sequences are sharded over `mesh.seq`."""
+
+    kind: SequenceKind = honoured(
+        "auto",
+        'What attention exchanges: "gather", all keys and values to every device; "ulysses", '
+        'all-to-alls from positions to heads and back; "ring", keys and values from neighbour to '
+        'neighbour; "both", Ulysses in groups and a ring over them; "auto", what takes the least '
+        "time.",
+        unless=NO_SEQUENCE,
+    )
+    layout: SequenceLayout = honoured(
+        "auto",
+        'Which positions a device has: "contiguous", a range of them; "zigzag", two, one from '
+        "each end, so that a causal mask leaves all devices equal work, where nothing but "
+        'attention mixes positions; "auto", zigzag where it is faster.',
+        unless=NO_SEQUENCE,
+    )
+    dims: dict[Text, Count] = honoured(
+        {},
+        "The dim of positions of arrays of the batch, by their names. By default it is dim 1 of "
+        "integers [batch, seq], and of other arrays in which dim 1 is as long.",
+        unless=NO_SEQUENCE,
+    )
 
 
 class Parallel(Section):
@@ -211,6 +244,7 @@ class Parallel(Section):
         "Activations between sharded matmuls are sharded along the sequence over tensor.",
         unless=NO_TENSOR,
     )
+    sequence: SequenceParallel = section()
     tensor_overlap: Overlap = honoured(
         "auto",
         'Overlap of tensor-parallel collectives with matmuls: "ring" (a collective matmul), '

@@ -9,7 +9,13 @@ from pydantic import Field
 
 from jaxspeed.config.expert_section import ExpertParallel
 from jaxspeed.config.lora_section import Lora
-from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
+from jaxspeed.config.parallelism import (
+    NO_SEQUENCE,
+    ActivationCheckpointing,
+    Mesh,
+    Parallel,
+    PipelineSection,
+)
 from jaxspeed.config.run_sections import (
     Autotuning,
     Checkpoint,
@@ -178,7 +184,9 @@ class CompileSection(Coercing):
     kwargs: Any = harmless(None, _COMPILED)
     deepcompile: Flag = harmless(False, _COMPILED)
     autoep_non_moe: Flag = harmless(False, _COMPILED)
-    passes: Any = harmless(None, _COMPILED)
+    passes: Any = harmless(
+        None, f"{_COMPILED} AutoSP is one: mesh.seq, or sequence_parallel_size, shards sequences."
+    )
     free_activation: Any = harmless(None, _COMPILED)
     free_activation_threshold: Any = harmless(None, _COMPILED)
     offload_activation: Flag = refused(
@@ -269,8 +277,10 @@ class Settings(Lenient):
         "Gradients are reduced in this dtype under stage 3 and where they are reduced once per "
         "step; otherwise in the dtype that the backward pass computes.",
     )
-    seq_parallel_communication_data_type: Dtype = harmless(
-        "fp32", "Only for the seq axis, which is not built and refused above 1."
+    seq_parallel_communication_data_type: Dtype = approximated(
+        "fp32",
+        "Where it is set, and mesh.seq is above 1, it takes the place of communication_data_type.",
+        unless=NO_SEQUENCE,
     )
     prescale_gradients: Flag = approximated(False, _DIVISION)
     gradient_predivide_factor: Positive = approximated(1.0, _DIVISION)
@@ -304,13 +314,7 @@ class Settings(Lenient):
     mesh: Mesh = section()
     parallel: Parallel = section()
     data_parallel_size: Count | None = honoured(None, "The size of mesh.replica x mesh.data.")
-    sequence_parallel_size: Count | None = refused(
-        None,
-        "The seq axis is not built; remove it or write 1. For long sequences, mesh.tensor with "
-        "parallel.sequence_parallel_activations shards activations, and parallel.remat recomputes "
-        "them.",
-        1,
-    )
+    sequence_parallel_size: Count | None = honoured(None, "The size of mesh.seq.")
     tensor_parallel: TensorParallel = section()
     expert_parallel: ExpertParallel = section()
     use_data_before_expert_parallelism: Flag = harmless(

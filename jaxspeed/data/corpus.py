@@ -50,6 +50,7 @@ def build(
     vocab_size: int | None = None,
     image_shape: tuple[int, int, int] | None = None,
     classes: int | None = None,
+    targets: bool = False,
     seed: int,
     tokenizer: Tokenizer | None = None,
     batch_size: int | None = None,
@@ -58,7 +59,8 @@ def build(
 
     Args:
       data: the section of the config.
-      sample, seq_len, vocab_size, image_shape, classes: known limits of the model (`ModelLimits`).
+      sample, seq_len, vocab_size, image_shape, classes, targets: known limits of the model
+        (`ModelLimits`).
       seed: of the order, if `data.seed` is unset.
       tokenizer: that of a resumed run; then none is trained or read.
       batch_size: minimum number of training samples.
@@ -66,7 +68,7 @@ def build(
     Raises:
       DataError: the data cannot be read, is too small or does not fit the model.
     """
-    limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes)
+    limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes, targets)
     sources = data.sources
     opened = [open_source(source, limits) for source in sources]
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
@@ -83,12 +85,13 @@ def build(
     _check_keys(data, bool(counted))
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
-    train = Split([p.train for p in parts], seed=seed, shuffle=data.shuffle, weights=weights)
+    how: dict[str, Any] = {"seed": seed, "targets": targets}
+    train = Split([p.train for p in parts], shuffle=data.shuffle, weights=weights, **how)
     held = [p.held_out for p in parts if p.held_out is not None]
     if data.eval is not None:
         apart = evaluation_parts(data, data.eval, limits, tokenizer)
         held = [samples for samples in apart.values() if samples is not None]
-    held_out = Split(held, seed=seed, shuffle=False) if held else None
+    held_out = Split(held, shuffle=False, **how) if held else None
     _check_sizes(data, parts, train, batch_size)
     identity: dict[str, Any] = {
         "parts": [[p.digest, w] for p, w in zip(parts, weights)],

@@ -8,16 +8,21 @@ Kind = Literal["tokens", "images"]
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Shapes and ranges that a model can read; None is unknown, and no limit."""
+    """Shapes and ranges that a model can read; None is unknown, and no limit.
+
+    `targets` is whether samples of tokens are inputs and targets [seq], which an axis can shard
+    evenly, instead of tokens [seq + 1].
+    """
 
     sample: Kind | None = None
     seq_len: int | None = None  # number of positions
     vocab_size: int | None = None
     image_shape: tuple[int, int, int] | None = None  # height, width, channels
     classes: int | None = None
+    targets: bool = False
 
 
-def limits_of(sizes: Any) -> ModelLimits:
+def limits_of(sizes: Any, targets: bool = False) -> ModelLimits:
     """Read the limits from a family's Config by field names; of None, none."""
 
     def size(name: str) -> int | None:
@@ -31,5 +36,6 @@ def limits_of(sizes: Any) -> ModelLimits:
             classes=size("num_classes"),
         )
     if size("vocab_size") is not None:
-        return ModelLimits("tokens", size("max_position_embeddings"), size("vocab_size"))
+        limits = size("max_position_embeddings"), size("vocab_size")
+        return ModelLimits("tokens", *limits, targets=targets)
     return ModelLimits()

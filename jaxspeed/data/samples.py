@@ -148,6 +148,23 @@ class Chain:
         return batch
 
 
+def with_targets(batch: Batch) -> Batch:
+    """A batch of tokens [batch, seq + 1] as inputs and targets, all arrays [batch, seq].
+
+    The targets are those of `models.language.split_batch`: of the next document's first token there
+    is none.
+    """
+    found = {name: x if name == "mask" else x[:, :-1] for name, x in batch.items()}
+    found["targets"] = batch["tokens"][:, 1:]
+    if "segment_ids" in batch:
+        segments = batch["segment_ids"]
+        same = segments[:, 1:] == segments[:, :-1]
+        found["targets"] = np.where(same, found["targets"], IGNORED)
+    if "mask" in batch:  # of what is predicted
+        found["mask"] = batch["mask"][:, 1:]
+    return found
+
+
 def without_weight(batch: Batch, rows: np.ndarray) -> Batch:
     """The batch with zero loss weight for the rows [batch] that are True.
 

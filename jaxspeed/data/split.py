@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.data.samples import Batch, Chain, Samples, without_weight
+from jaxspeed.data.samples import Batch, Chain, Samples, with_targets, without_weight
 
 Positions = slice | np.ndarray
 
@@ -16,7 +16,8 @@ class Split:
     """Samples of one or more parts in an infinite order.
 
     Global batch t holds the samples at positions [t * batch_size, (t + 1) * batch_size) of the
-    order: batches span epoch ends, and no sample is lost or repeated there.
+    order: batches span epoch ends, and no sample is lost or repeated there. With `targets` a batch of
+    tokens has them, and all its arrays are [batch, seq].
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class Split:
         seed: int,
         shuffle: bool,
         weights: Sequence[float] | None = None,
+        targets: bool = False,
     ) -> None:
         import grain  # with the first data: it loads slowly, and adds a handler to the root logger
 
         self._dataset = grain.MapDataset
         self._chain = Chain(parts)
         self.parts = self._chain.parts
+        self._targets = targets
         self._weights = list(weights or [1.0] * len(self.parts))
         # Parts may be empty until they are checked: the order is built on first use.
         self._seeds = [_seed(seed, i) for i in range(len(self.parts))] if shuffle else None
@@ -74,7 +77,7 @@ class Split:
 
     def batch(self, step: int, batch_size: int, rows: Positions | None = None) -> Batch:
         """The global batch of a step, or only these rows of it (no others are read)."""
-        return self._chain.read(self.sample_ids(step, batch_size, rows))
+        return self._formed(self._chain.read(self.sample_ids(step, batch_size, rows)))
 
     def shapes(self, batch_size: int, padded: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a global batch, or of one of `padded`, of which no sample is read."""
@@ -101,15 +104,19 @@ class Split:
         ids = index * batch_size + _chosen(batch_size, rows)
         batch = self._chain.read(np.minimum(ids, self.samples - 1))
         # Also without padding: all batches have the same arrays, so the step compiles once.
-        return without_weight(batch, ids >= self.samples)
+        return self._formed(without_weight(batch, ids >= self.samples))
 
     def slice(self, start: int, count: int, rows: Positions | None = None) -> Batch:
         """Samples [start, start + count), or only these rows of them."""
-        return self._chain.read(start + _chosen(count, rows))
+        return self._formed(self._chain.read(start + _chosen(count, rows)))
 
     def copies(self, sample: int, count: int, rows: Positions | None = None) -> Batch:
         """A batch of `count` copies of a sample, or only these rows of it."""
-        return self._chain.read(np.full(count, sample)[slice(None) if rows is None else rows])
+        chosen = np.full(count, sample)[slice(None) if rows is None else rows]
+        return self._formed(self._chain.read(chosen))
+
+    def _formed(self, batch: Batch) -> Batch:
+        return with_targets(batch) if self._targets and self.tokens_each else batch
 
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order, in batches."""

@@ -114,7 +114,7 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
 def _plain(program: Program) -> Program:
     """The same program on one device: one data rank, stage 0, the same micro-batches."""
     given = program.given_for_one_mesh()
-    for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
+    for key in ("data_parallel_size", "sequence_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
     zero = {"stage": 0}
     accumulation = program.numbered_micro_batches

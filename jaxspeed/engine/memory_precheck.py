@@ -67,7 +67,7 @@ def shapes_by_config(config: Config) -> Any:
     sizes = family_sizes(config)
     if sizes is None or config.data.seq_len is None:
         return None
-    return known_shapes(config.data, limits_of(sizes), samples=1)
+    return known_shapes(config.data, limits_of(sizes, config.mesh.seq != 1), samples=1)
 
 
 def _message(program: Program, found: Memory, room: int) -> str:

@@ -1,5 +1,6 @@
 """Report of a program's compiled step; the devices may be absent."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +26,11 @@ def compiled_report(
     """
     batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
     first, *rest = program.phases
+    parameters = _sizes(program)
     if rest:
-        others = {phase.name: _compiled(phase, batch) for phase in rest}
-        return replace(_compiled(first, batch, meanwhile), phase=first.name, others=others)
+        others = {phase.name: _compiled(phase, batch, parameters=parameters) for phase in rest}
+        made = _compiled(first, batch, meanwhile, parameters=parameters)
+        return replace(made, phase=first.name, others=others)
     made = _compiled(
         first,
         batch,
@@ -37,9 +40,16 @@ def compiled_report(
         transfer=transfer_of(program, batch),
         waiting=program.table.host_bytes_by_role(),
         kept=program.kept_report(batch),
+        parameters=parameters,
     )
     check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
     return made
+
+
+def _sizes(program: Program) -> frozenset[int]:
+    """The elements of the parameters, and of a layer of those that are stacks."""
+    shapes = [row.leaf.shape for row in program.table]
+    return frozenset(math.prod(shape[d:]) for shape in shapes for d in (0, 1))
 
 
 def _compiled(

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.axes import batch_entries
+from jaxspeed.axes import sample_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.sampling_rules import draw
 from jaxspeed.objective.loss import Outputs
+from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.train.gather_once import GatherOnce, ModelState
@@ -139,7 +140,7 @@ class ForwardPrograms:
     @property
     def _rows(self) -> NamedSharding:
         """Of arrays with one row for each sequence."""
-        return NamedSharding(self._program.mesh, PartitionSpec(*batch_entries(1)))
+        return NamedSharding(self._program.mesh, PartitionSpec(sample_axes()))
 
     @property
     def _replicated(self) -> NamedSharding:
@@ -155,7 +156,7 @@ class ForwardPrograms:
             names = cache_names(path, len(shape.shape))
             spec = [*model_sharding(shape.shape, names, mesh.shape).spec]
             if "batch" in names:
-                spec[names.index("batch")] = batch_entries(1)[0]
+                spec[names.index("batch")] = sample_axes()
             places[path] = NamedSharding(mesh, PartitionSpec(*spec))
         return places
 
@@ -180,7 +181,8 @@ def rows_for_jit(program: Program, *rows: Any) -> Any:
     """NumPy arrays of rows, placed on the devices of several processes: jit takes those of one."""
     if jax.process_count() == 1:
         return rows
-    return jax.device_put(rows, program.batch_shardings(rows))
+    at = jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), sample_specs(rows))
+    return jax.device_put(rows, at)
 
 
 def _logits(model: Any, batch: Any) -> Outputs:

@@ -29,8 +29,17 @@ def collectives(
         raise PlacementError(
             f"the program was compiled for {module.devices} devices, the mesh has {mesh.size}"
         )
-    found = (_collective(site, module.devices, mesh, scope) for site in walk(module))
-    return [collective for collective in found if collective is not None]
+    return [one for _, one in collectives_by_site(module, mesh, scope)]
+
+
+def collectives_by_site(
+    module: Module, mesh: Mesh | AbstractMesh, scope: str = ACCUMULATION_SCOPE
+) -> Iterator[tuple[Site, Communication]]:
+    """The collectives of a program, each with its place."""
+    for site in walk(module):
+        one = _collective(site, module.devices, mesh, scope)
+        if one is not None:
+            yield site, one
 
 
 def unknown_loops(program: str | Module) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Report of a compiled step: bytes, flops and collectives per device, as tables."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from jaxspeed.hlo.collectives import collectives, unknown_loops
 from jaxspeed.hlo.cost import cost
 from jaxspeed.hlo.parser import parse
 from jaxspeed.hlo.replicated_flops import replicated_flops
+from jaxspeed.hlo.sequence_exchanges import sequence_exchanges
 from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement.show import as_text, bytes_text, scaled_text
@@ -59,6 +60,8 @@ class CompiledReport:
       kept: residuals that units save; None if the config sets no policy.
       phase: the name of this program, if a step is several.
       others: the reports of the others, by name.
+      over_sequence: what XLA exchanges over the sequence axis besides attention, with the
+        operation, the user's line and the bytes.
     """
 
     argument_bytes: int
@@ -85,6 +88,7 @@ class CompiledReport:
     replicated_flops: int | None = None
     phase: str | None = None
     others: Mapping[str, "CompiledReport"] = field(default_factory=dict)
+    over_sequence: tuple[str, ...] = ()
 
     def __rich__(self) -> Group:
         # A pipeline's loop over micro-batches runs tick by tick.
@@ -102,6 +106,9 @@ class CompiledReport:
             parts.append(self.pipeline.costs())
         if self.collectives:
             parts.append(_collective_table(self.collectives, trip))
+        if self.over_sequence:
+            title = "over seq, besides attention (XLA's; from the compiled program):"
+            parts.append(Text("\n  ".join((title, *self.over_sequence))))
         parts += [replace(other, phase=name) for name, other in self.others.items()]
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
@@ -154,8 +161,12 @@ def report(
     transfer: TransferReport | None = None,
     waiting: Mapping[str, int] = MappingProxyType({}),
     kept: ResidualReport | None = None,
+    parameters: Collection[int] = (),
 ) -> CompiledReport:
-    """The report of a program compiled for `mesh`; `waiting` is {role: offloaded bytes}."""
+    """The report of a program compiled for `mesh`.
+
+    `waiting` is {role: offloaded bytes}, `parameters` the sizes in `sequence_exchanges`.
+    """
     memory = compiled.memory_analysis()
     if memory is None:
         raise JaxspeedError("this backend does not report the memory of its programs")
@@ -190,6 +201,7 @@ def report(
         waiting=dict(waiting),
         no_text=no_text,
         kept=kept,
+        over_sequence=tuple(map(str, sequence_exchanges(text, mesh, parameters))) if text else (),
         replicated_flops=replicated_flops(module, mesh, _arguments(compiled)) if module else None,
     )
 

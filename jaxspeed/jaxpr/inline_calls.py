@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
+from jaxspeed.jaxpr.primitives import CALLS, CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, is_marked, is_var
 
@@ -22,6 +22,11 @@ def with_calls_inlined(jaxpr: Jaxpr, variables: Collection[Var]) -> Jaxpr:
 def inline_call(jaxpr: Jaxpr, call: JaxprEqn) -> Jaxpr:
     """Replace one call by the equations of its program."""
     return _inlined(jaxpr, lambda eqn: eqn is call)
+
+
+def with_all_calls_inlined(jaxpr: Jaxpr) -> Jaxpr:
+    """Replace all calls by their programs: checkpoints and custom derivatives as well."""
+    return _inlined(jaxpr, lambda eqn: eqn.primitive.name in CALLS)
 
 
 def with_checkpoints_inlined(jaxpr: Jaxpr, policy: Callable[..., bool]) -> Jaxpr:

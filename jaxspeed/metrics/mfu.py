@@ -53,7 +53,8 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
     sizes = family_sizes(program.config)
     if sizes is not None and "tokens" in batch:
         leaves = [row.leaf for row in program.table]
-        found = language_flops(sizes, leaves, batch["tokens"].shape[1] - 1)
+        predicted = batch["tokens"].shape[1] - ("targets" not in batch)
+        found = language_flops(sizes, leaves, predicted)
         if found is not None:
             return found
 

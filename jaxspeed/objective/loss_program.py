@@ -12,6 +12,8 @@ from jaxspeed.config import match
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, Var, runs
 from jaxspeed.objective.loss import Loss
+from jaxspeed.tensor_parallel.dim_propagation import propagate_dims, shape_of
+from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
 from jaxspeed.user_models.own_axes import OwnAxes
 from jaxspeed.zero3 import Units, choose_units, outermost_calls
 
@@ -29,6 +31,7 @@ class LossProgram:
       unit_patterns: of the config.
       is_sum: the loss function returned (sum, weight).
       own_axes: axis names of the model.
+      positions: the sequence dims of those that have one.
       loss: the traced loss that this is a part of, or was rewritten from.
     """
 
@@ -40,6 +43,7 @@ class LossProgram:
     unit_patterns: Sequence[str] = ()
     is_sum: bool = True
     own_axes: OwnAxes = field(default_factory=lambda: OwnAxes((), ()))
+    positions: Mapping[Var, int] = field(default_factory=dict)
     loss: "LossProgram | None" = None
 
     def rewritten(self, jaxpr: Jaxpr) -> "LossProgram":
@@ -53,13 +57,31 @@ class LossProgram:
             parameters={path: names[v] for path, v in self.parameters.items()},
             batch=[names[v] for v in self.batch],
             variables={names[v]: path for v, path in self.variables.items()},
+            positions={names[v]: dim for v, dim in self.positions.items()},
         )
 
     def part(
         self, closed: ClosedJaxpr, parameters: Mapping[str, Var], batch: Sequence[Var]
     ) -> "LossProgram":
-        """A part of this loss, with the roles of its inputs."""
-        return LossProgram(closed, parameters, batch, None, loss=self.loss or self)
+        """A part of this loss, with the roles of its inputs.
+
+        Activations between parts are told by their lengths.
+        """
+        loss = self.loss or self
+        positions = {
+            v: dim
+            for v in batch
+            for dim in [d for d, n in enumerate(shape_of(v)) if d and n in loss.lengths][:1]
+        }
+        return LossProgram(closed, parameters, batch, None, positions=positions, loss=loss)
+
+    @cached_property
+    def lengths(self) -> frozenset[int]:
+        """The lengths of the sequences of the loss."""
+        if not self.positions:
+            return frozenset()
+        propagated = propagate_dims(self.closed.jaxpr, self.parameters, self.batch)
+        return SequenceDims(propagated, self.positions, 1).lengths
 
     @cached_property
     def units(self) -> Units:

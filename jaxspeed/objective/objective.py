@@ -6,7 +6,7 @@ sharded or in another dtype (ZeRO 3), each unit gathers its parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
-from jaxspeed.sequence_parallel.tile_sequence import NO_TILES, SequenceTiles
+from jaxspeed.sequence_parallel import SequenceSettings
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.protocol import Model
@@ -68,7 +68,7 @@ class Objective:
     recompute: Recompute = NO_RECOMPUTE  # residual policy of units
     exchange: Exchange = BY_CONSTRAINT  # gathers the units' parameters
     autocast: Autocast | None = None  # of the traced loss, operation by operation
-    tiles: SequenceTiles = NO_TILES
+    sequence: SequenceSettings = field(default_factory=SequenceSettings)
 
     def with_exchange(self, exchange: Exchange) -> "Objective":
         """Copy with another exchange, and the same traces."""
@@ -98,7 +98,7 @@ class Objective:
         }
         patterns = tuple(self.unit_patterns)
         casts = self.autocast, self.compute_dtype
-        return LossTraces(self.model, self.loss_fn, params, patterns, *casts, ranges)
+        return LossTraces(self.model, self.loss_fn, params, patterns, *casts, ranges, self.sequence)
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
@@ -191,9 +191,8 @@ class Objective:
         in_units = bool(self.recompute) or self._gathers
         specs = {row.path: row.read.spec for row in self.table}
         units = self._units(traced) if in_units else None
-        return after_split(
-            traced, PartContext(self.table.mesh, specs, self.style, units, tiles=self.tiles)
-        )
+        context = PartContext(self.table.mesh, specs, self.style, units, sequence=self.sequence)
+        return after_split(traced, context)
 
     @property
     def _gathers(self) -> bool:

@@ -23,7 +23,8 @@ from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.placement.paths import listed
-from jaxspeed.sequence_parallel.tile_sequence import NO_TILES, SequenceTiles, in_sequence_tiles
+from jaxspeed.sequence_parallel import SequenceSettings, sequences
+from jaxspeed.sequence_parallel.tile_sequence import in_sequence_tiles
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
@@ -41,6 +42,7 @@ class TraceContext:
     train: bool = True
     # Of parameters whose ranges of layers are leaves: (path, number of layers) of each.
     ranges: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
+    sequence: SequenceSettings = field(default_factory=SequenceSettings)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PartContext:
       layout: of activations at shard boundaries.
       units: those by which the program is evaluated; None for none.
       also: axes that shard the samples of this part beside those of all samples.
-      tiles: of the sequence.
+      sequence: how the axis `seq` shards sequences.
     """
 
     mesh: Mesh
@@ -61,7 +63,7 @@ class PartContext:
     layout: ActivationLayout
     units: Units | None
     also: tuple[str, ...] = ()
-    tiles: SequenceTiles = NO_TILES
+    sequence: SequenceSettings = field(default_factory=SequenceSettings)
 
 
 def prune(program: LossProgram, context: TraceContext) -> LossProgram:
@@ -170,7 +172,7 @@ def draws(program: LossProgram, context: PartContext) -> LossProgram:
 
 
 def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
-    """Insert the constraints of tensor parallelism."""
+    """Insert the constraints of tensor parallelism and of sequences, and shard attention."""
     return program.rewritten(
         with_boundary_constraints(
             program.closed.jaxpr,
@@ -180,6 +182,7 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
             context.mesh,
             context.layout,
             context.units.of if context.units else lambda eqn: None,
+            sequences(program.positions, context.sequence, context.also),
         )
     )
 
@@ -199,7 +202,7 @@ def sequence_tiles(program: LossProgram, context: PartContext) -> LossProgram:
             context.specs,
             context.mesh,
             context.units.of if context.units else lambda eqn: None,
-            context.tiles,
+            context.sequence.tiles,
         )
     )
 

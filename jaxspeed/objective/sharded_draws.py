@@ -8,7 +8,6 @@ computes each number from its index alone, so a device computes only its rows, w
 """
 
 import enum
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,8 +19,7 @@ from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, is_var
 from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.tensor_parallel.activation_layout import context_mesh
-
-DRAWS = ("random_bits", "random_gamma")  # all of jax.random comes down to these, on keys
+from jaxspeed.tensor_parallel.insert_constraints import DRAWS, is_threefry
 
 
 class Kind(enum.IntEnum):
@@ -73,7 +71,7 @@ class _Draws(Rewriter[Kind]):
     def equation(self, program: Rewriting[Kind], eqn: JaxprEqn) -> list[Kind]:
         kinds = list(super().equation(program, eqn))
         if eqn.primitive.name in DRAWS:
-            kinds = [Kind.DRAWN if _is_threefry(eqn) else Kind.OTHER] * len(kinds)
+            kinds = [Kind.DRAWN if is_threefry(eqn) else Kind.OTHER] * len(kinds)
         outs: list[Any] = eqn.outvars
         for i, (out, kind) in enumerate(zip(outs, kinds, strict=True)):
             if kind is Kind.DRAWN and out.aval.shape[:1] and out.aval.shape[0] in self.sizes:
@@ -85,13 +83,3 @@ class _Draws(Rewriter[Kind]):
         rest = [PartitionSpec.UNCONSTRAINED] * (drawn.ndim - 1)
         rows = _axes(drawn.shape[0], self.mesh, self.also) or None
         return constrain(drawn, NamedSharding(self.mesh, PartitionSpec(rows, *rest)), "draw")
-
-
-def _is_threefry(eqn: Any) -> bool:
-    """Whether draws do not depend on the sharding, as those of other generators (`rbg`) do."""
-    return eqn.invars[0].aval.dtype == _threefry_key().dtype
-
-
-@functools.cache
-def _threefry_key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))

@@ -23,7 +23,9 @@ from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.passes import TraceContext, before_split
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to
+from jaxspeed.placement.batch_dims import sequence_dims
 from jaxspeed.placement.paths import listed
+from jaxspeed.sequence_parallel import SequenceSettings
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.batches import EXTRA, call_loss
 from jaxspeed.user_models.own_axes import OwnAxes, with_own_axes
@@ -72,11 +74,13 @@ class LossTraces:
         autocast: Autocast | None = None,
         cast_to: Any = None,  # the dtype to which parameters and inputs are cast
         ranges: Mapping[str, Sequence[tuple[str, int]]] | None = None,  # as in `TraceContext`
+        sequence: SequenceSettings | None = None,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._params, self._unit_patterns = params, unit_patterns
         self._autocast, self._cast_to = autocast, cast_to
         self._ranges = ranges or {}
+        self._sequence = sequence or SequenceSettings()
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, LossProgram] = WeakKeyDictionary()
         self._by_parts: WeakKeyDictionary[Any, ByParts] = WeakKeyDictionary()
@@ -176,18 +180,22 @@ class LossTraces:
             for path in sorted(variables)
             for _ in jax.tree.leaves(variables[path])
         }
+        arrays = [next(inputs) for _ in jax.tree.leaves(batch)]
+        dims = zip(arrays, sequence_dims(batch, self._sequence.dims), strict=True)
         program = LossProgram(
             closed,
             parameters,
-            [next(inputs) for _ in jax.tree.leaves(batch)],
+            arrays,
             jax.tree.structure((loss, written)),
             of_variables,
             self._unit_patterns,
             form.is_sum,
             form.own_axes,
+            {v: dim for v, dim in dims if dim is not None},
         )
         adapters = getattr(self._model, "adapters", {})
-        return before_split(program, TraceContext(self._autocast, adapters, train, self._ranges))
+        context = TraceContext(self._autocast, adapters, train, self._ranges, self._sequence)
+        return before_split(program, context)
 
 
 def _note_ignored(constraints: tuple[str, ...]) -> None:

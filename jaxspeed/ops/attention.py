@@ -39,9 +39,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxspeed.axes import SEQ
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import cudnn, gpu_flash, mosaic_gpu, row_blocks, splash, triton
-from jaxspeed.ops.free_axes import tensor_parts
+from jaxspeed.ops.attention_call import AttentionForm, attention_call
+from jaxspeed.ops.free_axes import free_axes, tensor_parts
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import (
@@ -102,7 +104,7 @@ def attention(
         k, v: [batch, kv_seq, kv_heads, head_dim]; kv_heads divides heads, and query head h reads
             key head h // (heads // kv_heads). Values may have fewer dims than keys.
         causal: query i sees keys j <= i.
-        window: query i sees only keys with |i - j| < window, itself included.
+        window: query i sees only keys with `|i - j| < window`, itself included.
         segment_ids: [batch, seq] integers; tokens see only their own segment.
         kv_segment_ids: [batch, kv_seq]; by default those of the queries. The output of a query
             that sees no key is finite but undefined, and differs between kernels.
@@ -134,6 +136,11 @@ def attention(
     if segment_ids is not None:
         segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if implementation is None and free_axes().get(SEQ, 1) > 1:
+        form_of_call = AttentionForm(
+            scale, mask, soft_cap, segments=segments is not None, sinks=sinks is not None
+        )
+        return _one_call(form_of_call, q, k, v, segments, sinks)
 
     k, v = repeated_for_sharding(q, k, v)
     form: dict[str, Any] = {"mask": mask, "scale": scale}
@@ -171,6 +178,28 @@ def attention(
             fast["cpu"] = row_blocks
         return _by_platform(fast, form)(q, k, v, segments, sinks)
     return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks), NAME)
+
+
+def _one_call(
+    form: AttentionForm,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attention as one equation, which a pass replaces: sequences are sharded here."""
+
+    def body(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
+        ids = Segments(*others[:2]) if form.segments else None
+        more = {"mask": form.mask, "scale": form.scale, "soft_cap": form.soft_cap}
+        k, v = repeated_for_sharding(q, k, v)
+        of_heads = others[-1] if form.sinks else None
+        return checkpoint_name(plain(q, k, v, ids, sinks=of_heads, **more), NAME)
+
+    return attention_call(
+        form, body, q, k, v, *(segments or ()), *([] if sinks is None else [sinks])
+    )
 
 
 def _by_platform(kernels: Mapping[str, Any], form: Mapping[str, Any]) -> Attend:

@@ -20,6 +20,9 @@ from jax.interpreters import ad, batching, mlir
 from jaxspeed.jaxpr.primitives import ATTENTION
 from jaxspeed.ops.mask import Mask
 
+# The named scope of attention over the sequence axis: its collectives are told by it.
+SEQUENCE_SCOPE = "sequence_attention"
+
 # The result of a query that sees no key: undefined; the mean of all values (a finite fill); NaN.
 Blind = Literal["undefined", "mean", "nan"]
 

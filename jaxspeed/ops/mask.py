@@ -43,20 +43,48 @@ class Mask:
 
     def visible(self, first: Any, last: Any, kv_seq: int) -> tuple[Any, Any]:
         """The (first, last) key that any of the queries from `first` to `last` may see."""
-        lowest, highest = np.zeros_like(first), np.full_like(last, kv_seq - 1)
+        xp = jnp if isinstance(first, jax.Array) else np
+        lowest, highest = xp.zeros_like(first), xp.full_like(last, kv_seq - 1)
         if self.causal:
-            highest = np.minimum(highest, last)
+            highest = xp.minimum(highest, last)
         if self.window is not None:
-            lowest = np.maximum(lowest, first - self.window + 1)
-            highest = np.minimum(highest, last + self.window - 1)
+            lowest = xp.maximum(lowest, first - self.window + 1)
+            highest = xp.minimum(highest, last + self.window - 1)
         return lowest, highest
 
-    def blocks(self, seq: int, kv_seq: int, block_q: int, block_kv: int) -> tuple[int, int]:
-        """(blocks of the scores with any visible key, all blocks)."""
+    def seen_by(self, first: Any, last: Any, seq: int) -> tuple[Any, Any]:
+        """The (first, last) query that may see any of the keys from `first` to `last`."""
+        xp = jnp if isinstance(first, jax.Array) else np
+        lowest, highest = xp.zeros_like(first), xp.full_like(last, seq - 1)
+        if self.causal:
+            lowest = xp.maximum(lowest, first)
+        if self.window is not None:
+            lowest = xp.maximum(lowest, first - self.window + 1)
+            highest = xp.minimum(highest, last + self.window - 1)
+        return lowest, highest
+
+    def blocks(
+        self, seq: int, kv_seq: int, block_q: int, block_kv: int, offset: int = 0
+    ) -> tuple[int, int]:
+        """(blocks of the scores with any visible key, all blocks); query i is at `offset + i`.
+
+        Of blocks of one query and one key, the first is the number of visible scores.
+        """
         first = np.arange(0, seq, block_q)
-        lowest, highest = self.visible(first, np.minimum(first + block_q, seq) - 1, kv_seq)
+        last = np.minimum(first + block_q, seq) - 1
+        lowest, highest = self.visible(offset + first, offset + last, kv_seq)
         seen = np.maximum(highest // block_kv - lowest // block_kv + 1, 0) * (highest >= lowest)
         return int(seen.sum()), len(first) * -(-kv_seq // block_kv)
+
+    def most_beside(self, block: int, other: int, count: int) -> int:
+        """The most of `count` blocks of `other` keys that `block` queries see, at any offset.
+
+        Or of queries that see keys.
+        """
+        if self.window is None:
+            return count
+        span = block + (self.window - 1) * (1 if self.causal else 2)
+        return min(count, (span - 2) // other + 2)
 
     def share(self, seq: int, kv_seq: int) -> float:
         """The unmasked fraction of the scores."""

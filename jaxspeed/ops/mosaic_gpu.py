@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxspeed.ops import gpu
 from jaxspeed.ops.mask import Mask, Segments, computes_flops
-from jaxspeed.ops.score_blocks import BlockPlaces, ScoreBlocks
+from jaxspeed.ops.score_blocks import HIDDEN, NEVER, BlockPlaces, ScoreBlocks
 
 HOPPER = 9  # the compute capability's major number: no other GPU has a warpgroup's products
 MOST_HEAD_DIM = 128  # the gradients of a block of keys and values are in registers
@@ -27,8 +27,6 @@ COPYING = 2  # the number of the warpgroup that copies; those before it multiply
 BLOCK = COPYING * TILE  # rows of a program
 STAGES = 2  # blocks in flight from memory
 LOG2_E = math.log2(math.e)
-_HIDDEN = -1e30  # a hidden score
-_NEVER = 1e30  # a log-sum-exp for which every share is 0
 _GRID = ("sequence", "block", "head")
 _WARPGROUP = "warpgroup"
 
@@ -97,7 +95,7 @@ def backward(
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     q, k, v, d_out = (_padded(x) for x in (q, k, v, d_out))
     more = ((0, 0), (0, 0), (0, q.shape[1] - seq))
-    sums, delta = jnp.pad(sums, more, constant_values=_NEVER), jnp.pad(delta, more)
+    sums, delta = jnp.pad(sums, more, constant_values=NEVER), jnp.pad(delta, more)
     given, group = (q, k, v, d_out, sums, delta), heads // kv_heads
     other = TILE  # a wider block of scores and one of their gradients do not fit in registers
 
@@ -219,7 +217,7 @@ def _forward_kernel(
             s, _ = blocks.scores(_product(q, k.transpose((1, 0))))
             ids_of_keys = _load(k_ids[0], 1) if k_ids else None
             _release(ring_k, n, interpret)
-            s = _visible(blocks, s, _HIDDEN, rows, columns, q_ids, ids_of_keys, 0)
+            s = _visible(blocks, s, HIDDEN, rows, columns, q_ids, ids_of_keys, 0)
             new_top = jnp.maximum(top, _in_registers(jnp.max(s, axis=1), 0))
             shares = _exp(s - _along(new_top, s, 0))
             shrink = _exp(top - new_top)
@@ -230,7 +228,7 @@ def _forward_kernel(
             _release(ring_v, n, interpret)
             return new_top, total, out
 
-        start = _full((TILE,), _HIDDEN), _full((TILE,), 0), _full(q.shape, 0)
+        start = _full((TILE,), HIDDEN), _full((TILE,), 0), _full(q.shape, 0)
         top, total, out = lax.fori_loop(0, stop - first, body, start)
         total = jnp.where(total == 0, 1.0, total)  # no visible block
         q[...] = (out / _along(total, out, 0)).astype(q.dtype)

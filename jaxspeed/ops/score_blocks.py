@@ -14,22 +14,32 @@ from jaxspeed.ops.mask import Mask, Segments
 
 SMALLEST = 16  # the least side of a product on tensor cores
 SHARED = 96 * 1024  # bytes of shared memory that a program may use on every GPU since Ampere
+HIDDEN = -1e30  # a hidden score, and about the log-sum-exp of a query that sees no key
+NEVER = 1e30  # a log-sum-exp for which every share is 0
 
 
 @dataclass(frozen=True)
 class BlockPlaces:
-    """Positions of one block of queries or keys."""
+    """One block of queries or keys: it starts at an index of the array, at a position of the mask.
+
+    Positions are indices, and with an offset (of queries) larger by it.
+    """
 
     start: Any
     size: int
+    offset: Any = None
+
+    @property
+    def first(self) -> Any:
+        return self.start if self.offset is None else self.start + self.offset
 
     @property
     def last(self) -> Any:
-        return self.start + self.size - 1
+        return self.first + self.size - 1
 
     @property
     def places(self) -> jax.Array:
-        return self.start + jnp.arange(self.size)
+        return self.first + jnp.arange(self.size)
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,8 @@ class ScoreBlocks:
     def columns(self, x: jax.Array) -> jax.Array:
         return _padded(x, self.blocks_k * self.block_k)
 
-    def rows_of(self, i: Any) -> BlockPlaces:
-        return BlockPlaces(i * self.block_q, self.block_q)
+    def rows_of(self, i: Any, offset: Any = None) -> BlockPlaces:
+        return BlockPlaces(i * self.block_q, self.block_q, offset)
 
     def columns_of(self, j: Any) -> BlockPlaces:
         return BlockPlaces(j * self.block_k, self.block_k)
@@ -123,9 +133,9 @@ class ScoreBlocks:
         """Whether a query of one block does not see a key of another, whatever their segments."""
         hides: Any = False
         if self.mask.causal:
-            hides = columns.last > rows.start
+            hides = columns.last > rows.first
         if self.mask.window is not None:
-            furthest = jnp.maximum(rows.last - columns.start, columns.last - rows.start)
+            furthest = jnp.maximum(rows.last - columns.first, columns.last - rows.first)
             hides |= furthest >= self.mask.window
         if self.kv_seq % self.block_k:
             hides |= columns.last >= self.kv_seq
@@ -136,13 +146,21 @@ class ScoreBlocks:
         low, high = _window(rows, self.mask.window, self.kv_seq)
         if self.mask.causal:
             high = jnp.minimum(high, rows.last)
+        if rows.offset is not None:
+            high = jnp.where(high < 0, -self.block_k, high)  # division rounds towards zero
         return _range(low, high, self.block_k, seen, i)
 
-    def queries_of(self, columns: BlockPlaces, seen: Any, j: Any) -> tuple[Any, Any]:
+    def queries_of(
+        self, columns: BlockPlaces, seen: Any, j: Any, offset: Any = None
+    ) -> tuple[Any, Any]:
         """The range of blocks of queries that see a block of keys."""
+        if offset is not None:
+            columns = BlockPlaces(columns.start - offset, columns.size)
         low, high = _window(columns, self.mask.window, self.seq)
         if self.mask.causal:
-            low = jnp.maximum(low, columns.start)
+            low = jnp.maximum(low, columns.first)
+        if offset is not None:
+            high = jnp.where(high < 0, -self.block_q, high)
         return _range(low, high, self.block_q, seen, j)
 
     def ids(self, segments: Segments | None) -> Any:
@@ -154,12 +172,12 @@ class ScoreBlocks:
 
     def seen_by_queries(self, segments: Segments | None) -> Any:
         """[batch, blocks of queries] twice: the range of blocks of keys of their segments."""
-        return None if segments is None else _ranges(self._overlap(segments))
+        return None if segments is None else _ranges(self.overlap(segments))
 
     def seen_by_keys(self, segments: Segments | None) -> Any:
-        return None if segments is None else _ranges(self._overlap(segments).swapaxes(1, 2))
+        return None if segments is None else _ranges(self.overlap(segments).swapaxes(1, 2))
 
-    def _overlap(self, segments: Segments) -> jax.Array:
+    def overlap(self, segments: Segments) -> jax.Array:
         """[batch, blocks of queries, blocks of keys], False where no id can be equal."""
         q, kv = self.ids(segments)
         q = q.reshape(len(q), self.blocks_q, self.block_q)
@@ -172,7 +190,7 @@ def _window(block: BlockPlaces, window: int | None, length: int) -> tuple[Any, A
     """(first, last) position of the other side within the window of a block."""
     if window is None:
         return 0, length - 1
-    low = jnp.maximum(block.start - window + 1, 0)
+    low = jnp.maximum(block.first - window + 1, 0)
     return low, jnp.minimum(block.last + window - 1, length - 1)
 
 

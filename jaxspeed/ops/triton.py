@@ -19,15 +19,13 @@ from jax import lax
 
 from jaxspeed.ops import gpu
 from jaxspeed.ops.mask import Mask, Segments, computes_blocks
-from jaxspeed.ops.score_blocks import ScoreBlocks
+from jaxspeed.ops.score_blocks import HIDDEN, NEVER, ScoreBlocks
 
 AMPERE: gpu.Capability = (8, 0)  # XLA's Triton needs its tensor cores
 # Scores of fewer queries or keys are no larger than other arrays, and not worth the time to trace.
 SHORTEST = 128
 STAGES = 2  # blocks in flight from memory
 LOG2_E = math.log2(math.e)
-_HIDDEN = -1e30  # a hidden score
-_NEVER = 1e30  # a log-sum-exp for which every share is 0
 
 
 def supports(q: jax.Array, k: jax.Array) -> bool:
@@ -112,7 +110,7 @@ def backward(
     blocks = ScoreBlocks.of(q, k, mask, scale, soft_cap, most=64, keys=1, tiles=2 + 2 * STAGES)
     q, d_out, k, v = blocks.rows(q), blocks.rows(d_out), blocks.columns(k), blocks.columns(v)
     more = q.shape[1] - seq
-    sums = jnp.pad(sums, ((0, 0), (0, 0), (0, more)), constant_values=_NEVER)
+    sums = jnp.pad(sums, ((0, 0), (0, 0), (0, more)), constant_values=NEVER)
     delta = jnp.pad(delta, ((0, 0), (0, 0), (0, more)))
     ids = blocks.ids(segments)
     kv_heads = k.shape[2]
@@ -188,7 +186,7 @@ def _forward_kernel(
         at = pl.ds(columns.start, blocks.block_k)
         k_ids = None if ids is None else ids[1][at][None]
         s, _ = blocks.scores(dot(q, k_ref[at, :], trans_b=True))
-        s = blocks.visible(s, _HIDDEN, rows.places[:, None], columns.places[None], q_ids, k_ids)
+        s = blocks.visible(s, HIDDEN, rows.places[:, None], columns.places[None], q_ids, k_ids)
         new_top = jnp.maximum(top, jnp.max(s, axis=1))
         shares = _exp(s - new_top[:, None])
         shrink = _exp(top - new_top)
@@ -197,7 +195,7 @@ def _forward_kernel(
         return new_top, total * shrink + jnp.sum(shares, axis=1), out * shrink[:, None] + part
 
     start = (
-        jnp.full(blocks.block_q, _HIDDEN, jnp.float32),
+        jnp.full(blocks.block_q, HIDDEN, jnp.float32),
         jnp.zeros(blocks.block_q, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )

@@ -23,9 +23,9 @@ from jaxspeed.parameter_server.programs import LocalProgram
 from jaxspeed.parameter_server.schedules import Finished, Task
 from jaxspeed.parameter_server.virtual_clock import VirtualClock
 from jaxspeed.parameter_server.worker import one_copy, place
+from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.train.dispatch_limit import DispatchLimit
-from jaxspeed.train.gradients import batch_specs
 from jaxspeed.train.program import Metrics
 from jaxspeed.train_state.state import Arrays, TrainState
 
@@ -102,7 +102,7 @@ class LocalWorkers:
         step = self.program.worker(worker)
         mesh, at = self.program.worker_meshes[worker], place(self.program.worker_meshes[worker])
         if mesh.size > 1:
-            at = jax.tree.map(lambda spec: place(mesh, spec), batch_specs(task.batch))
+            at = jax.tree.map(lambda spec: place(mesh, spec), sample_specs(task.batch))
         part = jax.device_put(task.batch, at)  # it may have been placed for another worker
         args = (self._pulled[worker], self._variables[worker], part)
         version = np.int32(task.published.version)

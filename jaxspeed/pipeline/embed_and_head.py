@@ -64,8 +64,10 @@ def _run(
     units = split.program.units
     closed = ClosedJaxpr(jaxpr.replace(invars=list(given)), ())
     part = split.program.part(closed, paths, samples)
-    by_unit, tiles = units if storage else None, split.objective.tiles
-    part = after_split(part, PartContext(table.mesh, specs, style, by_unit, also, tiles))
+    by_unit = units if storage else None
+    part = after_split(
+        part, PartContext(table.mesh, specs, style, by_unit, also, split.objective.sequence)
+    )
     context = EvalContext(units, split.samples, exchange=split.objective.exchange)
     return run_segmented(part.closed.jaxpr, (), list(given.values()), storage, context)
 

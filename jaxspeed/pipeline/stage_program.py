@@ -237,7 +237,11 @@ class Stage:
         part = after_split(
             program.part(closed, {**of_weights, **shared}, samples),
             PartContext(
-                table.mesh, specs, split.objective.style, units, tiles=split.objective.tiles
+                table.mesh,
+                specs,
+                split.objective.style,
+                units,
+                sequence=split.objective.sequence,
             ),
         )
         way = split.objective.way(part, recompute, storage)

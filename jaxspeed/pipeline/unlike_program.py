@@ -156,7 +156,7 @@ class UnlikeStage(Stage):
         samples = [v for v in (*program.batch, *before) if v in read]
         specs = {path: table[path].read.spec for path in own}
         objective = self.split.objective
-        at = PartContext(table.mesh, specs, objective.style, None, tiles=objective.tiles)
+        at = PartContext(table.mesh, specs, objective.style, None, sequence=objective.sequence)
         part = after_split(program.part(ClosedJaxpr(jaxpr, ()), own, samples), at)
         no_units = EvalContext(Units())
 

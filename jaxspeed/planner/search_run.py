@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.axes import AXES, TENSOR, axis_names, product, sample_axes, searched_axes
+from jaxspeed.axes import AXES, TENSOR, axis_names, sample_axes
 from jaxspeed.config import Config, load_config, match
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
@@ -144,10 +144,10 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
     sizes = dict(program.mesh.shape)
 
     def holds(mesh: tuple[int, ...]) -> bool:
-        return can_hold(target, {**sizes, **dict(zip(searched_axes(), mesh))})
+        return can_hold(target, {**sizes, **dict(zip(axis_names(), mesh))})
 
     def splits(mesh: tuple[int, ...]) -> bool:
-        return bool(split_dims(target, {**sizes, **dict(zip(searched_axes(), mesh))}))
+        return bool(split_dims(target, {**sizes, **dict(zip(axis_names(), mesh))}))
 
     bounds = (1, samples)
     if tuning.enabled:
@@ -166,7 +166,6 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
         splits,
         _may_offload(target),
         bounds,
-        fixed=product(set(sizes) - set(searched_axes()), sizes),
         degrees={
             axis: tuple(sorted({1, sizes[axis], *(_dividing(axis, program, target.count) or ())}))
             for axis in sample_axes()
@@ -245,7 +244,7 @@ def cost_model(problem: SearchProblem) -> CostModel:
 
     @functools.cache
     def links(mesh: tuple[int, ...]) -> Links:
-        return Links(target, {**sizes, **dict(zip(searched_axes(), mesh))})
+        return Links(target, {**sizes, **dict(zip(axis_names(), mesh))})
 
     return CostModel(
         sizes_of(program, one),

@@ -148,7 +148,8 @@ def source_of(
         name = config if isinstance(config, str | Path) else "run"
     output = loaded.run.output or Path("runs") / Path(name).stem
     folder = RunFolder(output, loaded.run.checkpoints)
-    reads = limits_of(None if model is not None else family_sizes(loaded))
+    sizes = None if model is not None else family_sizes(loaded)
+    reads = limits_of(sizes, targets=loaded.mesh.seq != 1)
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 

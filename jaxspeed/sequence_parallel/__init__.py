@@ -1,1 +1,12 @@
-"""Sequences on several devices, and in tiles on one."""
+"""Sequence parallelism: the sequence dims of any model, sharded over the axis `seq`.
+
+The program stays in the global view. Sequence dims are found by dim propagation from the batch's
+token arrays, activations are constrained on them, and each attention is replaced by a form that
+communicates over the axis (`shard_sequence`, `choose_form`); what else mixes positions is left to
+XLA.
+"""
+
+from jaxspeed.sequence_parallel.settings import SequenceSettings
+from jaxspeed.sequence_parallel.shard_sequence import sequences
+
+__all__ = ["SequenceSettings", "sequences"]

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.axes import TENSOR
+from jaxspeed.axes import SEQ, TENSOR
 from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED, RAGGED_PRODUCTS
 from jaxspeed.jaxpr.rewriter import LEAVE, Rewriter, Rewriting
@@ -29,6 +29,7 @@ from jaxspeed.jaxpr.slicing import free_variables
 from jaxspeed.jaxpr.traverse import Body, is_var, product_of
 from jaxspeed.ops.free_axes import free_axes, free_sample_shards
 from jaxspeed.placement.specs import spec_axes
+from jaxspeed.sequence_parallel.settings import SequenceTiles
 from jaxspeed.sequence_parallel.token_dim import Kind, MixesTokensError, Tokens
 from jaxspeed.tensor_parallel.dim_propagation import (
     CallFrame,
@@ -37,23 +38,11 @@ from jaxspeed.tensor_parallel.dim_propagation import (
     shape_of,
 )
 
-SEQ = "seq"
 # By default, sequences of more tokens per device are divided where the results of products inside a
 # group have more than `MOST` bytes there, into tiles in which they have at most `TILE`.
 SHORT = 8192
 MOST = 2**29
 TILE = 2**28
-
-
-@dataclass(frozen=True)
-class SequenceTiles:
-    """The number of tiles on each device; activations of the names `kept` end a group."""
-
-    number: int | Literal["auto"] = 1
-    kept: tuple[str, ...] = ()  # saved or offloaded by a residual policy
-
-
-NO_TILES = SequenceTiles()
 
 
 @dataclass(frozen=True)
@@ -453,7 +442,9 @@ class TiledLoop:
 
         full, rest = divmod(local, each)
         starts = jnp.arange(full, dtype=jnp.int32) * each
-        carry, _ = lax.scan(lambda c, start: (step(c, start, each), None), (buffers, totals), starts)
+        carry, _ = lax.scan(
+            lambda c, start: (step(c, start, each), None), (buffers, totals), starts
+        )
         if rest:
             carry = step(carry, jnp.int32(full * each), rest)
         buffers, totals = carry

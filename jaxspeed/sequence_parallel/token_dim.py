@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
@@ -141,17 +141,13 @@ class Tokens:
         name, params = eqn.primitive.name, dict(eqn.params)
 
         def sized(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
-            return tuple(
-                n * count // self.size if d == dim else n for d, n in enumerate(shape)
-            )
+            return tuple(n * count // self.size if d == dim else n for d, n in enumerate(shape))
 
         if name in ("reshape", "broadcast_in_dim"):
             key = "new_sizes" if name == "reshape" else "shape"
             params[key] = sized(params[key], self.dim(frame, eqn.outvars[0]))
         elif name == "slice":
-            params["limit_indices"] = sized(
-                params["limit_indices"], self.dim(frame, eqn.invars[0])
-            )
+            params["limit_indices"] = sized(params["limit_indices"], self.dim(frame, eqn.invars[0]))
         elif name in ("dynamic_slice", "gather"):
             dim, sizes = self.dim(frame, eqn.invars[0]), params["slice_sizes"]
             if dim is not None and sizes[dim] == shape_of(eqn.invars[0])[dim]:

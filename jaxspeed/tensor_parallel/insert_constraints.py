@@ -1,4 +1,8 @@
-"""Insertion of sharding constraints at the shard boundaries of a traced program.
+"""Insertion of sharding constraints: at shard boundaries, and along sequences.
+
+Over `seq` all activations are sharded along their sequence. The constraint is on the results of
+products, lookups and draws, of what moves positions, and on what a loop carries; element-wise
+operations have the sharding of their operands.
 
 Grouped convolutions run in a shard_map, each device on its samples: XLA partitions their gradient
 wrongly (jax 0.10.2, CPU, with Shardy and without), or aborts (jax 0.11.2 and 0.12.0.1, CPU: "Check
@@ -9,18 +13,20 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.axes import EXPERT, TENSOR
-from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
+from jaxspeed.axes import EXPERT, SEQ, TENSOR
+from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of
+from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
+from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.placement.constrain import constrain
 from jaxspeed.tensor_parallel.activation_layout import (
     ActivationLayout,
     BoundaryLayouts,
@@ -37,9 +43,30 @@ from jaxspeed.tensor_parallel.boundary_ops import (
 )
 from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 
 log = logging.getLogger("jaxspeed")
+
+
+# An attention over the sequence axis: (its equation, whether the dims 1 of its operands are
+# sharded) -> a function of its operands; None leaves it to the compiler.
+Attend = Callable[[JaxprEqn, Sequence[bool]], Callable[..., jax.Array] | None]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a program.
+
+    Attributes:
+      positions: the sequence dim of inputs of the program.
+      attend: what replaces each attention.
+      also: axes that shard the samples beside those of all samples.
+    """
+
+    positions: Mapping[Var, int]
+    attend: Attend
+    also: tuple[str, ...] = ()
 
 
 def with_boundary_constraints(
@@ -50,15 +77,19 @@ def with_boundary_constraints(
     mesh: Mesh,
     layout: ActivationLayout,
     unit_of: Callable[[JaxprEqn], Any] = lambda eqn: None,
+    sequence: Sequences | None = None,
 ) -> Jaxpr:
-    """A traced program with constraints at its shard boundaries.
+    """A traced program with constraints at its shard boundaries, and along its sequences.
 
     `parameters` are its variables by path, sharded by `specs`; `batch` those whose first dims are
     samples. `unit_of` returns the unit of an equation: matmuls of one activation in different units
     are not merged.
     """
+    context = context_mesh(mesh)
+    if sequence and (not sequence.positions or free_axes(context).get(SEQ, 1) == 1):
+        sequence = None
     of_axis = {axis: dims_sharded_over(axis, specs) for axis in (TENSOR, EXPERT)}
-    if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT]:
+    if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT] and not sequence:
         return jaxpr
     propagated = propagate_dims(jaxpr, parameters, batch)
     program, experts = (
@@ -67,8 +98,10 @@ def with_boundary_constraints(
     )
     if layout.sequence_parallel and program.dims and not program.sequences:
         warn_no_sequence_dim()
-    layouts = BoundaryLayouts(program, context_mesh(mesh), layout, experts)
-    boundaries = _Boundaries(layouts, unit_of)
+    dims = sequence and SequenceDims(propagated, sequence.positions, mesh.shape[SEQ])
+    also = sequence.also if sequence else ()
+    layouts = BoundaryLayouts(program, context, layout, experts, dims, also)
+    boundaries = _Boundaries(layouts, unit_of, sequence and sequence.attend)
     return boundaries.run(jaxpr, scope=boundaries.of(propagated.top))
 
 
@@ -90,6 +123,7 @@ class _Scope:
       groups: the column matmuls that share one all-gather of an activation, by the position of the
         first one.
       entered: an activation, and whether the region is in an expert -> its variable inside.
+      carried: the values that a loop carries to its next trip.
       at_experts: an activation of tokens, and whether it is sharded by expert -> its variable.
     """
 
@@ -97,6 +131,7 @@ class _Scope:
     groups: dict[int, list[int]]
     entered: dict[tuple[Any, bool], Atom] = field(default_factory=dict)
     at_experts: dict[tuple[Any, bool], Atom] = field(default_factory=dict)
+    carried: frozenset[Var] = frozenset()
 
     @cached_property
     def makers(self) -> dict[Var, int]:
@@ -110,8 +145,14 @@ class _Boundaries(Rewriter[bool]):
     computed from products with sharded experts, until an operation ends their dim.
     """
 
-    def __init__(self, layouts: BoundaryLayouts, unit_of: Callable[[JaxprEqn], Any]) -> None:
+    def __init__(
+        self,
+        layouts: BoundaryLayouts,
+        unit_of: Callable[[JaxprEqn], Any],
+        attend: Attend | None = None,
+    ) -> None:
         super().__init__()
+        self.attend = attend
         self.layouts, self.program, self.unit_of = layouts, layouts.program, unit_of
         self.experts = layouts.experts
 
@@ -143,11 +184,24 @@ class _Boundaries(Rewriter[bool]):
 
     def scope(self, program: Rewriting[bool], body: Body) -> Any:
         frames = program.scope.frame.inner.get(program.position, ())
-        return next((self.of(f) for f in frames if f.jaxpr is body.jaxpr), LEAVE)
+        for frame in frames:
+            if frame.jaxpr is body.jaxpr:
+                carried = filter(is_var, body.jaxpr.outvars[: body.num_carry])
+                return replace(self.of(frame), carried=frozenset(carried))
+        return LEAVE
 
     def enter(self, program: Rewriting[bool], eqn: JaxprEqn) -> bool:
         inner = program.scope.frame.inner
-        return program.position in inner and eqn.primitive.name not in CUSTOM_DERIVATIVE
+        opaque = (*CUSTOM_DERIVATIVE, ATTENTION)
+        return program.position in inner and eqn.primitive.name not in opaque
+
+    def equation(self, program: Rewriting[bool], eqn: JaxprEqn) -> Sequence[bool]:
+        if eqn.primitive.name == ATTENTION and self._attention(program, eqn):
+            return [self.unknown(v) for v in eqn.outvars]
+        states = super().equation(program, eqn)
+        if self.layouts.sequence and eqn.primitive.name != "sharding_constraint":
+            self._along_sequence(program, program.position, states)
+        return states
 
     def other(self, program: Rewriting[bool], eqn: JaxprEqn) -> Sequence[bool]:
         scope: _Scope = program.scope
@@ -205,6 +259,39 @@ class _Boundaries(Rewriter[bool]):
         program.replace(
             eqn.outvars, program.splice(function, [*map(program.atom, eqn.invars)], eqn)
         )
+
+    # -- along the sequence -----------------------------------------------------------------------
+
+    def _along_sequence(
+        self, program: Rewriting[bool], position: int, states: Sequence[bool]
+    ) -> None:
+        """Shard the results of an operation along the sequence, where the compiler might not."""
+        scope: _Scope = program.scope
+        frame, eqn, dims = scope.frame, scope.frame.jaxpr.eqns[position], self.layouts.sequence
+        assert dims is not None
+        decides = _decides(eqn, position in frame.inner)
+        if eqn.primitive.name == "reshape":
+            decides = any(dims.merged(n) for v in (*eqn.invars, *eqn.outvars) for n in frame.of(v))
+        for v, by_expert in zip(eqn.outvars, states, strict=True):
+            if (decides or v in scope.carried) and not frame.is_weight(v):
+                at = self.layouts.along_sequence(frame, v, by_expert)
+                if at is not None:
+                    function = partial(constrain, sharding=at, site="sequence")
+                    program.replace([v], program.splice(function, [program.atom(v)], eqn))
+
+    def _attention(self, program: Rewriting[bool], eqn: JaxprEqn) -> bool:
+        """Replace an attention; False leaves it as it is."""
+        sequence, frame = self.layouts.sequence, program.scope.frame
+        if self.attend is None or sequence is None:
+            return False
+        attend = self.attend(eqn, [sequence.of(frame, v) == 1 for v in eqn.invars])
+        if attend is None:
+            return False
+        operands = [program.as_traced(v, eqn) for v in eqn.invars]
+        at = eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(SEQUENCE_SCOPE))
+        like = eqn.replace(source_info=at)
+        program.replace(eqn.outvars, program.splice(attend, operands, like))
+        return True
 
     # -- around experts ---------------------------------------------------------------------------
 
@@ -282,6 +369,8 @@ class _Boundaries(Rewriter[bool]):
         operand = self._operands(program, scope, eqn, inside)[side]
         results = program.splice(function, [operand, *map(program.atom, weights)], eqn)
         program.replace([eqn.outvars[0] for eqn in eqns], results)
+        for position in positions[1:] if self.layouts.sequence else ():
+            self._along_sequence(program, position, [inside])
 
     def _hoist(self, program: Rewriting[bool], scope: _Scope, weight: Any) -> None:
         """Write the equations of a weight, which depends on parameters alone, ahead of order."""
@@ -327,6 +416,33 @@ class _Boundaries(Rewriter[bool]):
             x_sharded=program.sharded_dim(frame, x),
             y_sharded=program.sharded_dim(frame, y),
         )
+
+
+def _decides(eqn: JaxprEqn, has_frames: bool) -> bool:
+    """Whether the compiler may shard the results of an operation otherwise than its operands."""
+    name = eqn.primitive.name
+    if name in DRAWS:
+        return is_threefry(eqn)
+    return (
+        product_of(eqn) is not None
+        or name in ("gather", *SCATTERS)
+        or (name in CUSTOM_DERIVATIVE and runs(eqn, PRODUCTS))
+        or any(True for _ in continued(eqn, has_frames))
+    )
+
+
+DRAWS = ("random_bits", "random_gamma")  # all of jax.random comes down to these, on keys
+
+
+def is_threefry(eqn: JaxprEqn) -> bool:
+    """Whether draws do not depend on the sharding, as those of other generators (`rbg`) do."""
+    key: Any = eqn.invars[0].aval
+    return bool(key.dtype == _threefry_key().dtype)
+
+
+@functools.cache
+def _threefry_key() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
 
 
 def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:

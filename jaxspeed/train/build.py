@@ -36,7 +36,7 @@ from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, wit
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.quantization.choose_codecs import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
-from jaxspeed.sequence_parallel.tile_sequence import SequenceTiles
+from jaxspeed.sequence_parallel.settings import SequenceSettings, SequenceTiles
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
@@ -138,7 +138,7 @@ def build_program(
     rings = rings_of(config, mesh)
     ring = Reduction(rings, table) if rings else None
     table = table.with_state(layout.places, _extra_rows(mesh, adapted.variables, ring))
-    wire = config.communication_data_type
+    wire = config.reduction_dtype
     objective = Objective(
         adapted,
         loss_fn,
@@ -150,7 +150,7 @@ def build_program(
         config.recompute,
         exchange,
         autocast_of(config, table),
-        _tiles_of(config),
+        _sequence_of(config),
     )
     build = functools.partial(build_program, saved=saved) if saved else build_program
     update_device = _update_device_of(config)
@@ -381,13 +381,12 @@ def _style_of(config: Config, mesh: Mesh) -> ActivationLayout:
     return ActivationLayout(config.parallel.sequence_parallel_activations, overlap)
 
 
-def _tiles_of(config: Config) -> SequenceTiles:
-    number = config.parallel.sequence_tiles
-    recompute = config.recompute
-    kept = ("attention",) if recompute.policy == "attention" else ()
-    return SequenceTiles(
-        1 if number == "none" else number, (*kept, *recompute.save, *recompute.offload)
-    )
+def _sequence_of(config: Config) -> SequenceSettings:
+    number, recompute = config.parallel.sequence_tiles, config.recompute
+    attention = ("attention",) if recompute.policy == "attention" else ()
+    kept = (*attention, *recompute.save, *recompute.offload)
+    tiles = SequenceTiles(1 if number == "none" else number, kept)
+    return SequenceSettings(**config.parallel.sequence.model_dump(), tiles=tiles)
 
 
 def _extra_rows(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxspeed.axes import batch_entries, summing_axes
+from jaxspeed.axes import sample_axes, summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import (
     Sums,
@@ -30,6 +30,7 @@ from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
+from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.codec import pad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host, on_device, to_host
@@ -327,7 +328,10 @@ class Gradients:
     def _once_a_step(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
     ) -> Sums:
-        """Partial gradients of each data rank, summed over the ranks after the loop."""
+        """Partial gradients of each data rank, summed over the ranks after the loop.
+
+        A rank has entire sequences: over their axis each micro-batch's gradients are summed by XLA.
+        """
 
         # Not closed over: inside, an array's type has the data axes as manual.
         every = variables, jnp.asarray(step), jnp.asarray(scale)
@@ -338,11 +342,11 @@ class Gradients:
             sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
             return jax.tree.map(lambda x: x[None], sums)
 
-        mesh, ranks = self.table.mesh, summing_axes()
+        mesh, ranks = self.table.mesh, sample_axes()
         parts: Sums = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), batch_specs(batch)),
+            in_specs=(PartitionSpec(), PartitionSpec(), sample_specs(batch)),
             out_specs=PartitionSpec(ranks),
             axis_names=set(ranks),
             check_vma=False,
@@ -370,8 +374,3 @@ def steepest(grad: jax.Array) -> jax.Array:
     For a complex parameter x + i y the conjugate of JAX's gradient dL/dx - i dL/dy.
     """
     return jnp.conj(grad)
-
-
-def batch_specs(batch: Any) -> Any:
-    """Shard a batch's arrays along samples and positions; replicate scalars."""
-    return jax.tree.map(lambda x: PartitionSpec(*batch_entries(x.ndim)), batch)

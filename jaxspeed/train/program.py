@@ -21,12 +21,13 @@ from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
+from jaxspeed.placement.batch_dims import batch_specs, check_sequence_dims
 from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
-from jaxspeed.train.gradients import Gradients, batch_specs
+from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer
@@ -304,11 +305,12 @@ class Program:
     # -- batches --------------------------------------------------------------------------------
 
     def batch_shardings(self, batch: Any) -> Any:
-        """The shardings of a batch: first dims over the data axes, extra arrays as they lie."""
+        """The shardings of a batch: samples and positions over their axes, extra arrays as they lie."""
         if isinstance(batch, WithExtra):
             extra = jax.tree.map(self._as_it_lies, batch.extra)
             return WithExtra(self.batch_shardings(batch.samples), extra)
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch))
+        specs = batch_specs(batch, self.config.parallel.sequence.dims, self.mesh.shape)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def _as_it_lies(self, x: Any) -> Any:
         """The sharding of an array on this mesh's devices; replicated if it lies elsewhere."""
@@ -336,4 +338,5 @@ class Program:
             check_shared_evenly(arrays, self.ranks)
         else:
             check_train_batch(arrays, self.batch, self.ranks)
+        check_sequence_dims(batch, self.config.parallel.sequence.dims, self.mesh.shape)
         return batch

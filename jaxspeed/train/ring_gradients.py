@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
+from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
 from jaxspeed.ring_reduction.rings import INNER, NO_RANK, OUTER, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
-from jaxspeed.train.gradients import Gradients, batch_specs
+from jaxspeed.train.gradients import Gradients
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.zero3 import InOrder
 
@@ -153,7 +154,7 @@ class RingGradients(Gradients):
                 PartitionSpec(OUTER),
                 specs,
                 PartitionSpec(),
-                batch_specs(batch),
+                sample_specs(batch),
             ),
             out_specs=Sums(
                 {path: specs[path] if path in exchanged else of_ranks for path in trained},

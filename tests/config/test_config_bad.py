@@ -517,8 +517,36 @@ BAD = {
         "mesh.expert",
         "each has all experts: write 1",
     ),
-    "positions' axis": ({"mesh": {"seq": 2}}, "mesh.seq", "This axis is not built"),
-    "sequence axis": ({"sequence_parallel_size": 2}, "sequence_parallel_size", "not built"),
+    "sequences with servers": (
+        {"mesh": {"seq": 2}, "parallel": {"data_reduction": "parameter_server"}},
+        "mesh.seq",
+        "each has entire sequences: write 1",
+    ),
+    "sequences with rings": (
+        {"sequence_parallel_size": 2, "parallel": {"data_reduction": "ring"}},
+        "mesh.seq",
+        "the loss of entire samples: write 1",
+    ),
+    "two sizes of seq": (
+        {"mesh": {"seq": 4}, "sequence_parallel_size": 2},
+        "sequence_parallel_size",
+        "while mesh.seq is 4",
+    ),
+    "zig-zag with Ulysses": (
+        {"mesh": {"seq": 2}, "parallel": {"sequence": {"kind": "ulysses", "layout": "zigzag"}}},
+        "parallel.sequence.layout",
+        'write "auto", or kind "ring"',
+    ),
+    "positions in dim 0": (
+        {"parallel": {"sequence": {"dims": {"images": 0}}}},
+        "parallel.sequence.dims.images",
+        "at least 1",
+    ),
+    "an unknown kind of sequence": (
+        {"parallel": {"sequence": {"kind": "context"}}},
+        "parallel.sequence.kind",
+        "ulysses",
+    ),
     "offload to disks": (
         zero(stage=2, offload_optimizer={"device": "nvme"}),
         "zero_optimization.offload_optimizer.device",
@@ -663,7 +691,7 @@ def test_all_problems_come_in_one_error():
         "fp16": {"enabled": True, "enabeld": True},
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": -1, "beta": 1}},
-        "mesh": {"seq": 2},
+        "mesh": {"seq": 0},
         "gradient_clipping": "auto",
     }
     with pytest.raises(ConfigError) as caught:

@@ -172,8 +172,6 @@ ASKING = {
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
-    "mesh.seq": 2,
-    "sequence_parallel_size": 2,
     "tensor_parallel.partition_config.strict_mode": True,
     "expert_parallel.top_k": 4,
     "expert_parallel.score_func": "sigmoid",

@@ -139,12 +139,6 @@ REFUSED = {
         "mesh.replica x mesh.data",
         zero(),
     ),
-    "sequence parallelism": (
-        {"sequence_parallel_size": 2},
-        "sequence_parallel_size",
-        "parallel.sequence_parallel_activations",
-        {},
-    ),
     "ZenFlow": (
         zero(zenflow={"topk_ratio": 0.1}),
         "zero_optimization.zenflow",

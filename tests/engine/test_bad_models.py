@@ -238,7 +238,7 @@ BAD_MESHES = {
     "a list": ([1, 2], ConfigError, "mesh: found the list"),
     "an unknown axis": ({"dta": 2}, ConfigError, 'Did you mean "data"'),
     "stages that do not divide": ({"pipe": 3}, PlacementError, "multiple of 3 devices"),
-    "seq": ({"seq": 2}, ConfigError, "mesh.seq: found 2. Refused"),
+    "seq that does not divide": ({"seq": 3}, PlacementError, "multiple of 3 devices"),
     "expert": (
         {"expert": 2},
         ConfigError,

@@ -3,17 +3,19 @@
 import numpy as np
 
 
-def seen(seq, kv_seq, *, causal, window, segments):
-    """[batch or 1, seq, kv_seq], from the definition."""
-    i, j = np.arange(seq)[:, None], np.arange(kv_seq)[None, :]
+def seen(seq, kv_seq, *, causal, window, segments, kv_segments=None, offset=0):
+    """[batch or 1, seq, kv_seq], from the definition; query i is at position offset + i."""
+    i, j = offset + np.arange(seq)[:, None], np.arange(kv_seq)[None, :]
     mask = np.full((1, seq, kv_seq), True)
     if causal:
         mask &= j <= i
     if window is not None:
         mask &= np.abs(i - j) < window
     if segments is not None:
-        ids = np.asarray(segments)
-        mask = mask & (ids[:, :, None] == ids[:, None, :])
+        ids, of_keys = (
+            np.asarray(x) for x in (segments, segments if kv_segments is None else kv_segments)
+        )
+        mask = mask & (ids[:, :, None] == of_keys[:, None, :])
     return mask
 
 

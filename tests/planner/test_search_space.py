@@ -137,15 +137,23 @@ def test_only_meshes_that_model_and_target_can_hold_are_choices():
     found = {choice.mesh for choice in space.all()}
     assert all(6 % pipe == 0 and tensor in (1, 2) for pipe, *_, tensor in found)
     assert not any(pipe == 2 for pipe, *_ in found)
-    assert all(math.prod(mesh) == 8 and mesh[3] == 1 for mesh in found)  # none has experts
-    assert (1, 1, 8, 1, 1) in found and (1, 1, 4, 1, 2) in found
+    assert all(math.prod(mesh) == 8 for mesh in found)
+    assert all(mesh[3:5] == (1, 1) for mesh in found)  # sequences are not sharded; no experts
+    assert (1, 1, 8, 1, 1, 1) in found and (1, 1, 4, 1, 1, 2) in found
+
+
+def test_a_search_keeps_the_axis_of_sequences():
+    space = space_of(PLAIN | {"mesh": {"seq": 4}}, 16, layers=6, tensor=(1, 2))
+    found = [choice.sizes for choice in space.all()]
+    assert len({*map(str, found)}) > 3
+    assert all(sizes["seq"] == 4 and math.prod(sizes.values()) == 16 for sizes in found)
 
 
 def test_the_expert_axis_divides_the_models_experts():
     space = space_of(PLAIN, 8, layers=6, tensor=(1, 2), degrees={"expert": (1, 2, 6)})
     meshes = [choice.sizes for choice in space.all()]
     assert {sizes["expert"] for sizes in meshes} == {1, 2}  # 8 devices are no multiple of 6
-    assert {"pipe": 2, "replica": 1, "data": 2, "expert": 2, "tensor": 1} in meshes
+    assert {"pipe": 2, "replica": 1, "data": 2, "seq": 1, "expert": 2, "tensor": 1} in meshes
 
 
 def test_the_degrees_are_those_of_the_models_experts():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxspeed.axes import AXES, axis_names, batch_entries, storing_axes, summing_axes
+from jaxspeed.axes import axis_names, position_axes, sample_axes, storing_axes, summing_axes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,10 +55,8 @@ def test_the_search_finds_meshes_with_the_axis(child):
 @pytest.mark.fast
 def test_what_the_axes_of_the_table_do():
     assert axis_names() == ("pipe", "replica", "data", "seq", "expert", "tensor")
-    assert batch_entries(3) == (("replica", "data", "expert"), ("seq",))
-    assert batch_entries(1) == (("replica", "data", "expert"),) and batch_entries(0) == ()
+    assert sample_axes() == ("replica", "data", "expert") and position_axes() == ("seq",)
     assert summing_axes() == ("replica", "data", "seq", "expert")
     assert storing_axes() == ("data", "seq", "expert")
     of_experts = PartitionSpec("expert", None, ("tensor", "data"))
     assert summing_axes(of_experts) == ("replica", "seq") and storing_axes(of_experts) == ("seq",)
-    assert {name for name, axis in AXES.items() if not axis.built} == {"seq"}

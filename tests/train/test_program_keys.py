@@ -85,12 +85,17 @@ def moments(made):
         ({"mesh": {"tensor": 2}}, {"tensor": 2, "data": 4}),
         ({"mesh": {"replica": -1}, "data_parallel_size": 8}, {"replica": 8}),
         ({"mesh": {"tensor": -1}, "data_parallel_size": 2}, {"data": 2, "tensor": 4}),
+        ({"mesh": {"seq": 2}}, {"data": 4, "seq": 2}),
+        ({"sequence_parallel_size": 4}, {"data": 2, "seq": 4}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"tensor": 2, "data": 4}),
         ({"zero_optimization": zero(3, mics_shard_size=2)}, {"replica": 4, "data": 2}),
         ({"mesh": {"pipe": 2}, "gradient_accumulation_steps": 2}, {"pipe": 2, "data": 4}),
         ({"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}, {"pipe": 2, "data": 4}),
     ],
-    ids=["data", "replica", "tensor", "all ranks", "ranks", "autotp", "mics", "pipe", "stages"],
+    ids=[
+        *("data", "replica", "tensor", "all ranks", "ranks", "seq", "sequence size", "autotp"),
+        *("mics", "pipe", "stages"),
+    ],
 )
 def test_weights_are_sharded_over_the_mesh_that_is_asked_for(sections, sizes):
     made = program(**{"zero_optimization": zero(3), **sections})

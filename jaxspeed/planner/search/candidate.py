@@ -10,10 +10,10 @@ from typing import Any
 from jaxspeed.axes import (
     PIPE,
     TENSOR,
+    axis_names,
     copying_axes,
     data_ranks,
     product,
-    searched_axes,
     storing_ranks,
 )
 from jaxspeed.config import Config
@@ -61,7 +61,7 @@ class Choice:
     """One point of the search space: all settings that a search changes.
 
     Attributes:
-      mesh: sizes of the axes of `searched_axes()`.
+      mesh: sizes of the axes of `axis_names()`.
       sequence: Megatron's sequence parallelism: activations between tensor-parallel matmuls are
         sharded over `tensor` too.
       stage: of ZeRO.
@@ -90,7 +90,7 @@ class Choice:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """{searched axis: its size}."""
-        return dict(zip(searched_axes(), self.mesh, strict=True))
+        return dict(zip(axis_names(), self.mesh, strict=True))
 
     @cached_property
     def pipe(self) -> int:
@@ -173,7 +173,7 @@ def choice_of(config: Config, devices: int) -> Choice:
     parallel, zero, recompute = config.parallel, config.zero_optimization, config.recompute
     full = recompute and parallel.remat == "none"  # set by activation_checkpointing alone
     return Choice(
-        mesh=tuple(sizes[axis] for axis in searched_axes()),
+        mesh=tuple(sizes[axis] for axis in axis_names()),
         sequence=parallel.sequence_parallel_activations,
         stage=zero.stage,
         schedule=parallel.pipeline_schedule,
@@ -209,7 +209,7 @@ def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
         changed.add("mesh")
         # Another key that sets an axis is removed, so that unchanged axes have to be set too.
         others = any(_found(given, key) for key in _OTHER_KEYS["mesh"])
-        axes = zip(searched_axes(), base.mesh, choice.mesh)
+        axes = zip(axis_names(), base.mesh, choice.mesh)
         keys |= {f"mesh.{axis}": now for axis, was, now in axes if was != now or others}
     for field, key in _KEYS.items():
         if field in changed:

@@ -10,10 +10,10 @@ from jaxspeed.axes import (
     DATA,
     PIPE,
     TENSOR,
+    axis_names,
     copying_axes,
     product,
     sample_axes,
-    searched_axes,
 )
 from jaxspeed.config.batch import Stages
 from jaxspeed.config.elastic import divisors
@@ -57,7 +57,6 @@ class Space:
       offload: whether offloading is allowed.
       micro: the smallest and the largest micro-batch.
       changing: the fields that may differ from the base's.
-      fixed: number of devices on mesh axes that are not searched.
       degrees: sizes of the axes that shard samples and dims of the model, such as experts.
     """
 
@@ -72,17 +71,16 @@ class Space:
     offload: bool = True
     micro: tuple[int, int] = (1, 1024)
     changing: frozenset[str] = _ALL
-    fixed: int = 1
     degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def meshes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of `searched_axes()`; the first of equals wins, so split dims come last."""
+        """Sizes of all axes, in the order of `axis_names()`; the first of equals wins, so split dims come last."""
         if "mesh" not in self.changing:
             return (self.base.mesh,)
         varied = {PIPE, TENSOR, *sample_axes()}
         kept = {axis: n for axis, n in self.base.sizes.items() if axis not in varied}
-        free = self.devices // self.fixed // product(kept, kept)
+        free = self.devices // product(kept, kept)
         tensors = self.tensor
         found = dict.fromkeys([self.base.mesh])
         for tensor in tensors:
@@ -93,7 +91,7 @@ class Space:
                 ranks = free // tensor // pipe
                 for of_samples in self._of_samples(ranks, tensor):
                     sizes = {**kept, **of_samples, PIPE: pipe, TENSOR: tensor}
-                    mesh = tuple(sizes[axis] for axis in searched_axes())
+                    mesh = tuple(sizes[axis] for axis in axis_names())
                     if self.samples % ranks == 0 and mesh not in found and self.holds(mesh):
                         found[mesh] = None
         return tuple(sorted(found, key=self.splits))

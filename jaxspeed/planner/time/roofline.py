@@ -155,7 +155,7 @@ class _Clock:
         program, target = self.step.program, self.target
         flops, tokens = program_model_flops(program, self.step.batch), program.batch.train
         if flops.item == "token":
-            tokens *= self.step.batch["tokens"].shape[1] - 1
+            tokens *= self.step.batch["tokens"].shape[1] - ("targets" not in self.step.batch)
         return Time(
             compute=self.compute,
             memory=self.memory,

@@ -1,0 +1,150 @@
+"""A traced program on some indices of one dim, of a program along which no operation mixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jaxspeed.jaxpr.dim_relations import DimRelations, relations, same_place
+from jaxspeed.jaxpr.evaluate import run_equation
+from jaxspeed.jaxpr.inline_calls import with_all_calls_inlined
+from jaxspeed.jaxpr.primitives import ELEMENTWISE, IDENTITIES
+from jaxspeed.jaxpr.traverse import is_var
+
+_Dim = tuple[Any, int]  # of a variable, or of a constant by its id
+# Parameters with the shape of the result, or with the ends of a slice of the operand.
+_SHAPES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
+_ENDS = {"slice": "limit_indices", "dynamic_slice": "slice_sizes", "gather": "slice_sizes"}
+
+
+class MixedDim(ValueError):
+    """An operation mixes indices of the dim, or is not known."""
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        super().__init__(eqn.primitive.name)
+        self.eqn = eqn
+
+
+def on_indices(
+    closed: ClosedJaxpr, dims: Sequence[int | None]
+) -> tuple[Callable[..., list[jax.Array]], list[int | None]]:
+    """(the program on indices of a dim, the dim of each result).
+
+    Args:
+      dims: that dim of each input, or None. All have one size.
+
+    Returns:
+      A function of (indices, inputs), of which those with the dim have these indices of it alone.
+      It has the results at these indices. Calls are inlined, without their custom derivatives.
+    """
+    jaxpr = with_all_calls_inlined(closed.jaxpr)
+    sizes = {v.aval.shape[d] for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None}
+    (size,) = sizes
+    same = _Classes()
+    for eqn in jaxpr.eqns:
+        for first, other in _ties(eqn):
+            same.tie(first, other)
+    given = [(v, d) for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None]
+    for each in given[1:]:
+        same.tie(given[0], each)
+
+    def dims_of(atom: Any) -> list[int]:
+        every = range(len(atom.aval.shape))
+        return [d for d in every if same.of((_key(atom), d)) == same.of(given[0])]
+
+    for eqn in jaxpr.eqns:
+        found = _relations(eqn)
+        for i, atom in enumerate(eqn.invars):
+            for dim in dims_of(atom):
+                factor = None if found is None else found.operands[i][dim]
+                if found is None or factor is None or factor in {*found.reduced(i), *found.mixed}:
+                    raise MixedDim(eqn)
+
+    def run(indices: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
+        count = indices.shape[0]
+
+        def resized(shape: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
+            return tuple(n * count // size if d in at else n for d, n in enumerate(shape))
+
+        def constant(value: Any, at: Sequence[int]) -> Any:
+            for dim in at:
+                value = jnp.take(jnp.asarray(value), indices, axis=dim)
+            return value
+
+        env = dict(zip(jaxpr.invars, inputs, strict=True))
+        constants = zip(jaxpr.constvars, closed.consts, strict=True)
+        env |= {v: constant(value, dims_of(v)) for v, value in constants}
+
+        def read(atom: Any) -> Any:
+            return env[atom] if is_var(atom) else constant(atom.val, dims_of(atom))
+
+        for eqn in jaxpr.eqns:
+            name, params = eqn.primitive.name, dict(eqn.params)
+            (out, *_), at = eqn.outvars, dims_of(eqn.outvars[0])
+            if not at:
+                values = run_equation(jaxpr, eqn, env.__getitem__)
+                env.update(zip(eqn.outvars, values, strict=True))
+                continue
+            if name in _SHAPES:
+                params[_SHAPES[name]] = resized(out.aval.shape, at)
+            if name in _ENDS:
+                shape, of_operand = eqn.invars[0].aval.shape, dims_of(eqn.invars[0])
+                ends = enumerate(params[_ENDS[name]])
+                new = resized(shape, of_operand)
+                params[_ENDS[name]] = tuple(new[d] if d in of_operand else n for d, n in ends)
+            if name == "iota" and params["dimension"] in at:
+                shape, of_dim = params["shape"], (params["dimension"],)
+                env[out] = lax.broadcast_in_dim(indices.astype(params["dtype"]), shape, of_dim)
+                continue
+            values = eqn.primitive.bind(*map(read, eqn.invars), **params)
+            values = values if eqn.primitive.multiple_results else [values]
+            env.update(zip(eqn.outvars, values, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    return run, [next(iter(dims_of(v)), None) for v in jaxpr.outvars]
+
+
+class _Classes:
+    """A union-find over dims of variables."""
+
+    def __init__(self) -> None:
+        self._parent: dict[_Dim, _Dim] = {}
+
+    def of(self, dim: _Dim) -> _Dim:
+        while (up := self._parent.get(dim, dim)) != dim:
+            dim = up
+        return dim
+
+    def tie(self, a: _Dim, b: _Dim) -> None:
+        a, b = self.of(a), self.of(b)
+        if a != b:
+            self._parent[b] = a
+
+
+def _relations(eqn: JaxprEqn) -> DimRelations | None:
+    given = [v.aval.shape for v in eqn.invars]
+    made = [v.aval.shape for v in eqn.outvars]
+    name = eqn.primitive.name
+    if name in ELEMENTWISE | IDENTITIES:
+        return same_place(given, made)
+    return relations(name, eqn.params, given, made)
+
+
+def _ties(eqn: JaxprEqn) -> Iterator[tuple[_Dim, _Dim]]:
+    if (found := _relations(eqn)) is None:
+        return
+    first: dict[int, _Dim] = {}
+    factors = (*found.operands, *found.results)
+    for atom, of_dims in zip((*eqn.invars, *eqn.outvars), factors, strict=True):
+        for dim, factor in enumerate(of_dims):
+            if factor is not None and factor not in found.mixed:
+                yield first.setdefault(factor, (_key(atom), dim)), (_key(atom), dim)
+
+
+def _key(atom: Any) -> Any:
+    return atom if is_var(atom) else id(atom)

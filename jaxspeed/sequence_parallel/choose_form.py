@@ -1,0 +1,80 @@
+"""The choice of how one attention runs over the axis `seq`, and the reason.
+
+With N tokens, P devices, h heads and k key heads of a tensor shard, a device receives in the
+forward pass, in units of N head_dim elements:
+
+    ring, gather   2 k (P - 1) / P
+    Ulysses        (2 h + 2 max(k, P)) / P (P - 1) / P
+    both           Ulysses in groups of u, and between these a ring of P / u of its keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxspeed.errors import ConfigError
+from jaxspeed.ops.attention_call import AttentionForm
+from jaxspeed.ops.sequence_attention import Kind, Layout, SequenceForm, refusal
+from jaxspeed.sequence_parallel.settings import SequenceSettings
+
+SHORT = 256  # tokens of a device: with fewer a ring's hops take as long as their latency
+
+
+def choose_form(
+    form: AttentionForm,
+    q: Sequence[int],
+    k: Sequence[int],
+    settings: SequenceSettings,
+    devices: int,
+    tensor: int = 1,
+) -> tuple[SequenceForm, str]:
+    """How an attention of q [batch, seq, heads, head_dim] and such k runs, and why.
+
+    Raises ConfigError if the config asks for a kind or a layout that it cannot have.
+    """
+    layout: Layout = "zigzag" if settings.layout == "zigzag" else "contiguous"
+    groups = [n for n in range(devices // 2, 1, -1) if devices % n == 0]
+    every = {kind: [SequenceForm(kind, layout)] for kind in _KINDS} | {
+        "both": [SequenceForm("both", layout, n) for n in groups]
+    }
+
+    def why_not(how: SequenceForm) -> str | None:
+        sizes = {"heads": q[2], "seq": q[1], "kv_seq": k[1], "parts": devices, "tensor": tensor}
+        return refusal(form, how, **sizes)
+
+    if settings.kind != "auto":
+        asked = every[settings.kind]
+        found = [how for how in asked if why_not(how) is None]
+        if not found:
+            reason = why_not(asked[0]) if asked else f"seq {devices} has no groups of devices"
+            raise ConfigError(f"parallel.sequence.kind {settings.kind}: {reason}")
+        return found[0], "parallel.sequence.kind"
+    if form.rows is not None:
+        return SequenceForm("gather", layout), "its mask or bias is a general one"
+
+    split = q[2] % tensor == 0 == k[2] % tensor
+    heads, keys = (n // tensor if split else n for n in (q[2], k[2]))
+    is_long = min(q[1], k[1]) >= SHORT * devices
+    kinds: tuple[Kind, ...] = ("ulysses", "both", "ring") if is_long else ("ulysses", "gather")
+    possible = [how for kind in kinds for how in every[kind] if why_not(how) is None]
+    if not possible:
+        possible = every["gather"]
+    received = {how: _received(heads, keys, devices, how.group(devices)) for how in possible}
+    best = min(possible, key=received.__getitem__)
+    parts = [f"{_name(how)} {bytes_:.3g}" for how, bytes_ in received.items()]
+    short = "" if is_long else f"; fewer than {SHORT} tokens a device make no ring"
+    return best, f"received, in tokens x head_dim: {', '.join(parts)}{short}"
+
+
+_KINDS: tuple[Kind, ...] = ("gather", "ring", "ulysses")
+
+
+def _name(how: SequenceForm) -> str:
+    return f"both in groups of {how.ulysses}" if how.kind == "both" else how.kind
+
+
+def _received(heads: int, keys: int, devices: int, group: int) -> float:
+    """What a device receives in the forward pass, with groups of so many that exchange heads."""
+    keys = max(keys, group)
+    exchanged = (2 * heads + 2 * keys) / devices * (1 - 1 / group)
+    return exchanged + 2 * keys / group * (1 - group / devices)

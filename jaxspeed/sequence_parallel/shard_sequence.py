@@ -1,0 +1,37 @@
+"""Sequences over the axis `seq`: attention in a form that communicates, the rest by constraints.
+
+The dims are found by dim propagation (`tensor_parallel/sequence_dims.py`), and the walk that writes
+the constraints of tensor parallelism writes those along the sequence, too
+(`tensor_parallel/insert_constraints.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import jax
+
+from jaxspeed.axes import SEQ, TENSOR
+from jaxspeed.jaxpr.traverse import JaxprEqn, Var
+from jaxspeed.ops.attention_call import body_of, form_of
+from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.ops.sequence_attention import over_sequence
+from jaxspeed.sequence_parallel.choose_form import choose_form
+from jaxspeed.sequence_parallel.settings import SequenceSettings
+from jaxspeed.tensor_parallel.insert_constraints import Sequences
+
+
+def sequences(
+    positions: Mapping[Var, int], settings: SequenceSettings, also: tuple[str, ...] = ()
+) -> Sequences:
+    """The sequences of a program, of whose inputs `positions` are the sequence dims."""
+
+    def attend(eqn: JaxprEqn, sharded: Sequence[bool]) -> Callable[..., jax.Array] | None:
+        """The attention over the axis; None if its queries are not sharded along dim 1."""
+        form, free = form_of(eqn), free_axes()
+        if form is None or not sharded[0] or free.get(SEQ, 1) == 1:
+            return None
+        q, k = (v.aval.shape for v in eqn.invars[:2])
+        how, _ = choose_form(form, q, k, settings, free[SEQ], free.get(TENSOR, 1))
+        return partial(over_sequence, form, how, body_of(eqn))
+
+    return Sequences(positions, attend, also)

@@ -1,0 +1,153 @@
+"""What attention over the `seq` axis sends, and how it divides the work."""
+
+import functools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspeed import hlo
+from jaxspeed.axes import SEQ as AXIS
+from jaxspeed.communication import ring_bytes
+from jaxspeed.ops import sequence_passes
+from jaxspeed.ops.attention_call import AttentionForm
+from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.score_blocks import ScoreBlocks
+from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
+from tests.ops.meshes import simulated_mesh
+from tests.support.covering import covering
+
+SEQ, HEADS, HEAD_DIM = 64, 8, 4
+
+
+def sent(how, parts, kv_heads, tensor=1):
+    """Numbers a device sends (forward, forward and backward), and the kinds of collectives."""
+    mesh = simulated_mesh(seq=parts, tensor=tensor)
+    form = AttentionForm(0.5, Mask(True, None))
+
+    def body(q, k, v):
+        return q
+
+    attend = functools.partial(over_sequence, form, how, body)
+
+    def both(d_out, *arrays):
+        out, pullback = jax.vjp(attend, *arrays)
+        return out, *pullback(d_out)
+
+    place = NamedSharding(mesh, P(None, "seq", "tensor"))
+    of_keys = place if kv_heads % tensor == 0 else NamedSharding(mesh, P(None, "seq"))
+    q, k = (
+        jax.ShapeDtypeStruct((1, SEQ, n, HEAD_DIM), jnp.float32, sharding=where)
+        for n, where in ((HEADS, place), (kv_heads, of_keys))
+    )
+    found = []
+    with jax.set_mesh(mesh):
+        for program, args, outs in ((attend, (q, k, k), place), (both, (q, q, k, k), None)):
+            if outs is None:
+                outs = (place, place, of_keys, of_keys)
+            text = jax.jit(program, out_shardings=outs).lower(*args).compile().as_text()
+            found.append([c for c in hlo.collectives(text, mesh) if "seq" in c.axes])
+    return [sum(Fraction(ring_bytes(c)) / 4 for c in each) for each in found], {
+        c.kind for c in found[0]
+    }
+
+
+CASES = [
+    (kind, layout, parts, kv_heads)
+    for kind in ("gather", "ring", "ulysses")
+    for layout in ("contiguous", "zigzag")
+    for parts in (2, 4, 8)
+    for kv_heads in (8, 2, 1)
+]
+DEFAULT = [
+    ("gather", "contiguous", 4, 2),
+    ("ring", "contiguous", 4, 2),
+    ("ring", "zigzag", 8, 1),
+    ("ulysses", "contiguous", 4, 8),
+    ("ulysses", "contiguous", 4, 2),
+]
+
+
+@pytest.mark.parametrize("kind, layout, parts, kv_heads", covering(CASES, DEFAULT))
+def test_a_device_sends_what_the_formulas_say(kind, layout, parts, kv_heads):
+    (forward, both), kinds = sent(SequenceForm(kind, layout), parts, kv_heads)
+    numbers, share = SEQ * HEADS * HEAD_DIM, Fraction(parts - 1, parts)
+    if kind == "ulysses":
+        g = Fraction(max(kv_heads, parts), HEADS)
+        assert forward == (2 + 2 * g) * numbers / parts * share
+        assert both == 2 * forward
+        assert kinds == {"all-to-all"}
+    else:
+        g = Fraction(kv_heads, HEADS)
+        assert forward == 2 * g * numbers * share
+        assert both == 3 * forward, "keys and values again, and their gradients"
+        assert kinds == {"all-gather" if kind == "gather" else "collective-permute"}
+
+
+# -- work ------------------------------------------------------------------------------------------
+
+LENGTH, BLOCK = 2048, 16
+
+
+def blocks_of_devices(how, monkeypatch, ids=None):
+    """Blocks of the scores that each of 8 devices computes, as shares of the full square."""
+    calls = []
+
+    def record(device, offset, ids, *, mask, lengths):
+        blocks = ScoreBlocks(mask, 1.0, None, *lengths, BLOCK, BLOCK)
+        seen = None
+        if ids[0].size:
+            seen = [x[0] for x in blocks.seen_by_queries(Segments(*map(jnp.asarray, ids)))]
+        numbers = jnp.arange(blocks.blocks_q)
+        first, stop = jax.vmap(
+            lambda i: blocks.keys_of(blocks.rows_of(i, jnp.asarray(offset)), seen, i)
+        )(numbers)
+        calls.append((int(device), int(jnp.maximum(stop - first, 0).sum())))
+
+    def passes(form, pair, q, k, segments):
+        def forward(q, k, v, segments):
+            offset = jnp.int32(0) if pair.offset is None else pair.offset
+            lengths = q.shape[1], k.shape[1]
+            ids = segments or (jnp.zeros((1, 0), jnp.int32),) * 2
+            jax.debug.callback(
+                functools.partial(record, mask=pair.mask, lengths=lengths),
+                *(jax.lax.axis_index(AXIS), offset, tuple(ids)),
+            )
+            return jnp.zeros_like(q), jnp.zeros((*q.shape[::2], q.shape[1]), jnp.float32)
+
+        return forward, None
+
+    monkeypatch.setattr(sequence_passes, "_kernel_passes", passes)
+    arrays = [jnp.zeros((1, LENGTH, 1, 1))] * 3 + ([] if ids is None else [ids, ids])
+    form = AttentionForm(1.0, Mask(True, None), segments=ids is not None)
+    with jax.set_mesh(simulated_mesh(seq=8)):
+        over = functools.partial(over_sequence, form, how, lambda q, *_: q)
+        jax.block_until_ready(jax.jit(over)(*arrays))
+        jax.effects_barrier()
+    of_device = np.zeros(8)
+    for device, count in calls:
+        of_device[device] += count
+    return of_device / (LENGTH // BLOCK) ** 2
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+@pytest.mark.parametrize("layout, most", [("zigzag", 1.02), ("contiguous", 1.88)])
+def test_zigzag_divides_causal_work_evenly(kind, layout, most, monkeypatch):
+    shares = blocks_of_devices(SequenceForm(kind, layout), monkeypatch)
+    assert shares.sum() <= 0.57
+    assert shares.max() <= most * shares.mean()
+    if layout == "contiguous":
+        assert shares.max() >= 1.8 * shares.mean(), "the last device has almost all keys"
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_blocks_of_other_documents_are_skipped(kind, monkeypatch):
+    lengths = np.random.default_rng(0).integers(50, 400, 20)
+    ids = jnp.asarray(np.resize(np.repeat(np.arange(20), lengths), LENGTH)[None], jnp.int32)
+    shares = blocks_of_devices(SequenceForm(kind), monkeypatch, ids)
+    print(f"{kind}: {shares.sum():.3f} of the square, {shares.max() / shares.mean():.2f} the mean")
+    assert shares.sum() <= 0.1
