@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
 from jaxspeed.jaxpr.sample_rules import SUMS, relations_of
-from jaxspeed.jaxpr.slicing import slice_of, sub_jaxpr
+from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
@@ -172,17 +172,25 @@ class Tokens:
             pullbacks[:] = [tree]
             return [*outs, *leaves]
 
-        first = self._traced(both, inputs, [self.dims(frame, v) for v in inputs])
-        made, residuals = first.outvars[: len(active)], first.outvars[len(active) :]
+        program, consts = _traced(both, inputs)
+        made, residuals = program.outvars[: len(active)], program.outvars[len(active) :]
         real = [v for v, on in zip(made, active, strict=True) if on]
+        moving = dependents(program, program.invars)
+        saved = [is_var(v) and v in moving for v in residuals]
+        kept = [v for v, on in zip(residuals, saved, strict=True) if on]
+        # Constants, whose dims are related to others in the pass that reads them.
+        rest = [v for v, on in zip(residuals, saved, strict=True) if not on]
+        filled = as_function(slice_of(program, program.eqns, (), rest))
+        first = self._pass(program, consts, [*made, *kept], [self.dims(frame, v) for v in inputs])
 
         def pull(*args: Any) -> list[Any]:
-            given = iter(args[len(residuals) :])
+            given, others = iter(args), iter(filled())
+            leaves = [next(given if on else others) for on in saved]
             cotangents = [
                 next(given) if on else np.zeros(v.aval.shape, jax.dtypes.float0)
                 for on, v in zip(active, made, strict=True)
             ]
-            grads = jax.tree.unflatten(pullbacks[0], args[: len(residuals)])(cotangents)
+            grads = jax.tree.unflatten(pullbacks[0], leaves)(cotangents)
             return [g for g, v in zip(grads, inputs, strict=True) if _is_real(v)]
 
         @jax.custom_vjp
@@ -193,27 +201,34 @@ class Tokens:
             outs = first.run(args, count)
             return outs[: len(made)], outs[len(made) :]
 
-        def backward(saved: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            given = [*residuals, *real]
-            second = self._traced(pull, given, [first.dims(v) for v in given])
+        def backward(carried: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+            given = [*kept, *real]
+            program, consts = _traced(pull, given)
+            second = self._pass(program, consts, program.outvars, [first.dims(v) for v in given])
             arrived = [ct for ct, on in zip(cotangents, active, strict=True) if on]
-            grads = iter(second.run([*saved, *arrived], count))
+            grads = iter(second.run([*carried, *arrived], count))
             return tuple(next(grads) if _is_real(v) else None for v in inputs)
 
         call.defvjp(forward, backward)
         pairs = zip(values, eqn.invars, strict=True)
         return call(*(x for x, v in pairs if is_var(v)))
 
-    def _traced(
-        self, function: Any, inputs: Sequence[Any], dims: Sequence[tuple[int, ...]]
+    def _pass(
+        self,
+        program: Jaxpr,
+        consts: Sequence[Any],
+        outputs: Sequence[Any],
+        dims: Sequence[tuple[int, ...]],
     ) -> "_Pass":
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
-        closed = jax.make_jaxpr(function)(*shapes)
-        traced, consts = closed.jaxpr, closed.jaxpr.constvars
+        """A traced pass, with the dims of tokens of its inputs.
+
+        Raises MixesTokensError if it is not per token.
+        """
+        invars = [*program.constvars, *program.invars]
         # Without what nothing reads, whose dims are related to no others.
-        jaxpr = slice_of(traced, traced.eqns, [*consts, *traced.invars], traced.outvars)
+        jaxpr = slice_of(program, program.eqns, invars, outputs)
         found = propagate_dims(jaxpr, {})
-        nodes = [found.top.of(v)[d] for v, own in zip(traced.invars, dims) for d in own]
+        nodes = [found.top.of(v)[d] for v, own in zip(program.invars, dims) for d in own]
         for node in nodes[1:]:
             found.classes.tie(nodes[0], node)
         assert nodes[0] is not None
@@ -222,7 +237,7 @@ class Tokens:
             sums = eqn.primitive.name in SUMS and not tokens.dims(found.top, eqn.outvars[0])
             if not sums and tokens.kind(found.top, position) is Kind.MIXES:
                 raise MixesTokensError(eqn.primitive.name)
-        return _Pass(tokens, found.top, closed.consts)
+        return _Pass(tokens, found.top, consts)
 
 
 @dataclass(frozen=True)
@@ -233,15 +248,18 @@ class _Pass:
     frame: CallFrame
     consts: Sequence[Any]
 
-    @property
-    def outvars(self) -> list[Any]:
-        return list(self.frame.jaxpr.outvars)
-
     def dims(self, atom: Any) -> tuple[int, ...]:
         return self.tokens.dims(self.frame, atom)
 
     def run(self, args: Sequence[Any], count: int) -> list[Any]:
         return self.tokens._program(self.frame, (), [*self.consts, *args], count)
+
+
+def _traced(function: Any, inputs: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
+    """The program of a function of arrays like `inputs`, and its constants."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
+    closed = jax.make_jaxpr(function)(*shapes)
+    return closed.jaxpr, closed.consts
 
 
 def _is_transparent(eqn: JaxprEqn) -> bool:
