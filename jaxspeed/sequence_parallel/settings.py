@@ -25,9 +25,11 @@ class SequenceSettings:
       layout: the order of tokens over the devices.
       dims: {name of an array of the batch: its sequence dim}, for arrays that are not of tokens.
       tiles: in which what is per token is evaluated.
+      shards: whether sequences are sharded at all: those of generation are replicated.
     """
 
     kind: Literal["auto", "gather", "ulysses", "ring", "both"] = "auto"
     layout: Literal["auto", "contiguous", "zigzag"] = "auto"
     dims: Mapping[str, int] = field(default_factory=dict)
     tiles: SequenceTiles = SequenceTiles()
+    shards: bool = True
