@@ -185,6 +185,13 @@ def _tensor(settings: Settings) -> Iterator[Problem]:
         found = f'"{overlap}" without sequence-parallel activations'
         works = f'It overlaps their gathers and scatters: set {key}, or write "auto".'
         yield Problem("parallel.tensor_overlap", found, works, (key,))
+    if parallel.sequence_parallel_activations and isinstance(parallel.sequence_tiles, int):
+        tiles = "parallel.sequence_tiles"
+        found = f"{parallel.sequence_tiles} with sequence-parallel activations"
+        works = (
+            'They shard the sequence over tensor, where tiles would not: write "auto" or "none".'
+        )
+        yield Problem(tiles, found, works, (key,))
     if settings.tensor_parallel.tp_overlap_comm and overlap == "none":
         found = 'true, while parallel.tensor_overlap is "none"'
         works = "They contradict each other: remove one."
