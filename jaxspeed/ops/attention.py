@@ -16,6 +16,10 @@ On TPU v2 and v3 splash attention multiplies bf16 as fp32.
 Sinks (arXiv:2309.17453, as gpt-oss learns them) are one more score of each query and head, without
 a value: they join what a kernel returns (`two_passes.with_sinks`).
 
+Each kernel is two functions, `forward` and `backward`. All but cuDNN's take an `offset` of the
+queries, which may be known at run time only: query i is then at position `offset + i`, and calls
+for parts of the keys are merged by their log-sum-exps. `row_blocks` takes any dtype then.
+
 The choice is made by `jax.lax.platform_dependent`: a program traced on a machine without
 accelerators and lowered for a TPU gets the TPU's kernel. Unsupported inputs go to `plain`.
 

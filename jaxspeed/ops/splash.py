@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxspeed.ops.mask import Mask, Segments, computes_blocks
-from jaxspeed.ops.score_blocks import HIDDEN, NEVER, ScoreBlocks
+from jaxspeed.ops.score_blocks import HIDDEN, ScoreBlocks
 from jaxspeed.ops.two_passes import gradients_from
 
 LANES = 128  # the width of a TPU register: blocks are multiples of it
@@ -77,7 +77,9 @@ def forward(
     kernel = tables.kernel(interpret, save_residuals=True, attn_logits_soft_cap=soft_cap)
     with computes_blocks(tables.computed):
         out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
-    if offset is not None:  # without a block to compute, the kernel divides by 0
+    # Without a block to compute the kernel divides by 0. `HIDDEN` is far above its own value of a
+    # hidden score, so that in the backward pass such a query has no share in any key.
+    if offset is not None:
         blind = sums < _BLIND
         out, sums = jnp.where(blind[..., None], 0, out), jnp.where(blind, HIDDEN, sums)
     # The kernel returns each sum 128 times. Without a barrier XLA fuses the slice of one into the
@@ -110,8 +112,6 @@ def backward(
     dtype = q.dtype
     q, k, v, out, d_out = _operands(q, k, v, out, d_out)
     tables = _tables(q, k, segments, mask, offset)
-    if offset is not None:
-        sums = jnp.where(sums < _BLIND, NEVER, sums)
     saving = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
     with computes_blocks(tables.computed):
         saved = out.swapaxes(1, 2), sums
