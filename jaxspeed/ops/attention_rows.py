@@ -78,8 +78,8 @@ def by_rows(
         (out,) = run(indices, *inputs)
         return constrained(out, 1, SEQ)
 
-    cut = [in_blocks(x, dim) for x, dim in zip(operands, rows, strict=True) if dim is not None]
-    outs = lax.map(lambda given: of_block(*given), (jnp.arange(trips), cut))
+    blocks = [in_blocks(x, dim) for x, dim in zip(operands, rows, strict=True) if dim is not None]
+    outs = lax.map(lambda given: of_block(*given), (jnp.arange(trips), blocks))
     outs = outs.reshape(trips, batch, parts, block, *outs.shape[3:])
     out = jnp.moveaxis(outs, 0, 2).reshape(batch, parts * trips * block, *outs.shape[4:])
     return checkpoint_name(constrained(out[:, :seq], 1, SEQ), NAME)
