@@ -157,6 +157,7 @@ def sharded(form, how, arrays, d_out, mesh):
         found = jax.jit(functools.partial(with_gradients, attend))(
             [ordered(x) for x in arrays], ordered(d_out)
         )
+        jax.block_until_ready(found)
     return [ordered(x, back=True) for x in found]
 
 
