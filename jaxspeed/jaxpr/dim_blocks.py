@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxspeed.jaxpr.dim_relations import DimRelations, relations, same_place
 from jaxspeed.jaxpr.evaluate import run_equation
 from jaxspeed.jaxpr.inline_calls import with_all_calls_inlined
 from jaxspeed.jaxpr.primitives import ELEMENTWISE, IDENTITIES
-from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.traverse import ClosedJaxpr, JaxprEqn, is_var
 
 _Dim = tuple[Any, int]  # of a variable, or of a constant by its id
 # Parameters with the shape of the result, or with the ends of a slice of the operand.

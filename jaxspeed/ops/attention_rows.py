@@ -56,30 +56,29 @@ def by_rows(
         return lax.with_sharding_constraint(x, sharding)
 
     def in_blocks(x: jax.Array, dim: int) -> jax.Array:
-        """[trips, ..., a block of each device, ...]; rows are added that repeat the last one."""
+        """[trips, parts, ..., block, ...]; rows are added that repeat the last one."""
         more = [(0, parts * trips * block - seq if d == dim else 0) for d in range(x.ndim)]
         x = jnp.pad(x, more, mode="edge")
         x = x.reshape(*x.shape[:dim], parts, trips, block, *x.shape[dim + 1 :])
-        x = jnp.moveaxis(x, dim + 1, 0)
-        return x.reshape(trips, *x.shape[1 : dim + 1], parts * block, *x.shape[dim + 3 :])
+        return jnp.moveaxis(x, (dim + 1, dim), (0, 1))
 
-    full = [None if dim is not None else x for x, dim in zip(operands, rows, strict=True)]
-    full[1:3] = [constrained(x, 1, None) for x in operands[1:3]]
+    # A copy for each device: the gradients of all trips are summed over the devices only once.
+    shared = [
+        constrained(jnp.broadcast_to(x, (parts, *x.shape)), 0, SEQ) if dim is None else None
+        for x, dim in zip(operands, rows, strict=True)
+    ]
 
     @jax.checkpoint
     def of_block(trip: jax.Array, blocks: list[jax.Array]) -> jax.Array:
         shards = jnp.arange(parts)[:, None] * trips * block
-        indices = jnp.minimum(shards + trip * block + jnp.arange(block), seq - 1).reshape(-1)
+        indices = jnp.minimum(shards + trip * block + jnp.arange(block), seq - 1)
         given = iter(blocks)
-        inputs = (
-            x if dim is None else constrained(next(given), dim, SEQ)
-            for x, dim in zip(full, rows, strict=True)
-        )
-        (out,) = run(indices, *inputs)
-        return constrained(out, 1, SEQ)
+        inputs = (constrained(next(given), 0, SEQ) if x is None else x for x in shared)
+        (out,) = jax.vmap(run)(indices, *inputs)
+        return constrained(out, 0, SEQ)
 
-    cut = [in_blocks(x, dim) for x, dim in zip(operands, rows, strict=True) if dim is not None]
-    outs = lax.map(lambda given: of_block(*given), (jnp.arange(trips), cut))
-    outs = outs.reshape(trips, batch, parts, block, *outs.shape[3:])
-    out = jnp.moveaxis(outs, 0, 2).reshape(batch, parts * trips * block, *outs.shape[4:])
+    blocks = [in_blocks(x, dim) for x, dim in zip(operands, rows, strict=True) if dim is not None]
+    outs = lax.map(lambda given: of_block(*given), (jnp.arange(trips), blocks))
+    out = jnp.moveaxis(outs, (2, 1, 0), (0, 1, 2))
+    out = out.reshape(batch, parts * trips * block, *out.shape[4:])
     return checkpoint_name(constrained(out[:, :seq], 1, SEQ), NAME)

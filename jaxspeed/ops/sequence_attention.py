@@ -194,8 +194,8 @@ def _padded(
     """Operands of lengths that `parts` divides; no query sees a key that is added."""
     seq, kv_seq = q.shape[1], k.shape[1]
     # A kernel for TPUs has full blocks, but short sequences are not worth more of them.
-    lanes = splash.LANES if splash.generation() is not None else 1
-    unit = parts * (lanes if min(seq, kv_seq) >= lanes * parts else 1)
+    block = splash.LANES if splash.generation() is not None else 1
+    unit = parts * (block if min(seq, kv_seq) >= block * parts else 1)
     more_q, more_k = -seq % unit, -kv_seq % unit
     if not more_q and not more_k:
         return q, k, v, segments

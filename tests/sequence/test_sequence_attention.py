@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspeed.errors import ModelError
+from jaxspeed.hlo import collectives
 from jaxspeed.ops import attention, attention_rows, gpu, sequence_passes, splash
 from jaxspeed.ops.attention_call import AttentionForm, form_of
 from jaxspeed.ops.mask import Mask
@@ -157,6 +158,7 @@ def sharded(form, how, arrays, d_out, mesh):
         found = jax.jit(functools.partial(with_gradients, attend))(
             [ordered(x) for x in arrays], ordered(d_out)
         )
+        jax.block_until_ready(found)
     return [ordered(x, back=True) for x in found]
 
 
@@ -312,6 +314,8 @@ def test_a_general_program_runs_by_blocks_of_rows(seq, monkeypatch):
         over = functools.partial(over_sequence, form, how, general)
         compiled = jax.jit(functools.partial(with_gradients, over)).lower(arrays, d_out).compile()
         found = compiled(arrays, d_out)
+        exchanged = collectives(compiled.as_text(), simulated_mesh(data=2, seq=4))
+    assert all(c.runs == 1 for c in exchanged), "gradients of keys are summed after the loop"
     wanted = with_gradients(general, arrays, d_out)
     for x, y in zip(found, wanted, strict=True):
         assert_equal([x], [y])
