@@ -78,7 +78,7 @@ def _shardings(
     mesh = stored.sharding.mesh
     places = dict(zip(_row_dims(eqn), eqn.params["dimension_numbers"].offset_dims, strict=True))
 
-    def along(spec: Sequence[Any], batch: Sequence[str], positions: bool) -> NamedSharding:
+    def along(spec: PartitionSpec, batch: Sequence[str], positions: bool) -> NamedSharding:
         entries: list[Any] = [None] * eqn.outvars[0].aval.ndim
         entries[0] = tuple(batch) or None
         if positions and 1 not in places.values() and len(entries) > 1:
@@ -95,7 +95,8 @@ def _shardings(
     positions = None
     if has_positions and SEQ in taken:
         others = tuple(axis for axis in taken if axis != SEQ)
-        spec = [others if d == sharded else entry for d, entry in enumerate(stored.sharding.spec)]
+        entries = enumerate(stored.sharding.spec)
+        spec = PartitionSpec(*(others if d == sharded else entry for d, entry in entries))
         positions = along(spec, left, has_positions)
     columns = along(stored.sharding.spec, left, has_positions and SEQ not in taken)
     return columns, positions, along(stored.gathered.spec, data, has_positions)

@@ -85,9 +85,9 @@ def constrained(jaxpr: Any) -> list[tuple[tuple[int, ...], P]]:
 
 
 def assert_as_on_one_device(sharded: Sharded, loss: Loss) -> None:
-    """Loss to 1e-6, gradients to 1e-5 of their largest element.
+    """Loss to 1e-6, gradients to 1e-5 of their largest element, and rounding.
 
-    That of the bias of keys is zero, but for rounding.
+    The gradient of the bias of keys is rounding alone: what scores are shifted by does not count.
     """
     ours, grads = sharded()
     params, batch = sharded.given
@@ -95,5 +95,5 @@ def assert_as_on_one_device(sharded: Sharded, loss: Loss) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     largest = {path: float(np.abs(grad).max()) for path, grad in expected.items()}
     for path, grad in expected.items():
-        scale = max(largest[path], 1e-3 * max(largest.values()))
-        np.testing.assert_allclose(grads[path], grad, rtol=1e-5, atol=1e-5 * scale, err_msg=path)
+        atol = 1e-5 * largest[path] + 2e-7 * max(largest.values())
+        np.testing.assert_allclose(grads[path], grad, rtol=1e-5, atol=atol, err_msg=path)
