@@ -32,7 +32,7 @@ TEST_MAP = .cache/test_map
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-for test-map test-full test-oldest install-oldest references lint format types bench clean
+.PHONY: help install train test test-fast test-for test-map test-full test-oldest install-oldest references lint format types docs bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -94,6 +94,10 @@ format: $(INSTALLED)  ## format and mend what lint can mend
 
 types: $(INSTALLED)  ## the type checker
 	$(BIN)/mypy
+
+docs: $(INSTALLED)  ## the pages and the API reference as HTML, in docs/_build
+	$(BIN)/python -m sphinx -q -W docs docs/_build
+	@echo "docs/_build/index.html"
 
 bench: $(INSTALLED)  ## every benchmark, each in a process of its own
 	set -e; for file in $(filter-out benchmarks/reference_%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done

@@ -2,7 +2,7 @@
 
 `python benchmarks/processes.py [COUNT...]` trains one small config on 16 simulated devices in 1, 2,
 4, 8 and 16 processes, and counts. Then it fills the coordination service with the messages of
-10,000 processes that are not there. docs/scale.md has the figures.
+10,000 processes that are not there. docs/notes/scale.md has the figures.
 """
 
 import collections

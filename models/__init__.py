@@ -40,10 +40,17 @@ FAMILIES: dict[str, str] = {
     "ministral": "jaxspeed.models.ministral",
     "olmo2": "jaxspeed.models.olmo2",
     "glm4": "jaxspeed.models.glm4",
+    "cohere": "jaxspeed.models.cohere",
+    "starcoder2": "jaxspeed.models.starcoder2",
+    "exaone4": "jaxspeed.models.exaone4",
+    "seed_oss": "jaxspeed.models.seed_oss",
+    "arcee": "jaxspeed.models.arcee",
     "gpt_neox": "jaxspeed.models.gpt_neox",
+    "falcon": "jaxspeed.models.falcon",
     "mixtral": "jaxspeed.models.mixtral",
     "deepseek": "jaxspeed.models.deepseek",
     "gpt_oss": "jaxspeed.models.gpt_oss",
+    "llama_classifier": "jaxspeed.models.llama_classifier",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -64,9 +71,17 @@ MODEL_TYPES: dict[str, str] = {
     "ministral": "ministral",
     "ministral3": "ministral",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "glm": "glm4",  # GLM-4
     "glm4": "glm4",  # GLM-4-0414
+    "cohere": "cohere",  # Command R
+    "cohere2": "cohere",  # Command R7B
+    "starcoder2": "starcoder2",
+    "exaone4": "exaone4",
+    "seed_oss": "seed_oss",
+    "arcee": "arcee",
     "gpt_neox": "gpt_neox",  # Pythia
+    "falcon": "falcon",
     "mixtral": "mixtral",
     "qwen3_moe": "mixtral",
     "deepseek_v2": "deepseek",
@@ -76,6 +91,9 @@ MODEL_TYPES: dict[str, str] = {
 }
 # Models with images, of which the language model is read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
+# Of types in MODEL_TYPES, the families with scores of the last token (SCORED) in place of a head.
+CLASSIFIERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama_classifier")
+SCORED = "ForSequenceClassification"
 # What tensors of all experts of a layer are named in folders of transformers 5's own form.
 FUSED_EXPERTS = ".experts.gate_up_proj"
 # Families with a form in Hugging Face's files.
@@ -139,6 +157,13 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
             f"{lines(unread) or ' none'}"
         )
     name = MODEL_TYPES[kind]
+    if str((opened.config.get("architectures") or [""])[0]).endswith(SCORED):
+        if kind not in CLASSIFIERS:
+            raise PretrainedError(
+                f"{opened.path}: {opened.config['architectures'][0]} is not supported; of models "
+                f"for sequence classification those of {', '.join(CLASSIFIERS)} are"
+            )
+        name = CLASSIFIERS[kind]
     module, form = family(name), hf_form(name)
     if isinstance(opened, LanguageModelFolder) and not opened.config.get("architectures"):
         opened.config["architectures"] = [form.MODEL_TYPES[kind]]
@@ -163,7 +188,12 @@ def known() -> dict[str, dict[str, list[str]]]:
     """By family: the model types of Hugging Face that it reads, and its presets."""
     return {
         name: {
-            "model_types": [k for k, f in (MODEL_TYPES | WITH_IMAGES).items() if f == name],
+            "model_types": [
+                kind
+                for types in (MODEL_TYPES | WITH_IMAGES, CLASSIFIERS)
+                for kind, of in types.items()
+                if of == name
+            ],
             "presets": list(family(name).PRESETS),
         }
         for name in FAMILIES
@@ -180,7 +210,7 @@ def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
     kinds = typing.get_type_hints(type(config))
     for key, value in overrides.items():
         _lookup(f"field of the {name} config", key, fields)
-        if not _fits(value, kinds[key]):
+        if not _fits(value, kinds[key]) and not (key.endswith("_id") and value == 0):
             kind = getattr(kinds[key], "__name__", kinds[key])
             raise ValueError(f"{key} of the {name} config is {value!r:.100}; it needs {kind}")
     return dataclasses.replace(config, **overrides)

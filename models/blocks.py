@@ -3,7 +3,7 @@
 A block is composed of modules, which create their parameters in the order of its arguments. It is
 called as `block(x, rotations, segment_ids, positions, second)`: the rest of the arguments goes to
 its attention. Layers may be of two kinds, which differ in their rotation and window: `second` is
-whether this layer is of the second one.
+whether this layer is of the second one. After it there may be a factor of the layer's queries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxspeed import ops
 
 from .cached_attention import CachedAttention
-from .layers import Linear, RMSNorm, param
+from .layers import Linear, param
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Attention(CachedAttention):
         self,
         projections: Projections,
         *,
-        qk_norm: Callable[[dict[str, int]], RMSNorm] | None = None,
+        qk_norm: Callable[[dict[str, int]], nnx.Module] | None = None,
         rotate: Callable[[jax.Array, ops.Rotation], jax.Array] = ops.rotate,
         query_scale: Callable[[jax.Array], jax.Array] | None = None,
         windows: Sequence[int | None] = (None,),
@@ -93,10 +93,13 @@ class Attention(CachedAttention):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         second: jax.Array | bool = False,
+        query_factor: jax.Array | None = None,
     ) -> jax.Array:
         q, k = self.q_proj(x), self.k_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if query_factor is not None:
+            q = (q.astype(jnp.promote_types(q.dtype, jnp.float32)) * query_factor).astype(q.dtype)
         if rotations:
             by = rotations[0]
             if len(rotations) > 1:
@@ -169,6 +172,23 @@ def gelu(x: jax.Array) -> jax.Array:
 @ops.saves_inputs
 def exact_gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)
+
+
+@ops.saves_inputs
+def relu2(x: jax.Array) -> jax.Array:
+    """The square of relu (So et al., arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+# By the names of published configs.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_new": gelu,
+    "gelu_pytorch_tanh": gelu,
+    "gelu": exact_gelu,
+    "relu": ops.saves_inputs(jax.nn.relu),
+    "silu": ops.saves_inputs(jax.nn.silu),
+    "tanh": ops.saves_inputs(jnp.tanh),
+}
 
 
 class FeedForward(nnx.Module):
@@ -295,10 +315,11 @@ class NormBoth(nnx.Module):
 
 
 class ParallelBranches(NormBefore):
-    """x + attn(norm(x)) + mlp(norm(x)), each with a norm of its own."""
+    """x + attn(norm(x)) + mlp(norm(x)), each with its own norm or, without `mlp_norm`, one."""
 
     def __call__(self, x: jax.Array, *context: Any) -> jax.Array:
         normed = checkpoint_name(self.attn_norm(x), "attn_norm")
         attended = self.dropout(checkpoint_name(self.attn(normed, *context), "attn_out"))
-        normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
+        if self.mlp_norm is not None:
+            normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
         return x + attended + self.dropout(self.mlp(normed))

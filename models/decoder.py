@@ -95,6 +95,41 @@ class DecoderSizes:
         )
 
 
+@dataclass(frozen=True)
+class WindowedSizes(DecoderSizes):
+    """Sizes of decoders with a sliding window in all layers but the global ones."""
+
+    sliding_window: int | None = None
+    global_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "global_layers", tuple(self.global_layers))
+
+    @property
+    def is_global(self) -> list[bool]:
+        """[layers], whether a layer sees all tokens before."""
+        return [layer in self.global_layers for layer in range(self.num_hidden_layers)]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of all layers, or of local and global ones."""
+        kinds = {None if alone else self.sliding_window for alone in self.is_global}
+        return (self.sliding_window, None) if len(kinds) > 1 else tuple(kinds)
+
+    @property
+    def second(self) -> list[bool] | None:
+        """`is_global` where windows differ."""
+        return self.is_global if len(self.windows) > 1 else None
+
+    @property
+    def rotated_if_local(self) -> dict[str, Any]:
+        """A decoder's options where global layers are not rotated, if there is a window at all."""
+        if self.sliding_window is None:
+            return {"rotaries": (self.rotary,)}
+        return {"rotaries": (self.rotary, None), "second": self.is_global}
+
+
 class RotaryDecoder(language.Decoder):
     """An embedding, stacked blocks, a norm, and a head that may be tied to the embedding.
 

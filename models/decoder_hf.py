@@ -12,7 +12,7 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fields, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
-from .decoder import DecoderSizes
+from .decoder import DecoderSizes, WindowedSizes
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 # Of a config.json without a folder's: the default of some classes is larger than a vocabulary.
@@ -23,15 +23,18 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # -- config.json -----------------------------------------------------------------------------------
 
 
-def size_fields(**defaults: Any) -> tuple[Field | Read, ...]:
-    """The fields of `DecoderSizes`; without a default they are required."""
+def size_fields(eps: str = "rms_norm_eps", **defaults: Any) -> tuple[Field | Read, ...]:
+    """The fields of `DecoderSizes`; without a default they are required. `eps` is a norm's name."""
     kinds = {"rms_norm_eps": float, "initializer_range": float, "tie_word_embeddings": bool}
     names = (
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         *("intermediate_size", "vocab_size", "max_position_embeddings", "head_dim", *kinds),
     )
     defaults = {"head_dim": None, "initializer_range": 0.02} | defaults
-    sizes = [Field(n, n, kinds.get(n, int), defaults.get(n, ...)) for n in names]
+    sizes = [
+        Field(eps if n == "rms_norm_eps" else n, n, kinds.get(n, int), defaults.get(n, ...))
+        for n in names
+    ]
     rope = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
     return (*sizes, *map(Read, (*rope, "partial_rotary_factor")))
 
@@ -92,6 +95,44 @@ def read_layers(values: Mapping[str, Any], layers: int) -> list[str] | None:
     return kinds
 
 
+def global_layers(values: Mapping[str, Any], layers: int, period: int | None) -> tuple[int, ...]:
+    """Those of `layer_types`; without it every `period`-th one, or none."""
+    kinds = read_layers(values, layers)
+    if kinds is None:
+        return tuple(range(period - 1, layers, period)) if period else ()
+    return tuple(i for i, kind in enumerate(kinds) if kind == GLOBAL)
+
+
+def write_layers(config: WindowedSizes) -> list[str]:
+    """`layer_types`."""
+    windowed = config.sliding_window is not None
+    return [LOCAL if windowed and not alone else GLOBAL for alone in config.is_global]
+
+
+def read_rope_of_kinds(
+    values: Mapping[str, Any], theta: float, local: float | None = None
+) -> tuple[float, ops.Scaling | None, float | None]:
+    """(theta, scaling, theta of local layers), of which only global ones are scaled.
+
+    Args:
+      theta: the default of `rope_theta`.
+      local: that of local layers where `rope_parameters` is not one for each kind of layers.
+    """
+    rope = values.get("rope_parameters") or {}
+    if GLOBAL not in rope:
+        return (*read_rope(values, theta), local)
+    found = read_rope({**values, "rope_parameters": rope[GLOBAL]}, theta)
+    local, scaling = read_rope({"rope_parameters": rope.get(LOCAL, {})}, local or found[0])
+    if scaling is not None:
+        raise PretrainedError("config.json: rope_parameters: only global layers are scaled")
+    return (*found, local)
+
+
+def rope_of_kinds(rope: dict[str, Any], local: float) -> dict[str, Any]:
+    """`rope_parameters` with that of global layers."""
+    return {LOCAL: {"rope_type": "default", "rope_theta": local}, GLOBAL: rope}
+
+
 def read_rope(values: Mapping[str, Any], theta: float) -> tuple[float, ops.Scaling | None]:
     """(theta, scaling) in either spelling: `rope_scaling`, or transformers 5's `rope_parameters`.
 
@@ -135,11 +176,21 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 # -- mapping rules: weights of linear layers have the output dim first -----------------------------
 
 
-def linear(theirs: str, ours: str, weight: str, bias: str = "") -> list[TensorRule]:
+def linear(
+    theirs: str, ours: str, weight: str, bias: str = "", block: str = BLOCK
+) -> list[TensorRule]:
     """The rules of a linear layer in a block."""
     return [
-        TensorRule(f"{BLOCK}.{theirs}.weight", f"{OURS}/{ours}/kernel", weight),
-        TensorRule(f"{BLOCK}.{theirs}.bias", f"{OURS}/{ours}/bias", bias),
+        TensorRule(f"{block}.{theirs}.weight", f"{OURS}/{ours}/kernel", weight),
+        TensorRule(f"{block}.{theirs}.bias", f"{OURS}/{ours}/bias", bias),
+    ]
+
+
+def norm_rules(theirs: str, ours: str) -> list[TensorRule]:
+    """The rules of a norm, with a bias or without."""
+    return [
+        TensorRule(f"{theirs}.weight", f"{ours}/scale"),
+        TensorRule(f"{theirs}.bias", f"{ours}/bias"),
     ]
 
 
@@ -188,9 +239,13 @@ def decoder_table(
     return MappingTable(
         [
             TensorRule(EMBEDDING, "embed/table", kind="embedding"),
-            TensorRule("model.norm.weight", "norm/scale"),
+            *norm_rules("model.norm", "norm"),
             TensorRule(HEAD, "head/table"),
-            *(TensorRule(f"{BLOCK}.{n}.weight", f"{OURS}/{m}/scale") for n, m in norms.items()),
+            *(
+                rule
+                for theirs, ours in norms.items()
+                for rule in norm_rules(f"{BLOCK}.{theirs}", f"{OURS}/{ours}")
+            ),
             *rules,
         ],
         ignored=ignored,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields
 from jaxspeed.interop.mapping import MappingTable
 
@@ -16,8 +15,10 @@ from .decoder_hf import (
     HEAD_NORMS,
     LOCAL,
     decoder_table,
-    read_layers,
+    global_layers,
     read_rope,
+    read_rope_of_kinds,
+    rope_of_kinds,
     size_fields,
     write_sizes,
 )
@@ -60,29 +61,16 @@ def read_config(values: Mapping[str, Any]) -> Config:
         found["attn_logit_softcapping"] = values.get("attn_logit_softcapping", 50.0)
         found["final_logit_softcapping"] = values.get("final_logit_softcapping", 30.0)
     found["qk_norm"] = third
-    found["global_layers"] = _global_layers(values, found["num_hidden_layers"], 6 if third else 2)
-    rope = values.get("rope_parameters") or {}
-    if third and GLOBAL in rope:  # transformers 5: one for each kind of layer
-        found["rope_theta"], found["rope_scaling"] = read_rope(
-            {**values, "rope_parameters": rope[GLOBAL]}, 1e6
+    period = values.get("sliding_window_pattern", 6 if third else 2)
+    found["global_layers"] = global_layers(values, found["num_hidden_layers"], period)
+    if third:
+        local = float(values.get("rope_local_base_freq", 1e4))
+        found["rope_theta"], found["rope_scaling"], found["rope_local_theta"] = read_rope_of_kinds(
+            values, 1e6, local
         )
-        local, scaling = read_rope({"rope_parameters": rope.get(LOCAL, {})}, 1e4)
-        if scaling is not None:
-            raise PretrainedError("config.json: rope_parameters: only global layers are scaled")
-        found["rope_local_theta"] = local
     else:
-        found["rope_theta"], found["rope_scaling"] = read_rope(values, 1e6 if third else 1e4)
-        if third:
-            found["rope_local_theta"] = float(values.get("rope_local_base_freq", 1e4))
+        found["rope_theta"], found["rope_scaling"] = read_rope(values, 1e4)
     return Config(**found)
-
-
-def _global_layers(values: Mapping[str, Any], layers: int, period: int) -> tuple[int, ...]:
-    kinds = read_layers(values, layers)
-    if kinds is None:
-        period = values.get("sliding_window_pattern", period)
-        return tuple(range(period - 1, layers, period))
-    return tuple(i for i, kind in enumerate(kinds) if kind == GLOBAL)
 
 
 def write_config(config: Config) -> dict[str, Any]:
@@ -93,8 +81,7 @@ def write_config(config: Config) -> dict[str, Any]:
         return write_sizes("gemma2", config, FIELDS) | kinds
     written = write_sizes("gemma3_text", config, FIELDS) | kinds
     local = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
-    own = {"rope_type": "default", "rope_theta": local}
-    rotations = {LOCAL: own, GLOBAL: written["rope_parameters"]}
+    rotations = rope_of_kinds(written["rope_parameters"], local)
     del written["rope_scaling"]
     return {**written, "rope_local_base_freq": local, "rope_parameters": rotations}
 

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.typing import Initializer
 
 from . import language
-from .blocks import Attention, FeedForward, NormBefore, Projections, gelu
+from .blocks import ACTIVATIONS, Attention, FeedForward, NormBefore, Projections
 from .layers import (
     Embedding,
     LayerNorm,
@@ -42,11 +42,20 @@ class Config:
     initializer_range: float = 0.02
     dropout: float = 0.0
     tie_word_embeddings: bool = True
+    activation_function: str = "gelu_new"
+    scale_attn_weights: bool = True  # by 1 / sqrt(head_dim)
+    scale_attn_by_inverse_layer_idx: bool = False  # the first layer's is 1
+    reorder_and_upcast_attn: bool = False  # scores in fp32, as they always are here
     unroll: int | bool = 1  # of the scan over layers
     vocab_chunk: int | None = None  # columns of the head per chunk in the loss; None: automatic
 
     def __post_init__(self) -> None:
         check_heads(self.hidden_size, self.num_attention_heads, self.num_key_value_heads)
+        if self.activation_function not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(
+                f"activation_function is {self.activation_function!r}; known are {known}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -85,15 +94,22 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
     )
     return NormBefore(
         norm(c, rngs),
-        Attention(projections, rngs=rngs),
+        Attention(projections, scale=None if c.scale_attn_weights else 1.0, rngs=rngs),
         norm(c, rngs),
-        FeedForward(c.hidden_size, mlp, gelu, init=init, out_init=out_init, rngs=rngs),
+        FeedForward(
+            c.hidden_size,
+            mlp,
+            ACTIVATIONS[c.activation_function],
+            init=init,
+            out_init=out_init,
+            rngs=rngs,
+        ),
         dropout(c.dropout, rngs),
     )
 
 
 def norm(config: Config, rngs: nnx.Rngs) -> LayerNorm:
-    return LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, rngs=rngs)
+    return LayerNorm({"embed": config.hidden_size}, eps=config.layer_norm_epsilon, rngs=rngs)
 
 
 class GPT2(language.Decoder):
@@ -124,8 +140,12 @@ class GPT2(language.Decoder):
         """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
         read = jnp.arange(tokens.shape[1]) if positions is None else positions
         x = self.dropout(self.embed(tokens) + self.positions(read))
-        x = scan_blocks(self.blocks, x, (), segment_ids, positions, unroll=self.config.unroll)
-        return self.norm(x)
+        each: tuple[jax.Array, ...] = ()
+        if self.config.scale_attn_by_inverse_layer_idx:
+            layers = jnp.arange(self.config.num_hidden_layers)
+            each = jnp.zeros_like(layers, bool), 1 / (1 + layers)
+        context, unroll = ((), segment_ids, positions), self.config.unroll
+        return self.norm(scan_blocks(self.blocks, x, *context, each=each, unroll=unroll))
 
 
 def residual_init(config: Config) -> Initializer:

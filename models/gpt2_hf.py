@@ -22,9 +22,10 @@ FIELDS = (
     Field("layer_norm_epsilon", "layer_norm_epsilon", float, 1e-5),
     Field("initializer_range", "initializer_range", float, 0.02),
     Field("tie_word_embeddings", "tie_word_embeddings", bool, True),
-    Fixed("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
-    Fixed("scale_attn_weights", (True,)),
-    Fixed("scale_attn_by_inverse_layer_idx", (False,)),
+    Field("activation_function", "activation_function", str, "gelu_new"),
+    Field("scale_attn_weights", "scale_attn_weights", bool, True),
+    Field("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", bool, False),
+    Field("reorder_and_upcast_attn", "reorder_and_upcast_attn", bool, False),
     Fixed("add_cross_attention", (False,)),
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flax import nnx
 
 from . import language
-from .blocks import Attention, FeedForward, ParallelBranches, exact_gelu
+from .blocks import Attention, FeedForward, NormBefore, ParallelBranches, exact_gelu
 from .decoder import TINY, DecoderSizes, RotaryDecoder
 from .layers import LayerNorm, dropout
 
@@ -27,6 +27,7 @@ class Config(DecoderSizes):
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 0.25  # of the dims of a head
     attention_bias: bool = True
+    parallel_residual: bool = True
 
 
 PRESETS: dict[str, Config] = {
@@ -44,9 +45,9 @@ PRESETS: dict[str, Config] = {
 }
 
 
-def block(config: Config, rngs: nnx.Rngs) -> ParallelBranches:
+def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
     c = config
-    return ParallelBranches(
+    return (ParallelBranches if c.parallel_residual else NormBefore)(
         norm(c, rngs),
         Attention(c.projections(bias=c.attention_bias, out_bias=c.attention_bias), rngs=rngs),
         norm(c, rngs),
@@ -56,7 +57,7 @@ def block(config: Config, rngs: nnx.Rngs) -> ParallelBranches:
 
 
 def norm(config: Config, rngs: nnx.Rngs) -> LayerNorm:
-    return LayerNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+    return LayerNorm({"embed": config.hidden_size}, eps=config.rms_norm_eps, rngs=rngs)
 
 
 def build(config: Config, rngs: nnx.Rngs) -> RotaryDecoder:

@@ -8,18 +8,19 @@ from typing import Any
 from jaxspeed.interop.config_fields import Field, Fixed, Read
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
-from .decoder_hf import QKV, read_sizes, size_fields, write_sizes
+from .decoder_hf import QKV, linear, norm_rules, read_sizes, size_fields, write_sizes
 from .gpt_neox import Config
 
 MODEL_TYPES = {"gpt_neox": "GPTNeoXForCausalLM"}
 FIELDS = (
-    *size_fields(num_key_value_heads=None, rms_norm_eps=1e-5, tie_word_embeddings=False),
-    Field("layer_norm_eps", "rms_norm_eps", float, 1e-5),
+    *size_fields(
+        "layer_norm_eps", num_key_value_heads=None, rms_norm_eps=1e-5, tie_word_embeddings=False
+    ),
     Field("attention_bias", "attention_bias", bool, True),
     Read("rotary_emb_base"),
     Read("rotary_pct"),
     Fixed("hidden_act", ("gelu",)),
-    Fixed("use_parallel_residual", (True,)),
+    Field("use_parallel_residual", "parallel_residual", bool, True),
 )
 
 
@@ -41,42 +42,35 @@ def write_config(config: Config) -> dict[str, Any]:
 
 def table(config: Config) -> MappingTable:
     block, ours = "gpt_neox.layers.{layer}", "blocks"
-    names = {
-        f"{block}.input_layernorm": (f"{ours}/attn_norm/scale", ""),
-        f"{block}.post_attention_layernorm": (f"{ours}/mlp_norm/scale", ""),
-        f"{block}.attention.dense": (
-            f"{ours}/attn/o_proj/kernel",
-            "embed (heads dim) -> layer heads dim embed",
-        ),
-        f"{block}.mlp.dense_h_to_4h": (f"{ours}/mlp/up/kernel", "out in -> layer in out"),
-        f"{block}.mlp.dense_4h_to_h": (f"{ours}/mlp/down/kernel", "out in -> layer in out"),
-        "gpt_neox.final_layer_norm": ("norm/scale", ""),
-    }
-    fused = f"{block}.attention.query_key_value"
-    rules = [
-        TensorRule("gpt_neox.embed_in.weight", "embed/table", kind="embedding"),
-        TensorRule("embed_out.weight", "head/table"),
-        TensorRule(
-            f"{fused}.weight",
-            tuple(f"{ours}/attn/{name}/kernel" for name in QKV),
-            "(heads part dim) embed -> layer embed heads dim",
-        ),
-        TensorRule(
-            f"{fused}.bias",
-            tuple(f"{ours}/attn/{name}/bias" for name in QKV),
-            "(heads part dim) -> layer heads dim",
-        ),
-    ]
-    for theirs, (path, layout) in names.items():
-        bias = f"{path.rpartition('/')[0]}/bias"
-        rules += [
-            TensorRule(f"{theirs}.weight", path, layout),
-            TensorRule(f"{theirs}.bias", bias),
-        ]
+    fused, flat = f"{block}.attention.query_key_value", "out in -> layer in out"
     # The causal mask and rotary buffers, which old versions stored.
     buffers = ("bias", "masked_bias", "rotary_emb.inv_freq")
     return MappingTable(
-        rules,
+        [
+            TensorRule("gpt_neox.embed_in.weight", "embed/table", kind="embedding"),
+            *norm_rules("gpt_neox.final_layer_norm", "norm"),
+            TensorRule("embed_out.weight", "head/table"),
+            *norm_rules(f"{block}.input_layernorm", f"{ours}/attn_norm"),
+            *norm_rules(f"{block}.post_attention_layernorm", f"{ours}/mlp_norm"),
+            TensorRule(
+                f"{fused}.weight",
+                tuple(f"{ours}/attn/{name}/kernel" for name in QKV),
+                "(heads part dim) embed -> layer embed heads dim",
+            ),
+            TensorRule(
+                f"{fused}.bias",
+                tuple(f"{ours}/attn/{name}/bias" for name in QKV),
+                "(heads part dim) -> layer heads dim",
+            ),
+            *linear(
+                "attention.dense",
+                "attn/o_proj",
+                "embed (heads dim) -> layer heads dim embed",
+                block=block,
+            ),
+            *linear("mlp.dense_h_to_4h", "mlp/up", flat, block=block),
+            *linear("mlp.dense_4h_to_h", "mlp/down", flat, block=block),
+        ],
         ignored=[f"{block}.attention.{name}" for name in buffers],
         prefix="gpt_neox.",
         tied={"embed_out.weight": "gpt_neox.embed_in.weight"} if config.tie_word_embeddings else {},

@@ -102,13 +102,16 @@ class Embedding(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    def __init__(self, size: int, *, eps: float, rngs: nnx.Rngs):
-        self.scale = param(rngs, ones, {"embed": size})
-        self.bias = param(rngs, zeros, {"embed": size})
+    """LayerNorm over the last of dims, such as {"embed": size}."""
+
+    def __init__(self, dims: dict[str, int], *, eps: float, bias: bool = True, rngs: nnx.Rngs):
+        self.scale = param(rngs, ones, dims)
+        self.bias = param(rngs, zeros, dims) if bias else None
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return ops.layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)
+        bias = None if self.bias is None else self.bias[...]
+        return ops.layer_norm(x, self.scale[...], bias, eps=self.eps)
 
 
 class RMSNorm(nnx.Module):

@@ -14,15 +14,14 @@ from jaxspeed import ops
 
 from . import language
 from .blocks import Attention, GatedFeedForward, NormBefore, swiglu
-from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, DecoderSizes, RotaryDecoder, WindowedSizes, rms_norm
 from .layers import RMSNorm, dropout, normal
 
 
 @dataclass(frozen=True)
-class AttentionSizes(DecoderSizes):
+class AttentionSizes(WindowedSizes):
     """Sizes of decoders with Llama's attention."""
 
-    sliding_window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query and key head, before the rotation
@@ -110,7 +109,7 @@ def attention(config: AttentionSizes, rngs: nnx.Rngs) -> Attention:
     return Attention(
         c.projections(out_init=residual_init(c), bias=c.qkv_bias, out_bias=c.o_bias),
         qk_norm=head_norm if c.qk_norm else None,
-        windows=(c.sliding_window,),
+        windows=c.windows,
         rngs=rngs,
     )
 
@@ -121,7 +120,9 @@ def residual_init(config: DecoderSizes) -> Initializer:
 
 
 def build(config: Config, rngs: nnx.Rngs) -> RotaryDecoder:
-    return RotaryDecoder(config, block, rms_norm, rotaries=(config.rotary,), rngs=rngs)
+    return RotaryDecoder(
+        config, block, rms_norm, rotaries=(config.rotary,), second=config.second, rngs=rngs
+    )
 
 
 loss = language.next_token_loss

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields
 from jaxspeed.interop.mapping import MappingTable
 
@@ -13,10 +12,13 @@ from .decoder_hf import (
     ATTENTION,
     GATED,
     HEAD_NORMS,
+    LOCAL,
     NORMS_BEFORE,
     decoder_table,
+    global_layers,
     read_sizes,
     size_fields,
+    write_layers,
     write_sizes,
 )
 from .llama import Config
@@ -50,23 +52,14 @@ def read_config(values: Mapping[str, Any]) -> Config:
         window = Field("sliding_window", "sliding_window", int, None)
         found |= read_fields(values, [window])
     elif values.get("use_sliding_window") and values.get("sliding_window"):
-        found["sliding_window"] = _window_of_all(values)
+        layers = found["num_hidden_layers"]
+        alone = global_layers(values, layers, None)
+        if values.get("layer_types") is None:
+            alone = tuple(range(min(values.get("max_window_layers", 28), layers)))
+        if len(alone) < layers:
+            found |= read_fields(values, [Field("sliding_window", "sliding_window")])
+            found["global_layers"] = alone
     return Config(**found)
-
-
-def _window_of_all(values: Mapping[str, Any]) -> int | None:
-    """Qwen's window, which the layers from `max_window_layers` on have."""
-    layers = values.get("num_hidden_layers")
-    kinds = set(values.get("layer_types") or ())
-    if not kinds:
-        first = values.get("max_window_layers", layers)
-        kinds = {"sliding_attention"} if first == 0 else {"full_attention"}
-        kinds |= {"sliding_attention"} if first < layers else set()
-    if len(kinds) > 1:
-        raise PretrainedError(
-            "config.json: use_sliding_window for some layers only is not supported"
-        )
-    return values["sliding_window"] if kinds == {"sliding_attention"} else None
 
 
 def write_config(config: Config) -> dict[str, Any]:
@@ -83,19 +76,20 @@ def write_config(config: Config) -> dict[str, Any]:
     elif c.sliding_window is not None:
         kind = "mistral"
         more = {"sliding_window": c.sliding_window}
+    if c.global_layers and kind == "mistral":
+        raise ValueError("Hugging Face's mistral has one sliding window for all layers")
     if (c.qkv_bias != c.o_bias and kind != "qwen2") or (c.mlp_bias and kind != "llama"):
         raise ValueError(f"Hugging Face's {kind} has no such biases")
     return write_sizes(kind, c, FIELDS) | more
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    used = config.sliding_window is not None
+    kinds = write_layers(config)
     return {
-        "use_sliding_window": used,
+        "use_sliding_window": LOCAL in kinds,
         "sliding_window": config.sliding_window,
-        "max_window_layers": 0 if used else config.num_hidden_layers,
-        "layer_types": ["sliding_attention" if used else "full_attention"]
-        * config.num_hidden_layers,
+        "max_window_layers": [*kinds, LOCAL].index(LOCAL),
+        "layer_types": kinds,
     }
 
 

@@ -14,13 +14,13 @@ from flax import nnx
 from jaxspeed import ops
 
 from . import language
-from .blocks import Attention, GatedFeedForward, NormBefore, of_kinds, swiglu
-from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
+from .blocks import Attention, GatedFeedForward, NormBefore, swiglu
+from .decoder import TINY, RotaryDecoder, WindowedSizes, rms_norm
 from .layers import dropout
 
 
 @dataclass(frozen=True)
-class Config(DecoderSizes):
+class Config(WindowedSizes):
     """Ministral's sizes; the defaults are those of Ministral 8B."""
 
     num_hidden_layers: int = 36
@@ -29,19 +29,12 @@ class Config(DecoderSizes):
     max_position_embeddings: int = 32768
     rope_theta: float = 100000000.0
     sliding_window: int | None = 32768
-    global_layers: tuple[int, ...] = ()  # those without the window
     query_growth: float | None = None  # beta of GrowingQueries; rope_scaling has their context
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "global_layers", tuple(self.global_layers))
         if self.query_growth is not None and self.context is None:
             raise ValueError("query_growth needs a rope_scaling with its original context")
-
-    @property
-    def is_global(self) -> list[bool]:
-        """[layers], whether a layer sees all tokens before."""
-        return [layer in self.global_layers for layer in range(self.num_hidden_layers)]
 
     @property
     def context(self) -> int | None:
@@ -86,7 +79,7 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
         Attention(
             c.projections(),
             query_scale=growth,
-            windows=of_kinds(c.is_global, c.sliding_window, None),
+            windows=c.windows,
             rngs=rngs,
         ),
         rms_norm(c, rngs),
@@ -97,7 +90,7 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
 
 def build(config: Config, rngs: nnx.Rngs) -> RotaryDecoder:
     return RotaryDecoder(
-        config, block, rms_norm, rotaries=(config.rotary,), second=config.is_global, rngs=rngs
+        config, block, rms_norm, rotaries=(config.rotary,), second=config.second, rngs=rngs
     )
 
 

@@ -11,13 +11,12 @@ from jaxspeed.interop.mapping import MappingTable
 from .decoder_hf import (
     ATTENTION,
     GATED,
-    GLOBAL,
-    LOCAL,
     NORMS_BEFORE,
     decoder_table,
-    read_layers,
+    global_layers,
     read_sizes,
     size_fields,
+    write_layers,
     write_sizes,
 )
 from .ministral import Config
@@ -40,11 +39,9 @@ def read_config(values: Mapping[str, Any]) -> Config:
         growth = read_fields(rope, [Field(GROWTH, "query_growth", float)], "rope_parameters")
         rope = {n: x for n, x in rope.items() if n not in (GROWTH, "max_position_embeddings")}
     found = read_sizes({**values, "rope_parameters": rope}, FIELDS, 10000.0) | growth
-    layers = found["num_hidden_layers"]
     if "sliding_window" not in values and not growth:
         found["sliding_window"] = 4096
-    kinds = read_layers(values, layers) or [LOCAL] * layers
-    found["global_layers"] = tuple(i for i, kind in enumerate(kinds) if kind == GLOBAL)
+    found["global_layers"] = global_layers(values, found["num_hidden_layers"], None)
     return Config(**found)
 
 
@@ -56,9 +53,7 @@ def write_config(config: Config) -> dict[str, Any]:
         grown = {GROWTH: config.query_growth}
         both = {name: written[name] | grown for name in ("rope_scaling", "rope_parameters")}
         return written | both
-    windowed = config.sliding_window is not None
-    kinds = [LOCAL if windowed and not each else GLOBAL for each in config.is_global]
-    return {**write_sizes("ministral", config, FIELDS), "layer_types": kinds}
+    return {**write_sizes("ministral", config, FIELDS), "layer_types": write_layers(config)}
 
 
 def table(config: Config) -> MappingTable:

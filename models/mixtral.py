@@ -22,10 +22,15 @@ class Config(MixtureSizes, AttentionSizes):
     max_position_embeddings: int = 32768
     rope_theta: float = 1000000.0
     norm_topk_prob: bool = True  # the weights of a token's experts have the sum 1
+    routed_scaling_factor: float = 1.0  # of these weights, as DeepSeek's
 
     @property
     def routing(self) -> dict[str, Any]:
-        return {**super().routing, "renormalize": self.norm_topk_prob}
+        return {
+            **super().routing,
+            "renormalize": self.norm_topk_prob,
+            "scale": self.routed_scaling_factor,
+        }
 
 
 _8X7B = Config()
@@ -78,7 +83,9 @@ def block(config: Config, rngs: nnx.Rngs) -> MixtureBlock:
 
 
 def build(config: Config, rngs: nnx.Rngs) -> MixtureDecoder:
-    return MixtureDecoder(config, block, rms_norm, rotaries=(config.rotary,), rngs=rngs)
+    return MixtureDecoder(
+        config, block, rms_norm, rotaries=(config.rotary,), second=config.second, rngs=rngs
+    )
 
 
 loss = mixture.loss

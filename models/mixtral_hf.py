@@ -69,6 +69,12 @@ def read_config(values: Mapping[str, Any]) -> Config:
 
 def write_config(config: Config) -> dict[str, Any]:
     c = config
+    if c.routed_scaling_factor != 1:
+        raise ValueError("Hugging Face's mixtral and qwen3_moe have no routed_scaling_factor")
+    if c.global_layers:
+        raise ValueError(
+            "Hugging Face's mixtures with Llama's attention have a window in no layer, or in all"
+        )
     if not c.qk_norm:
         if c.qkv_bias or c.o_bias or not c.norm_topk_prob:
             raise ValueError("Hugging Face's mixtral has no biases, and renormalizes weights")

@@ -1,4 +1,7 @@
-"""OLMo 2 (arXiv:2501.00656): norms after the branches, and over all queries and all keys."""
+"""OLMo 2 (arXiv:2501.00656): norms after the branches, and over all queries and all keys.
+
+OLMo 3 (arXiv:2512.13961) has windows; the rotation of its global layers alone may be scaled.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ from dataclasses import dataclass, replace
 
 from flax import nnx
 
+from jaxspeed import ops
+
 from . import language
 from .blocks import Attention, GatedFeedForward, NormAfter, swiglu
-from .decoder import TINY, DecoderSizes, RotaryDecoder, rms_norm
+from .decoder import TINY, Rotary, RotaryDecoder, WindowedSizes, rms_norm
 from .layers import RMSNorm, dropout
 
 
 @dataclass(frozen=True)
-class Config(DecoderSizes):
+class Config(WindowedSizes):
     """OLMo 2's sizes; the defaults are those of OLMo 2 7B."""
 
     num_key_value_heads: int = 32
@@ -28,6 +33,7 @@ _7B = Config()
 
 PRESETS: dict[str, Config] = {
     "tiny": Config(**TINY),
+    "tiny3": Config(**{**TINY, "num_hidden_layers": 4}, sliding_window=16, global_layers=(3,)),
     "olmo2-1b": replace(
         _7B,
         hidden_size=2048,
@@ -45,6 +51,14 @@ PRESETS: dict[str, Config] = {
         num_key_value_heads=40,
         intermediate_size=13824,
     ),
+    "olmo3-7b": replace(
+        _7B,
+        vocab_size=100278,
+        max_position_embeddings=65536,
+        rope_scaling=ops.YarnScaling(8.0, 8192, attention_factor=1.2079441541679836),
+        sliding_window=4096,
+        global_layers=tuple(range(3, 32, 4)),
+    ),
 }
 
 
@@ -54,6 +68,7 @@ def block(config: Config, rngs: nnx.Rngs) -> NormAfter:
         Attention(
             c.projections(bias=c.attention_bias, out_bias=c.attention_bias),
             qk_norm=lambda dims: RMSNorm(dims, eps=c.rms_norm_eps, rngs=rngs),
+            windows=c.windows,
             rngs=rngs,
         ),
         rms_norm(c, rngs),
@@ -64,7 +79,11 @@ def block(config: Config, rngs: nnx.Rngs) -> NormAfter:
 
 
 def build(config: Config, rngs: nnx.Rngs) -> RotaryDecoder:
-    return RotaryDecoder(config, block, rms_norm, rotaries=(config.rotary,), rngs=rngs)
+    c = config
+    local = [Rotary(c.size_of_head, c.rope_theta)] if c.second and c.rope_scaling else []
+    return RotaryDecoder(
+        c, block, rms_norm, rotaries=(*local, c.rotary), second=c.second, rngs=rngs
+    )
 
 
 loss = language.next_token_loss

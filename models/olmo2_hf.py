@@ -1,29 +1,36 @@
-"""OLMo 2 in Hugging Face's format."""
+"""OLMo 2 and 3 in Hugging Face's format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.interop.config_fields import Field, Fixed
+from jaxspeed.errors import PretrainedError
+from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
 from .decoder_hf import (
     ATTENTION,
     BLOCK,
     GATED,
+    NO_PADDING,
     OURS,
     decoder_table,
+    global_layers,
+    read_rope_of_kinds,
     read_sizes,
+    rope_of_kinds,
     size_fields,
+    write_layers,
     write_sizes,
 )
 from .olmo2 import Config
 
-MODEL_TYPES = {"olmo2": "Olmo2ForCausalLM"}
+MODEL_TYPES = {"olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 FIELDS = (
     *size_fields(num_key_value_heads=None, rms_norm_eps=1e-5, tie_word_embeddings=False),
     Field("attention_bias", "attention_bias", bool, False),
+    *map(Read, ("sliding_window", "layer_types")),
     Fixed("hidden_act", ("silu",)),
 )
 NORMS = {
@@ -33,11 +40,27 @@ NORMS = {
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    return Config(**read_sizes(values, FIELDS, 10000.0))
+    if values["model_type"] == "olmo2":
+        return Config(**read_sizes(values, FIELDS, 10000.0))
+    theta, scaling, local = read_rope_of_kinds(values, 500000.0)
+    if local not in (None, theta):
+        raise PretrainedError("config.json: rope_theta of local and global layers must be equal")
+    found = read_fields(values, [*FIELDS, Field("sliding_window", "sliding_window", int, 4096)]) | {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+    found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
+    alone = global_layers(values, found["num_hidden_layers"], 4)
+    return Config(**found, global_layers=alone)
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    return write_sizes("olmo2", config, FIELDS)
+    if config.sliding_window is None:
+        return write_sizes("olmo2", config, FIELDS)
+    written = write_sizes("olmo3", config, FIELDS) | NO_PADDING
+    rope = rope_of_kinds(written["rope_parameters"], config.rope_theta)
+    window = {"sliding_window": config.sliding_window, "layer_types": write_layers(config)}
+    return {**written, **window, "rope_parameters": rope}
 
 
 def table(config: Config) -> MappingTable:

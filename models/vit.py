@@ -113,7 +113,7 @@ def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
 
 
 def norm(config: Config, rngs: nnx.Rngs) -> LayerNorm:
-    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, rngs=rngs)
+    return LayerNorm({"embed": config.hidden_size}, eps=config.layer_norm_eps, rngs=rngs)
 
 
 class ViT(nnx.Module):

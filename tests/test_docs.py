@@ -3,20 +3,27 @@
 `test_docs_run.py` runs them.
 """
 
+import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 
+import jaxspeed
 from jaxspeed.cli.main import COMMANDS
 from jaxspeed.metrics import NAMES
 from tests.support import doc_checks as checks
 from tests.support.documents import (
+    GUIDES,
     KEYS,
     PAGES,
+    PUBLIC_NAMES,
     ROOT,
     Block,
     blocks,
     key_table,
+    name_table,
     shell_commands,
     spans,
 )
@@ -125,12 +132,53 @@ def test_every_command_is_listed():
         assert f"`jaxspeed {name}" in TEXTS["running.md"]
 
 
-def test_every_page_is_linked_from_the_readme_and_says_what_it_is_for():
-    for page in PAGES[1:]:
-        assert f"docs/{page.name}" in TEXTS["README.md"] or f"({page.name}" in "".join(
-            TEXTS[name] for name in TEXTS if name != page.name
-        )
+def test_every_page_is_in_the_contents_and_says_what_it_is_for():
+    for page in PAGES:
+        path = page.relative_to(DOCS, walk_up=True).as_posix()
+        assert path == "index.md" or f"]({path})" in TEXTS["index.md"]
+    for page in GUIDES[1:]:
         assert "After this page you" in TEXTS[page.name].split("\n\n")[1].replace("\n", " ")
+
+
+def test_the_readme_leads_to_what_is_asked_first():
+    first = TEXTS["README.md"].partition("## Install")[0]
+    for target in ("#install", "#your-own-model", "#your-own-ds_configjson", "docs/index.md"):
+        assert f"]({target})" in first
+    for page in ("fine-tuning", "plan", "clusters", "api"):
+        assert f"](docs/{page}.md)" in first
+
+
+def test_the_tables_of_names_are_those_of_the_package():
+    found = [match for text in TEXTS.values() for match in PUBLIC_NAMES.finditer(text)]
+    assert {match[1] for match in found} >= {"jaxspeed", "jaxspeed.ops"}
+    for match in found:
+        assert match[3] == name_table(match[1], match[2]), (
+            "python -m tests.support.documents docs/api.md"
+        )
+        rows = re.findall(r"^\| `\w+` \| *(.*?) *\|$", match[3], re.M)
+        assert all(rows), "a public name has no docstring"
+
+
+def test_public_methods_have_docstrings():
+    for name in jaxspeed.__all__:
+        value = getattr(jaxspeed, name)
+        if inspect.isclass(value) and not issubclass(value, Exception) and name != "Config":
+            own = {k: v for k, v in vars(value).items() if not k.startswith("_")}
+            methods = {
+                k: v for k, v in own.items() if inspect.isfunction(v) or isinstance(v, property)
+            }
+            undocumented = [k for k, v in methods.items() if not inspect.getdoc(v)]
+            assert not undocumented, f"{name}: {undocumented}"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    pytest.importorskip("myst_parser")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", DOCS, tmp_path]
+    built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    reference = (tmp_path / "api.html").read_text()
+    assert 'id="jaxspeed.initialize"' in reference and "jaxspeed.Engine.train_batch" in reference
 
 
 def test_the_architecture_fits_12_kb():

@@ -1,6 +1,6 @@
 """`Checkpointer`: asynchronous saving, retention and restoring of the checkpoints of one folder.
 
-docs/verification.md has the reasons why this is not Orbax's `CheckpointManager`.
+docs/notes/verification.md has the reasons why this is not Orbax's `CheckpointManager`.
 """
 
 import functools

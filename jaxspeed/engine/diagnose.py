@@ -38,6 +38,7 @@ class Diagnosis:
 
     @property
     def finite(self) -> bool:
+        """Whether nothing was found."""
         return not (self.batch or self.parameter or self.layer or self.gradients)
 
     def __str__(self) -> str:

@@ -564,6 +564,7 @@ class Engine(DeepSpeedHabits):
 
     @property
     def config(self) -> Config:
+        """The validated settings."""
         return self.program.config
 
     @property

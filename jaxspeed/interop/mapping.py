@@ -10,8 +10,8 @@ parameter's path and a layout in einops' notation, the file's dims first:
 - `{layer}` stands for a number. Where the path has it too, each number has a parameter of its own;
   where the path lacks it, it is a dim of one stacked parameter, which the layout names.
 - `(heads dim)` is one dim of several factors, the slowest first; `1` is a tensor's dim of size 1.
-- Several paths share one fused tensor. As the first factor of a dim, `part` concatenates them along
-  it, and they may differ in size; as another factor it interleaves them.
+- Several paths share one fused tensor: `part` concatenates them along the factors of its dim that
+  follow it, in which they may differ in size, for each of those before it.
 - Without a layout the dims are equal, after those of stacked numbers.
 - `sizes` has the sizes of factors that a parameter has not as a dim of its own.
 - `first` has the numbers in the tensors' names that are 0 in the parameter, where they are not 0.
@@ -118,21 +118,17 @@ class TensorShare:
     tensor: str
     at: tuple[int | None, ...]  # of the parameter's dims: a stacked one's number, None: all of it
     shape: tuple[int, ...]  # of the parameter's other dims
-    part: tuple[int, slice] | None  # (dim, range) of a tensor that is a concatenation
-    interleaved: tuple[int, int] | None  # (factor, number) of one that is interleaved
+    part: tuple[int, int, slice] | None  # of a fused one: dim, its factors before, range in each
     factors: tuple[int, ...]  # of the tensor's dims
     order: tuple[int, ...]  # of the factors, as the parameter has them
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """The tensor in the parameter's layout; composite dims of the parameter are factored."""
         if self.part is not None:
-            dim, span = self.part
-            array = array[(slice(None),) * dim + (span,)]
-        split = array.reshape(self.factors)
-        if self.interleaved is not None:
-            factor, number = self.interleaved
-            split = split[(slice(None),) * factor + (number,)]
-        return split.transpose(self.order)
+            dim, before, span = self.part
+            array = array.reshape(*array.shape[:dim], before, -1, *array.shape[dim + 1 :])
+            array = array[(slice(None),) * (dim + 1) + (span,)]
+        return array.reshape(self.factors).transpose(self.order)
 
     def within(self, index: Index) -> tuple[Any, Index] | None:
         """(where in a block of the parameter, which part of the piece); None: not in the block."""
@@ -311,10 +307,12 @@ def _applied(
     shapes = [parameters[path] for path in paths]
     layouts = [_Layout.of(rule, shape) for shape in shapes]
     dims: list[int] = []
+    fused, before = layouts[0].fused
     for sizes in zip(*(layout.dims for layout in layouts), strict=True):
-        if len(set(sizes)) > 1 and len(dims) != layouts[0].concatenated:
+        shares = {layout.fused for layout in layouts} if len(dims) == fused else set(sizes)
+        if len(shares) > 1:
             raise _Misfit(f"{', '.join(paths)} have shapes {shapes}, which do not fit together")
-        dims.append(sum(sizes) if len(dims) == layouts[0].concatenated else sizes[0])
+        dims.append(sum(sizes) if len(dims) == fused else sizes[0])
     lengths = [[layout.sizes[name] for name in stacked] for layout in layouts]
     if math.prod(lengths[0]) > most:
         raise _Misfit(f"the model has {math.prod(lengths[0]):,} of it, the folder {most:,} tensors")
@@ -324,12 +322,12 @@ def _applied(
         name = _named(rule.tensor, {**numbers, **in_name})
         start = 0
         pieces = {}
-        for part, (path, layout) in enumerate(zip(paths, layouts, strict=True)):
-            dim = layout.concatenated
-            span = None
-            if dim is not None and len(paths) > 1:
-                span = (dim, slice(start, start := start + layout.dims[dim]))
-            pieces[path] = layout.piece(name, here, part, span)
+        for path, layout in zip(paths, layouts, strict=True):
+            part = None
+            if fused is not None and len(paths) > 1:
+                length = layout.dims[fused] // before
+                part = fused, before, slice(start, start := start + length)
+            pieces[path] = layout.piece(name, here, part)
         yield name, tuple(dims), pieces
 
 
@@ -337,17 +335,15 @@ def _applied(
 class _Layout:
     """A rule's layout with the sizes of one parameter."""
 
-    left: list[list[str]]  # the tensor's dims as factors, without a concatenating `part`
+    left: list[list[str]]  # the tensor's dims as factors, without `part`
     right: list[list[str]]  # the parameter's dims as factors
     sizes: dict[str, int]
-    concatenated: int | None
+    fused: tuple[int | None, int]  # the dim with `part`, the size of the factors before it
 
     @classmethod
     def of(cls, rule: TensorRule, shape: tuple[int, ...]) -> _Layout:
         file_dims, dims = rule.dims(shape)
         sizes = {**rule.sizes, "1": 1}
-        if _PART in itertools.chain(*file_dims):
-            sizes[_PART] = len(_paths(rule))
         for factors, size in zip(dims, shape, strict=True):
             if len(factors) == 1 and sizes.setdefault(factors[0], size) != size:
                 raise _Misfit(f"{factors[0]} is {sizes[factors[0]]} and {size}")
@@ -364,12 +360,12 @@ class _Layout:
         outside = [*itertools.chain(*dims)]
         if sorted([*inside, *rule.stacked]) != sorted(outside) or len(set(outside)) < len(outside):
             raise _Misfit(f"layout {rule.layout!r}: its two sides have different dims")
-        concatenated = None
+        fused: tuple[int | None, int] = None, 1
         for i, factors in enumerate(file_dims):
-            if factors[0] == _PART:
-                concatenated = i
-        split = [[n for n in f if n != _PART or concatenated != i] for i, f in enumerate(file_dims)]
-        return cls(split, dims, sizes, concatenated)
+            if _PART in factors:
+                fused = i, math.prod(sizes[n] for n in factors[: factors.index(_PART)])
+        split = [[n for n in factors if n != _PART] for factors in file_dims]
+        return cls(split, dims, sizes, fused)
 
     @property
     def dims(self) -> list[int]:
@@ -379,21 +375,17 @@ class _Layout:
         self,
         tensor: str,
         stacked: Mapping[str, int],
-        part: int,
-        span: tuple[int, slice] | None,
+        part: tuple[int, int, slice] | None,
     ) -> TensorShare:
         factors = [name for dim in self.left for name in dim if name != "1"]
-        interleaved = (factors.index(_PART), part) if _PART in factors else None
-        kept = [name for name in factors if name != _PART]
         inner = [dim for dim in self.right if dim[0] not in stacked]
         return TensorShare(
             tensor,
             at=tuple(stacked.get(dim[0]) for dim in self.right),
             shape=tuple(math.prod(self.sizes[name] for name in dim) for dim in inner),
-            part=span,
-            interleaved=interleaved,
+            part=part,
             factors=tuple(self.sizes[name] for name in factors),
-            order=tuple(kept.index(name) for dim in inner for name in dim),
+            order=tuple(factors.index(name) for dim in inner for name in dim),
         )
 
 

@@ -69,9 +69,8 @@ class FolderWeights:
         if len(pieces) != 1:
             return None
         (piece,) = pieces
-        fused = piece.part is not None or piece.interleaved is not None
         # The file has [out, in], with the dims of both in our order.
-        if fused or piece.order != (*range(outs, dims), *range(outs)):
+        if piece.part is not None or piece.order != (*range(outs, dims), *range(outs)):
             return None
         return self.folder.codes(self._names[piece.tensor], codec, piece.shape)
 

@@ -131,6 +131,11 @@ def autocast_function(function: Callable[..., Any], autocast: Autocast) -> Calla
     return run
 
 
+def lowers(eqn: jex.JaxprEqn, autocast: Autocast) -> bool:
+    """Whether the operands of a product of activations are cast."""
+    return _Rewriter(autocast)._is_lowered(eqn)
+
+
 def asks_for_full_precision(jaxpr: Any) -> bool:
     """Whether a program has products, and sets the precision of all of them to HIGHEST."""
 

@@ -65,7 +65,7 @@ class LossProgram:
     ) -> "LossProgram":
         """A part of this loss, with the roles of its inputs.
 
-        Activations between parts are told by their lengths.
+        Activations between parts are recognized by their lengths.
         """
         loss = self.loss or self
         positions = {

@@ -17,13 +17,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.adapters.adapt_loss import adapt_loss
 from jaxspeed.adapters.adapter import Adapter
+from jaxspeed.axes import SEQ
 from jaxspeed.jaxpr.split_scans import in_parts
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
-from jaxspeed.objective.autocast import Autocast, with_autocast
+from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
+from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.paths import listed
-from jaxspeed.sequence_parallel import SequenceSettings, sequences
+from jaxspeed.sequence_parallel import (
+    LeftAlone,
+    LowProducts,
+    SequenceSettings,
+    sequences,
+    with_attention_calls,
+)
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
@@ -153,6 +161,36 @@ def _note_joined(paths: tuple[str, ...]) -> None:
         )
 
 
+def attention_calls(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Attention in the model's own code as single equations, where an axis shards its sequence.
+
+    Before the precision: a call contains the precision of its own products.
+    """
+    if free_axes().get(SEQ, 1) == 1:
+        return program
+    low = None
+    if (autocast := context.autocast) is not None:
+        low = LowProducts(
+            autocast.dtype,
+            lambda eqn: lowers(eqn, autocast),
+            lambda closed: with_autocast(closed, autocast, {}),
+        )
+    jaxpr, left_alone = with_attention_calls(program.closed, low)
+    for each in left_alone:
+        _note_left_alone(each)
+    return program.rewritten(jaxpr)
+
+
+@cache
+def _note_left_alone(attention: LeftAlone) -> None:
+    """Warn once; the loss is traced several times."""
+    log.warning(
+        "attention at %s is left to the compiler, which gathers its sequence: %s",
+        attention.where,
+        attention.reason,
+    )
+
+
 def precision(program: LossProgram, context: TraceContext) -> LossProgram:
     """Automatic mixed precision, if the config enables it."""
     if context.autocast is None:
@@ -190,6 +228,7 @@ BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     prune,
     adapters,
     layer_ranges,
+    attention_calls,
     precision,
 )
 AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (draws, boundaries)

@@ -104,7 +104,7 @@ def attention(
         k, v: [batch, kv_seq, kv_heads, head_dim]; kv_heads divides heads, and query head h reads
             key head h // (heads // kv_heads). Values may have fewer dims than keys.
         causal: query i sees keys j <= i.
-        window: query i sees only keys with |i - j| < window, itself included.
+        window: query i sees only keys with `|i - j| < window`, itself included.
         segment_ids: [batch, seq] integers; tokens see only their own segment.
         kv_segment_ids: [batch, kv_seq]; by default those of the queries. The output of a query
             that sees no key is finite but undefined, and differs between kernels.
@@ -192,7 +192,7 @@ def _one_call(
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
         ids = Segments(*others[:2]) if form.segments else None
-        more = {"mask": form.mask, "scale": form.scale, "soft_cap": form.soft_cap}
+        more: dict[str, Any] = {"mask": form.mask, "scale": form.scale, "soft_cap": form.soft_cap}
         k, v = repeated_for_sharding(q, k, v)
         of_heads = others[-1] if form.sinks else None
         return checkpoint_name(plain(q, k, v, ids, sinks=of_heads, **more), NAME)

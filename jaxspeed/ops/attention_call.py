@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxspeed.jaxpr.primitives import ATTENTION
 from jaxspeed.ops.mask import Mask
 
-# The named scope of attention over the sequence axis: its collectives are told by it.
+# The named scope of attention over the sequence axis, in the names of its collectives.
 SEQUENCE_SCOPE = "sequence_attention"
 
 # The result of a query that sees no key: undefined; the mean of all values (a finite fill); NaN.

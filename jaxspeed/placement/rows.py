@@ -118,6 +118,7 @@ class Placement:
     codec: Codec = PLAIN
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
+        """The placement as a sharding over a mesh."""
         return NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
 
 

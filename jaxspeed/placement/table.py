@@ -81,6 +81,7 @@ class PlacementTable:
         return len(self.rows)
 
     def sharding(self, placement: Placement) -> NamedSharding:
+        """A placement as a sharding over the table's mesh."""
         return placement.sharding(self.mesh)
 
     @cached_property

@@ -5,7 +5,7 @@ that ends the run, or a request to stop it. The store is served by process 0, an
 while the main thread waits in a collective (a write and a read of three ranks take 1 ms).
 
 Messages per period: each process writes its heartbeat, reads that of process 0, and waits for the
-next notice. Process 0 alone reads all heartbeats. docs/scale.md counts them.
+next notice. Process 0 alone reads all heartbeats. docs/notes/scale.md counts them.
 """
 
 import hashlib

@@ -3,10 +3,15 @@
 The program stays in the global view. Sequence dims are found by dim propagation from the batch's
 token arrays, activations are constrained on them, and each attention is replaced by a form that
 communicates over the axis (`shard_sequence`, `choose_form`); what else mixes positions is left to
-XLA.
+XLA. Attention that a model writes itself is recognized (`find_attention`).
 """
 
+from jaxspeed.sequence_parallel.find_attention import (
+    LeftAlone,
+    LowProducts,
+    with_attention_calls,
+)
 from jaxspeed.sequence_parallel.settings import SequenceSettings
 from jaxspeed.sequence_parallel.shard_sequence import sequences
 
-__all__ = ["SequenceSettings", "sequences"]
+__all__ = ["LeftAlone", "LowProducts", "SequenceSettings", "sequences", "with_attention_calls"]

@@ -40,9 +40,11 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
+        """The name of the layer's class."""
         return self.cls.__name__
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        """The layer, with `rngs` if its class takes them."""
         given = {"rngs": rngs} if _takes_rngs(self.cls.__init__, through_kwargs=True) else {}
         return _with_arrays(self.cls(*self.args, **self.kwargs, **given))
 

@@ -19,6 +19,8 @@ from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.sharded_param import ShardedParam
 
+SCOPE = "table_lookup"  # the named scope of its exchanges
+
 
 def looks_up(eqn: Any, stored: ShardedParam, samples: int | None) -> bool:
     """Whether a `gather` takes full rows of a column-sharded table for a batch of `samples`.
@@ -50,10 +52,11 @@ def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) ->
         on_device(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
     )
     columns, positions, rows = _shardings(eqn, stored, sharded)
-    found = constrain(found, columns, "lookup.columns")
-    if positions is not None:
-        found = constrain(found, positions, "lookup.positions")
-    found = constrain(found, rows, "lookup.rows")
+    with jax.named_scope(SCOPE):
+        found = constrain(found, columns, "lookup.columns")
+        if positions is not None:
+            found = constrain(found, positions, "lookup.positions")
+        found = constrain(found, rows, "lookup.rows")
     return unpad(found, out)
 
 
@@ -75,7 +78,7 @@ def _shardings(
     mesh = stored.sharding.mesh
     places = dict(zip(_row_dims(eqn), eqn.params["dimension_numbers"].offset_dims, strict=True))
 
-    def along(spec: Sequence[Any], batch: Sequence[str], positions: bool) -> NamedSharding:
+    def along(spec: PartitionSpec, batch: Sequence[str], positions: bool) -> NamedSharding:
         entries: list[Any] = [None] * eqn.outvars[0].aval.ndim
         entries[0] = tuple(batch) or None
         if positions and 1 not in places.values() and len(entries) > 1:
@@ -92,7 +95,8 @@ def _shardings(
     positions = None
     if has_positions and SEQ in taken:
         others = tuple(axis for axis in taken if axis != SEQ)
-        spec = [others if d == sharded else entry for d, entry in enumerate(stored.sharding.spec)]
+        entries = enumerate(stored.sharding.spec)
+        spec = PartitionSpec(*(others if d == sharded else entry for d, entry in entries))
         positions = along(spec, left, has_positions)
     columns = along(stored.sharding.spec, left, has_positions and SEQ not in taken)
     return columns, positions, along(stored.gathered.spec, data, has_positions)

@@ -47,10 +47,26 @@ COMPOSED = {  # of the parts in models/blocks.py
     "glm4": ("glm4", {}),
     "gemma1": ("gemma1", {"tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {}),
+    "qwen2, windowed in part": ("llama", {"sliding_window": 8, "global_layers": (0,)}),
+    "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": False}),
+    "cohere2": ("cohere", {"preset": "tiny2", "sliding_window": 8, "tie_word_embeddings": False}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8, "tie_word_embeddings": False}),
+    "exaone4": ("exaone4", {"sliding_window": 8, "global_layers": (1,)}),
+    "olmo3": ("olmo2", {"sliding_window": 8, "global_layers": (1,)}),
+    "seed_oss": ("seed_oss", {}),
+    "arcee": ("arcee", {}),
+    "falcon": ("falcon", {"tie_word_embeddings": False}),
+    "falcon, one key head, alibi": (
+        "falcon", {"preset": "tiny-7b", "alibi": True, "tie_word_embeddings": False},
+    ),
+    "falcon, alibi": ("falcon", {"preset": "tiny-rw", "tie_word_embeddings": False}),
+    "gpt2, scaled by layers": (
+        "gpt2", {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True},
+    ),
     "mixtral": ("mixtral", {"sliding_window": 8}),
     "deepseek": ("deepseek", {"num_hidden_layers": 3}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 8}),
-}
+}  # fmt: skip
 FAMILIES |= COMPOSED
 ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 PLACEMENTS = {

@@ -78,11 +78,11 @@ UNKNOWN = {
     "router_jitter_noise": None,
     "is_encoder_decoder": False,
     "add_cross_attention": True,
-    "use_qk_norm": True,
+    "use_mup": True,
     "output_router_logits": False,
     "rope_scaling": None,
     "attn_temperature_tuning": True,
-    "hidden_activation": "relu2",
+    "hidden_activation": "relu6",
     "vocab_size": 128,
 }
 
@@ -98,9 +98,9 @@ def test_an_unknown_type_lists_what_no_family_supports(tmp_path):
     assert [line.strip() for line in listed.splitlines()] == [
         "interleave_moe_layer_step = 1",
         "add_cross_attention = True",
-        "use_qk_norm = True",
+        "use_mup = True",
         "attn_temperature_tuning = True",
-        "hidden_activation = 'relu2'",
+        "hidden_activation = 'relu6'",
     ]
 
 
@@ -163,7 +163,36 @@ def test_a_mistral_with_images_has_the_language_model_that_it_names(
         ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0"),
         ("gemma", {"hidden_act": "relu"}, "hidden_act is 'relu'; only 'gelu_pytorch_tanh' or"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
-        ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu"}, "only True is"),
+        ("gpt_neox", {"hidden_act": "relu"}, "only 'gelu' is"),
+        ("cohere2", {"hidden_act": "gelu"}, "only 'silu' is"),
+        ("starcoder2", {"hidden_act": "gelu"}, "only 'gelu_pytorch_tanh' or 'gelu_new' is"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; 1, or 2 with"),
+        ("falcon", {"activation": "relu"}, "only 'gelu' is"),
+        ("gemma", {"architectures": ["GemmaForSequenceClassification"]}, "those of llama, mis"),
+        (
+            "llama",
+            {
+                "architectures": ["LlamaForSequenceClassification"],
+                "problem_type": "multi_label_classification",
+                "hidden_act": "relu",
+            },
+            "hidden_act is 'relu'; only 'silu' is supported\n  problem_type is 'multi_label",
+        ),
+        (
+            "qwen3",
+            {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": "two"},
+            "num_labels is 'two', which is not an integer",
+        ),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1e4},
+                    "sliding_attention": {"rope_theta": 1e5},
+                }
+            },
+            "local and global layers must be equal",
+        ),
     ],
 )
 def test_what_a_family_lacks_is_an_error(tmp_path, kind, fields, message):

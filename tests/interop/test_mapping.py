@@ -66,6 +66,20 @@ def interleaved():
     return [rule], {"gate": gate, "up": up}, per_layer(made)
 
 
+def interleaved_of_other_sizes():
+    """Falcon's: of each key head its query heads, the key, the value."""
+    groups, each = 2, 3
+    q = values(L, E, groups * each, D)
+    k, v = values(L, E, groups, D), values(L, E, groups, D)
+    rule = TensorRule("h.{i}.w", ("q", "k", "v"), "(g part h d) e -> i e (g h) d", {"g": groups})
+    made = np.empty((L, groups, each + 2, D, E), np.float32)
+    for g in range(groups):
+        made[:, g, :each] = q[:, :, g * each : (g + 1) * each].transpose(0, 2, 3, 1)
+        made[:, g, each] = k[:, :, g].swapaxes(1, 2)
+        made[:, g, each + 1] = v[:, :, g].swapaxes(1, 2)
+    return [rule], {"q": q, "k": k, "v": v}, per_layer(made.reshape(L, -1, E))
+
+
 def experts():
     w = values(L, 5, E, M)
     rule = TensorRule("h.{i}.experts.{x}.w", "w", "m e -> i x e m")
@@ -91,7 +105,7 @@ def dims_of_size_one():
 
 CASES = [
     stacked_linear, stacked_without_a_layout, heads, listed, fused_equal, fused_of_other_sizes,
-    interleaved, experts, layers_not_first, patches, dims_of_size_one,
+    interleaved, interleaved_of_other_sizes, experts, layers_not_first, patches, dims_of_size_one,
 ]  # fmt: skip
 
 

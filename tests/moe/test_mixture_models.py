@@ -1,7 +1,11 @@
-"""What mixtures ask of a step: routers in fp32, and the rounds of what capacity leaves."""
+"""What mixtures ask of a step: routers in fp32, and the rounds of what capacity leaves.
+
+And the factor of a router's weights.
+"""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,6 +45,18 @@ def test_rounds_are_those_of_pairs_that_are_not_dropped(monkeypatch):
     pairs = 4 * 2 * 16 * 2  # samples, layers, tokens, experts of a token
     assert 0 < float(metrics["dropped_share"]) < 1
     assert counts.sum() == round(pairs * (1 - float(metrics["dropped_share"])))
+
+
+def test_experts_that_are_parts_of_a_feed_forward_sum_up_to_it_with_the_factor_of_their_number():
+    fields = {**MIXTRAL["config"], "num_experts": 2, "routed_scaling_factor": 2.0}
+    experts = mixtral.block(mixtral.Config(**fields), nnx.Rngs(0)).mlp
+    experts.router[...] = jnp.zeros_like(experts.router[...])  # each has the weight 1/2
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 32)).astype(np.float32))
+    gate, up = (jnp.concatenate(list(w[...]), -1) for w in (experts.w_gate, experts.w_up))
+    down = jnp.concatenate(list(experts.w_down[...]), 0)
+    np.testing.assert_allclose(
+        experts(x)[0], (jax.nn.silu(x @ gate) * (x @ up)) @ down, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.ops import row_blocks, splash
+from jaxspeed.ops import mosaic_gpu, row_blocks, splash, triton
 from jaxspeed.ops.mask import Mask, Segments
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.support.covering import covering
@@ -142,6 +142,22 @@ def test_blocks_of_rows_in_narrow_types(monkeypatch):
 @pytest.mark.parametrize(("form", "split"), CASES)
 def test_parts_of_the_keys_by_splash(form, split):
     assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
+
+
+@pytest.mark.parametrize(("form", "split"), CASES)
+def test_parts_of_the_keys_by_triton(form, split):
+    assert max(errors(triton, split, **FORMS[form], interpret=True)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("form", "split"),
+    covering(
+        list(itertools.product(FORMS, SPLITS)),
+        [("documents with a window and soft cap", "the last shard, fewer keys")],
+    ),
+)
+def test_parts_of_the_keys_by_mosaic_gpu(form, split):
+    assert max(errors(mosaic_gpu, split, **FORMS[form], heads=(2, 1), interpret=True)) < 1e-6
 
 
 LENGTHS = [(640, 640), (384, 640), (640, 384), (3072, 1024)]

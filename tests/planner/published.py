@@ -1,7 +1,7 @@
 """Estimates of training runs whose speed is published.
 
 `python -m tests.planner.published NAME` estimates one, on as many simulated devices as it had, and
-prints it as JSON; without a name all of them, as the table of docs/plan-time.md.
+prints it as JSON; without a name all of them, as the table of docs/notes/plan-time.md.
 """
 
 import json

@@ -16,7 +16,7 @@ FIGURES = {name: p for grid in drawn.SEEDS for name, p in drawn.stored(grid).ite
 POINTS = {p.name: p for grid in drawn.SEEDS for p in drawn.points(grid)}
 # Those on which libtpu fails or takes too long have no figures.
 COMPILED = [name for name, figures in FIGURES.items() if {"temp", "needed"} & set(figures)]
-# Over a fifth apart; docs/plan-memory.md has why.
+# Over a fifth apart; docs/notes/plan-memory.md has why.
 MISSED = {"fourth 00", "fourth 17", "fourth 19"}
 WITHIN_A_TENTH = {"second": 35, "third": 19, "fourth": 20}
 # {a point: what the model without this part misses}.

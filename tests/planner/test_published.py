@@ -1,4 +1,4 @@
-"""Estimates against training runs whose speed is published; docs/plan-time.md has them all."""
+"""Estimates against training runs whose speed is published; docs/notes/plan-time.md has them all."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.covering import covering
 
 QUICK = ("korthikanti-22b", "mpt-7b-a100-80g-2k-8")
 WITHIN = 0.25
-# Small products in part-filled waves; docs/plan-time.md has why.
+# Small products in part-filled waves; docs/notes/plan-time.md has why.
 MISSED = {"megatron-1008b", "korthikanti-530b"}
 
 

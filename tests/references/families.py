@@ -23,7 +23,8 @@ def _cached_model(case: str) -> Any:
     """With random weights."""
     configuration, name, fields = json.loads(case)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{configuration}Config")(attn_implementation="eager", **fields)
+    fields = {"attn_implementation": "eager", **fields}
+    config = getattr(transformers, f"{configuration}Config")(**fields)
     model = getattr(transformers, name)(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or parameter.ndim == 1:  # neither zeros nor ones
@@ -85,7 +86,8 @@ def unseen_biases(case: Case) -> list[torch.Tensor]:
 def differences(case: Case, folder: str, arguments: Tensors) -> list[str]:
     """What is not bitwise the same in the model that is read from a folder."""
     model = _model(case)
-    again = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+    attention = model.config._attn_implementation
+    again = type(model).from_pretrained(folder, attn_implementation=attention).eval()
     found = _differing(model.state_dict(), again.state_dict())
     same = torch.equal(again(**arguments).logits, model(**arguments).logits)
     return found if same else [*found, "logits"]

@@ -1,14 +1,18 @@
 """README and docs as data: fenced blocks, code spans, and what commands and programs print.
 
 `python -m tests.support.documents [FILE ...]` runs the command of each output block (`<!-- output
-of: COMMAND -->`) and rewrites the block, and each table of keys (`<!-- keys of: SECTION -->`).
+of: COMMAND -->`) and rewrites the block, and each table of keys (`<!-- keys of: SECTION -->`) or of
+public names (`<!-- names of: MODULE -->`, or some of a module's).
 """
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +21,12 @@ from jaxspeed.config.tree import VOCABULARY, read, section_at
 from jaxspeed.config.verdicts import shown
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "notes").glob("*.md"))]
 FENCED = re.compile(r"^(<!-- [^\n]* -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 OUTPUT = re.compile(r"<!-- output of: (.*) -->")
 KEYS = re.compile(r"<!-- keys of: (\w+) -->\n((?:\|.*\n)+)")
+PUBLIC_NAMES = re.compile(r"<!-- names of: ([\w.]+)(?:: ([\w ]+))? -->\n((?:\|.*\n)*)")
 README_EXAMPLE = "the example of README.md with the line above"
 
 
@@ -106,6 +112,20 @@ def key_table(section: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def name_table(module: str, names: str | None = None) -> str:
+    """The table of a module's public names, with the first sentence of each docstring."""
+    of_module = importlib.import_module(module)
+    lines = ["| name | |", "|---|---|"]
+    for name in names.split() if names else of_module.__all__:
+        value = getattr(of_module, name)
+        summary = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+        if isinstance(value, types.UnionType):
+            summary = "One of " + ", ".join(f"`{each.__name__}`" for each in value.__args__) + "."
+        escaped = re.sub(r"([|*<])", r"\\\1", summary)
+        lines.append(f"| `{name}` | {escaped} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def prepare(folder: Path) -> Path:
     """A folder with the configs of this repository, and with a config of the reader's own."""
     if not (folder / "configs").exists():
@@ -143,9 +163,12 @@ def masked(output: str) -> list[str]:
 
 
 def main(pages: list[Path]) -> None:
-    """Rewrite the tables of keys and the output blocks of the pages."""
+    """Rewrite the tables of keys and of names, and the output blocks of the pages."""
     for page in pages:
         text = KEYS.sub(lambda m: m[0].replace(m[2], key_table(m[1])), page.read_text())
+        text = PUBLIC_NAMES.sub(
+            lambda m: f"{m[0].partition(chr(10))[0]}\n{name_table(m[1], m[2])}", text
+        )
         page.write_text(text)
         for block in shown_outputs(page):
             print(page.name, block.command or "a Python program", flush=True)

@@ -61,6 +61,15 @@ def language(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens.astype(np.int32), "mask": mask.astype(np.int32)}
 
 
+def sequences(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
+    """The label is the last token's, before padding of 0, by its range in the vocabulary."""
+    tokens = rng.integers(1, VOCAB, (samples, SEQ))
+    ends = rng.integers(1, SEQ + 1, (samples, 1))
+    tokens[np.arange(SEQ) >= ends] = 0
+    labels = np.take_along_axis(tokens, ends - 1, axis=1)[:, 0] * 4 // VOCAB
+    return {"tokens": tokens.astype(np.int32), "labels": labels.astype(np.int32)}
+
+
 def pictures(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     """The label is the colour that is brighter, or that none is."""
     labels = rng.integers(0, 4, samples)

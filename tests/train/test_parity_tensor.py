@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.covering import covering
-from tests.train.cases import family, language, pictures
+from tests.train.cases import family, language, pictures, sequences
 from tests.train.parity import (
     assert_loss_fell,
     assert_losses_equal,
@@ -62,6 +62,7 @@ CASES = {
         **TEXT,
     ),
 }
+STARCODER2 = {"num_key_value_heads": 4, "intermediate_size": 64, "sliding_window": 3} | TEXT
 GROUPED = {"num_key_value_heads": 4, "intermediate_size": 32} | TEXT
 COMPOSED = {  # of the parts in models/blocks.py
     "phi3": family("phi3", language, partial_rotary_factor=0.5, **GROUPED),
@@ -81,6 +82,39 @@ COMPOSED = {  # of the parts in models/blocks.py
         num_key_value_heads=8,
         partial_rotary_factor=0.5,
         **TEXT,
+    ),
+    "qwen2": family(
+        "llama", language, qkv_bias=True, sliding_window=3, global_layers=(0,), **GROUPED
+    ),
+    "cohere": family("cohere", language, qk_norm=True, logit_scale=0.5, **GROUPED),
+    "cohere2": family(
+        "cohere", language, sliding_window=3, global_layers=(1,), logit_scale=0.5, **GROUPED
+    ),
+    "starcoder2": family("starcoder2", language, **STARCODER2),
+    "exaone4": family("exaone4", language, sliding_window=3, global_layers=(1,), **GROUPED),
+    "olmo3": family("olmo2", language, sliding_window=3, global_layers=(1,), **GROUPED),
+    "seed_oss": family("seed_oss", language, head_dim=8, **GROUPED),
+    "arcee": family("arcee", language, mlp_bias=True, **GROUPED),
+    "falcon": family("falcon", language, new_decoder_architecture=True, num_norms=2, **GROUPED),
+    "falcon, alibi": family(
+        "falcon",
+        language,
+        zero=("k_proj/bias",),
+        alibi=True,
+        bias=True,
+        parallel_attn=False,
+        **{**GROUPED, "num_key_value_heads": 8},
+    ),
+    "gpt2, scaled by layers": family(
+        "gpt2",
+        language,
+        zero=("k_proj/bias",),
+        activation_function="relu",
+        scale_attn_by_inverse_layer_idx=True,
+        **TEXT,
+    ),
+    "llama classifier": family(
+        "llama_classifier", sequences, num_labels=4, pad_token_id=0, **GROUPED
     ),
 }
 CUT = {"sequence_parallel_activations": True}
