@@ -161,7 +161,7 @@ class Config(Settings):
         """The dtype in which gradients are reduced, from all keys for it; None: as computed."""
         key = "seq_parallel_communication_data_type"
         of_sequences = self.mesh.seq != 1 and key in self.model_fields_set
-        return getattr(self, key if of_sequences else "communication_data_type")  # type: ignore[no-any-return]
+        return getattr(self, key if of_sequences else "communication_data_type")
 
     @property
     def quantize(self) -> Quantize | None:

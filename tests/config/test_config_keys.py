@@ -61,6 +61,15 @@ def test_all_words_for_the_mesh_come_to_one_mesh(tree, axes):
     assert mesh(**tree) == axes
 
 
+def test_with_sequences_their_key_sets_the_dtype_in_which_gradients_are_reduced():
+    of_all, of_sequences = "communication_data_type", "seq_parallel_communication_data_type"
+    both = {of_all: "fp16", of_sequences: "bf16"}
+    assert Config.load(both).reduction_dtype == "fp16"
+    assert Config.load(both | {"mesh": {"seq": 2}}).reduction_dtype == "bf16"
+    assert Config.load({of_all: "fp16", "mesh": {"seq": 2}}).reduction_dtype == "fp16"
+    assert Config.load({"mesh": {"seq": 2}}).reduction_dtype is None
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("spell", [str, str.lower, str.upper])
 def test_an_optimizer_has_its_canonical_name_however_it_is_spelt(name, spell):

@@ -70,7 +70,7 @@ def test_generation_is_replicated_over_the_axis():
 
 def test_a_step_is_checked_against_one_device_and_plain_flax(saved):
     report = saved[0].check(batches()[0])
-    assert report.passed, str(report)
+    assert report.ok, str(report)
 
 
 def test_tokens_and_model_flops_are_those_without_the_axis(saved):
@@ -126,7 +126,7 @@ def test_attention_exchanges_what_the_config_says(kind, exchanges):
             engine.program.state, engine.program.abstract_batch(batches()[0])
         )
     found = collectives(lowered.compile().as_text(), engine.program.mesh)
-    large = {c.kind for c in found if c.axes == ("seq",) and c.elements > 1000}
+    large = {c.kind for c in found if c.axes == ("seq",) and c.elements > 200}
     assert large - {"all-reduce"} == exchanges
 
 
