@@ -30,6 +30,10 @@ SMALL = {
     "gpt2_xl.yaml": NARROW | {"num_attention_heads": 4, "num_hidden_layers": 2},
     "llama3_8b.yaml": NARROW
     | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "long_8b_128k.yaml": NARROW
+    | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "long_8b_500k.yaml": NARROW
+    | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
     "llama3_70b.yaml": NARROW
     | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8},
     "gpt3_175b.yaml": NARROW | {"num_attention_heads": 8, "num_hidden_layers": 2},

@@ -26,7 +26,6 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _gradients(settings)
     yield from data_reduction_problems(settings)
     yield from _tensor(settings)
-    yield from _sequence(settings)
     yield from pipeline_problems(settings)
     yield from _recompute(settings)
     yield from offload_problems(settings)
@@ -186,25 +185,17 @@ def _tensor(settings: Settings) -> Iterator[Problem]:
         found = f'"{overlap}" without sequence-parallel activations'
         works = f'It overlaps their gathers and scatters: set {key}, or write "auto".'
         yield Problem("parallel.tensor_overlap", found, works, (key,))
+    if parallel.sequence_parallel_activations and isinstance(parallel.sequence_tiles, int):
+        tiles = "parallel.sequence_tiles"
+        found = f"{parallel.sequence_tiles} with sequence-parallel activations"
+        works = (
+            'They shard the sequence over tensor, where tiles would not: write "auto" or "none".'
+        )
+        yield Problem(tiles, found, works, (key,))
     if settings.tensor_parallel.tp_overlap_comm and overlap == "none":
         found = 'true, while parallel.tensor_overlap is "none"'
         works = "They contradict each other: remove one."
         yield Problem("tensor_parallel.tp_overlap_comm", found, works, ("parallel.tensor_overlap",))
-
-
-def _sequence(settings: Settings) -> Iterator[Problem]:
-    kind, layout = settings.parallel.sequence.kind, "parallel.sequence.layout"
-    if (
-        settings.mesh.seq != 1
-        and kind == "ulysses"
-        and settings.parallel.sequence.layout == "zigzag"
-    ):
-        works = (
-            "With Ulysses a device has all positions of its heads, so that contiguous ones are "
-            'equal work: write "auto", or kind "ring" or "gather".'
-        )
-        about = ("parallel.sequence.kind",)
-        yield Problem(layout, '"zigzag" with parallel.sequence.kind "ulysses"', works, about)
 
 
 def _recompute(settings: Settings) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from jaxspeed.config.types import (
     lower,
     section,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured
+from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 
 def _axis_size(value: Any) -> Any:
@@ -103,6 +103,19 @@ def _bytes(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=int | str)]
 
 
+def _tiles(value: Any) -> Any:
+    value = lower(integral(value))
+    if value in ("auto", "none") or _is_size(value):
+        return value
+    needs = 'an integer number of tiles, at least 1, "auto" or "none"'
+    raise PydanticCustomError("tiles", "{needs}", {"needs": needs})
+
+
+TileCount = Annotated[
+    Any, BeforeValidator(_tiles, json_schema_input_type=int | Literal["auto", "none"])
+]
+
+
 SequenceKind = Annotated[
     Literal["auto", "gather", "ulysses", "ring", "both"], BeforeValidator(lower)
 ]
@@ -120,12 +133,11 @@ class SequenceParallel(Section):
         "time.",
         unless=NO_SEQUENCE,
     )
-    layout: SequenceLayout = honoured(
+    layout: SequenceLayout = refused(
         "auto",
-        'Which positions a device has: "contiguous", a range of them; "zigzag", two, one from '
-        "each end, so that a causal mask leaves all devices equal work, where nothing but "
-        'attention mixes positions; "auto", zigzag where it is faster.',
-        unless=NO_SEQUENCE,
+        "Each device has a range of positions, and zig-zag is not built. Under a causal mask all "
+        'devices have equal work with parallel.sequence.kind "ulysses".',
+        "contiguous",
     )
     dims: dict[Text, Count] = honoured(
         {},
@@ -252,6 +264,12 @@ class Parallel(Section):
         'forward once; {"every_n": k} saves the input of every k-th unit, {"budget": bytes} what '
         'is most expensive to recompute within so many bytes per device, and {"save": [...], '
         '"offload": [...]} the activations of these names.',
+    )
+    sequence_tiles: TileCount = honoured(
+        "auto",
+        "The number of tiles of the sequence in which each device evaluates what is per token, "
+        'such as the feed-forward blocks and the loss, twice as in a checkpoint; "auto" by bytes, '
+        'for sequences of more than 8192 tokens per device; "none" for no tiles.',
     )
     pipeline_schedule: Schedule = honoured(
         "1f1b",

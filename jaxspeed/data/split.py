@@ -16,8 +16,8 @@ class Split:
     """Samples of one or more parts in an infinite order.
 
     Global batch t holds the samples at positions [t * batch_size, (t + 1) * batch_size) of the
-    order: batches span epoch ends, and no sample is lost or repeated there. With `targets` a batch of
-    tokens has them, and all its arrays are [batch, seq].
+    order: batches span epoch ends, and no sample is lost or repeated there. With `targets` a batch
+    of tokens has them, and all its arrays are [batch, seq].
     """
 
     def __init__(

@@ -47,7 +47,10 @@ class ForwardPrograms:
         objective = self._program.objective
         model = objective.model if cached is None else cached.model
         table = replace(once.table, stack=None)  # no stages run here
-        self._objective = replace(objective, table=table, loss_fn=_logits, model=model)
+        sequence = replace(objective.sequence, shards=False)
+        self._objective = replace(
+            objective, table=table, loss_fn=_logits, model=model, sequence=sequence
+        )
         # Each waits until the program is compiled.
         self._decode_compiled: Callable[[], Any] = lambda: None
         self._fresh_compiled: Callable[[], Any] = lambda: None

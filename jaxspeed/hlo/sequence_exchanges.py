@@ -19,6 +19,7 @@ from jaxspeed.hlo.collectives import collectives_by_site
 from jaxspeed.hlo.parser import Computation, Instruction, parse
 from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.placement.show import scaled_text
+from jaxspeed.zero3 import table_lookup
 
 _VERBS = {
     "all-gather": "gathers",
@@ -27,6 +28,7 @@ _VERBS = {
     "all-reduce": "reduces",
 }
 _OPERATIONS = {"while": "a scan", "cumsum": "a cumulative sum"}
+_OURS = (SEQUENCE_SCOPE, table_lookup.SCOPE)  # the named scopes of what is not XLA's choice
 _FLOATS = ("f", "bf", "c")  # ids and positions are 4 bytes a token
 
 
@@ -59,7 +61,7 @@ def sequence_exchanges(
     lines = SourceLines(text)
     found: dict[tuple[str, str, str, int], SequenceExchange] = {}
     for site, one in collectives_by_site(parse(text), mesh):
-        ours = SEQUENCE_SCOPE in one.site or one.elements in parameters
+        ours = any(scope in one.site for scope in _OURS) or one.elements in parameters
         if SEQ not in one.axes or one.kind not in _VERBS or one.kind == "all-reduce" or ours:
             continue
         if not one.dtype.startswith(_FLOATS):

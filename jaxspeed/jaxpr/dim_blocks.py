@@ -30,10 +30,8 @@ class MixedDim(ValueError):
         self.eqn = eqn
 
 
-def on_indices(
-    closed: ClosedJaxpr, dims: Sequence[int | None]
-) -> tuple[Callable[..., list[jax.Array]], list[int | None]]:
-    """(the program on indices of a dim, the dim of each result).
+def on_indices(closed: ClosedJaxpr, dims: Sequence[int | None]) -> Callable[..., list[jax.Array]]:
+    """The program on some indices of a dim.
 
     Args:
       dims: that dim of each input, or None. All have one size.
@@ -43,7 +41,7 @@ def on_indices(
       It has the results at these indices. Calls are inlined, without their custom derivatives.
     """
     jaxpr = with_all_calls_inlined(closed.jaxpr)
-    sizes = {v.aval.shape[d] for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None}
+    sizes = {_shape(v)[d] for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None}
     (size,) = sizes
     same = _Classes()
     for eqn in jaxpr.eqns:
@@ -54,7 +52,7 @@ def on_indices(
         same.tie(given[0], each)
 
     def dims_of(atom: Any) -> list[int]:
-        every = range(len(atom.aval.shape))
+        every = range(len(_shape(atom)))
         return [d for d in every if same.of((_key(atom), d)) == same.of(given[0])]
 
     for eqn in jaxpr.eqns:
@@ -91,9 +89,9 @@ def on_indices(
                 env.update(zip(eqn.outvars, values, strict=True))
                 continue
             if name in _SHAPES:
-                params[_SHAPES[name]] = resized(out.aval.shape, at)
+                params[_SHAPES[name]] = resized(_shape(out), at)
             if name in _ENDS:
-                shape, of_operand = eqn.invars[0].aval.shape, dims_of(eqn.invars[0])
+                shape, of_operand = _shape(eqn.invars[0]), dims_of(eqn.invars[0])
                 ends = enumerate(params[_ENDS[name]])
                 new = resized(shape, of_operand)
                 params[_ENDS[name]] = tuple(new[d] if d in of_operand else n for d, n in ends)
@@ -106,7 +104,7 @@ def on_indices(
             env.update(zip(eqn.outvars, values, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    return run, [next(iter(dims_of(v)), None) for v in jaxpr.outvars]
+    return run
 
 
 class _Classes:
@@ -127,8 +125,7 @@ class _Classes:
 
 
 def _relations(eqn: JaxprEqn) -> DimRelations | None:
-    given = [v.aval.shape for v in eqn.invars]
-    made = [v.aval.shape for v in eqn.outvars]
+    given, made = ([_shape(v) for v in atoms] for atoms in (eqn.invars, eqn.outvars))
     name = eqn.primitive.name
     if name in ELEMENTWISE | IDENTITIES:
         return same_place(given, made)
@@ -148,3 +145,7 @@ def _ties(eqn: JaxprEqn) -> Iterator[tuple[_Dim, _Dim]]:
 
 def _key(atom: Any) -> Any:
     return atom if is_var(atom) else id(atom)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))

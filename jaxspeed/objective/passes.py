@@ -32,6 +32,7 @@ from jaxspeed.sequence_parallel import (
     sequences,
     with_attention_calls,
 )
+from jaxspeed.sequence_parallel.tile_sequence import in_sequence_tiles
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
@@ -224,6 +225,26 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
     )
 
 
+def sequence_tiles(program: LossProgram, context: PartContext) -> LossProgram:
+    """Evaluate what is per token in tiles of the sequence, where that saves memory.
+
+    The last pass: what the others insert is in the tiles.
+    """
+    if context.layout.sequence_parallel:  # shards of tiles would not be those of the sequence
+        return program
+    return program.rewritten(
+        in_sequence_tiles(
+            program.closed.jaxpr,
+            program.parameters,
+            program.batch,
+            context.specs,
+            context.mesh,
+            context.units.of if context.units else lambda eqn: None,
+            context.sequence.tiles,
+        )
+    )
+
+
 BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     prune,
     adapters,
@@ -231,7 +252,11 @@ BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     attention_calls,
     precision,
 )
-AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (draws, boundaries)
+AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (
+    draws,
+    boundaries,
+    sequence_tiles,
+)
 
 
 def before_split(program: LossProgram, context: TraceContext) -> LossProgram:

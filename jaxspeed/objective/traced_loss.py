@@ -191,7 +191,7 @@ class LossTraces:
             self._unit_patterns,
             form.is_sum,
             form.own_axes,
-            {v: dim for v, dim in dims if dim is not None},
+            {v: dim for v, dim in dims if dim is not None and self._sequence.shards},
         )
         adapters = getattr(self._model, "adapters", {})
         context = TraceContext(self._autocast, adapters, train, self._ranges, self._sequence)

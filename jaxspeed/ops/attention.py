@@ -192,7 +192,7 @@ def _one_call(
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
         ids = Segments(*others[:2]) if form.segments else None
-        more = {"mask": form.mask, "scale": form.scale, "soft_cap": form.soft_cap}
+        more: dict[str, Any] = {"mask": form.mask, "scale": form.scale, "soft_cap": form.soft_cap}
         k, v = repeated_for_sharding(q, k, v)
         of_heads = others[-1] if form.sinks else None
         return checkpoint_name(plain(q, k, v, ids, sinks=of_heads, **more), NAME)

@@ -34,7 +34,7 @@ def by_rows(
     """`body(*operands)`; `rows` has the dim of each operand that belongs to the queries."""
     closed = jax.make_jaxpr(body)(*operands)
     try:
-        run, (out_dim,) = on_indices(closed, rows)
+        run = on_indices(closed, rows)
     except MixedDim as error:
         raise ModelError(
             f"attention over a sharded sequence: {error} mixes queries between the products"
@@ -76,7 +76,7 @@ def by_rows(
             for x, dim in zip(full, rows, strict=True)
         )
         (out,) = run(indices, *inputs)
-        return constrained(out, out_dim, SEQ)
+        return constrained(out, 1, SEQ)
 
     cut = [in_blocks(x, dim) for x, dim in zip(operands, rows, strict=True) if dim is not None]
     outs = lax.map(lambda given: of_block(*given), (jnp.arange(trips), cut))

@@ -18,7 +18,14 @@ from jax import lax
 
 from jaxspeed.ops import gpu
 from jaxspeed.ops.mask import Mask, Segments, computes_flops
-from jaxspeed.ops.score_blocks import HIDDEN, NEVER, BlockPlaces, ScoreBlocks
+from jaxspeed.ops.score_blocks import (
+    HIDDEN,
+    NEVER,
+    BlockPlaces,
+    ScoreBlocks,
+    offset_operand,
+    read_offset,
+)
 
 HOPPER = 9  # the compute capability's major number: no other GPU has a warpgroup's products
 MOST_HEAD_DIM = 128  # the gradients of a block of keys and values are in registers
@@ -50,11 +57,12 @@ def forward(
     mask: Mask,
     scale: float,
     soft_cap: float | None = None,
+    offset: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
 
-    Shapes as in `attention`. `interpret` simulates a GPU, slowly, and supports fp32.
+    Shapes and the offset as in `triton`. `interpret` simulates a GPU, slowly, and supports fp32.
     """
     (batch, seq, heads, head_dim), kv_seq = q.shape, k.shape[1]
     blocks = ScoreBlocks(mask, scale, soft_cap, seq, kv_seq, BLOCK, BLOCK)
@@ -70,8 +78,10 @@ def forward(
         soft_cap,
         interpret,
     )
-    with computes_flops(2 * batch * heads * _product_flops(blocks, q)):
-        out, sums = kernel(blocks.ids(segments), blocks.seen_by_queries(segments), q, k, v)
+    with computes_flops(2 * batch * heads * _product_flops(blocks, q, offset)):
+        out, sums = kernel(
+            blocks.ids(segments), blocks.seen_by_queries(segments), offset_operand(offset), q, k, v
+        )
     return out[:, :seq, :, :head_dim], sums[..., :seq]
 
 
@@ -88,6 +98,7 @@ def backward(
     mask: Mask,
     scale: float,
     soft_cap: float | None = None,
+    offset: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
@@ -111,8 +122,10 @@ def backward(
         soft_cap,
         interpret,
     )
-    with computes_flops(3 * batch * heads * _product_flops(blocks, q)):
-        (d_q,) = kernel(blocks.ids(segments), blocks.seen_by_queries(segments), *given)
+    with computes_flops(3 * batch * heads * _product_flops(blocks, q, offset)):
+        (d_q,) = kernel(
+            blocks.ids(segments), blocks.seen_by_queries(segments), offset_operand(offset), *given
+        )
 
     blocks = ScoreBlocks(mask, scale, soft_cap, seq, kv_seq, other, BLOCK)
     kernel = _call(
@@ -126,14 +139,16 @@ def backward(
         soft_cap,
         interpret,
     )
-    with computes_flops(4 * batch * heads * _product_flops(blocks, q)):
-        d_k, d_v = kernel(blocks.ids(segments), blocks.seen_by_keys(segments), *given)
+    with computes_flops(4 * batch * heads * _product_flops(blocks, q, offset)):
+        d_k, d_v = kernel(
+            blocks.ids(segments), blocks.seen_by_keys(segments), offset_operand(offset), *given
+        )
     return d_q[:, :seq, :, :head_dim], *(x[:, :kv_seq, :, :head_dim] for x in (d_k, d_v))
 
 
-def _product_flops(blocks: ScoreBlocks, q: jax.Array) -> int:
+def _product_flops(blocks: ScoreBlocks, q: jax.Array, offset: jax.Array | None) -> int:
     """Of one product, of all blocks of scores of one head."""
-    return 2 * blocks.computed * blocks.block_q * blocks.block_k * q.shape[3]
+    return 2 * blocks.computed(offset) * blocks.block_q * blocks.block_k * q.shape[3]
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -144,7 +159,7 @@ def _padded(x: jax.Array) -> jax.Array:
 
 # -- kernels ---------------------------------------------------------------------------------------
 
-# The kernels' first two operands are those of `triton`, here of all sequences. The last are in
+# The kernels' first operands are those of `triton`, here of all sequences. The last are in
 # shared memory: what each multiplying warpgroup has of its own, with barriers, and the rings.
 
 
@@ -164,6 +179,7 @@ class _Ring(NamedTuple):
 def _forward_kernel(
     ids: Any,
     seen: Any,
+    offset: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -184,7 +200,8 @@ def _forward_kernel(
 
     batch, i, head = map(lax.axis_index, _GRID)
     warpgroup = lax.axis_index(_WARPGROUP)
-    first, stop = blocks.keys_of(blocks.rows_of(i), _of(seen, batch), i)
+    block = blocks.rows_of(i, read_offset(offset))
+    first, stop = blocks.keys_of(block, _of(seen, batch), i)
 
     @pl.when(warpgroup == COPYING)
     def copy() -> None:
@@ -203,7 +220,7 @@ def _forward_kernel(
     @pl.when(warpgroup < COPYING)
     def multiply() -> None:
         plgpu.set_max_registers(232, action="increase")
-        rows, arrived = _part(blocks.rows_of(i), warpgroup), own_arrived.at[warpgroup]
+        rows, arrived = _part(block, warpgroup), own_arrived.at[warpgroup]
         at = batch, _slice(rows), head
         q = own_q.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[at], q, arrived)
@@ -242,6 +259,7 @@ def _forward_kernel(
 def _d_query_kernel(
     ids: Any,
     seen: Any,
+    offset: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -264,7 +282,8 @@ def _d_query_kernel(
 
     batch, i, head = map(lax.axis_index, _GRID)
     warpgroup = lax.axis_index(_WARPGROUP)
-    first, stop = blocks.keys_of(blocks.rows_of(i), _of(seen, batch), i)
+    block = blocks.rows_of(i, read_offset(offset))
+    first, stop = blocks.keys_of(block, _of(seen, batch), i)
 
     @pl.when(warpgroup == COPYING)
     def copy() -> None:
@@ -283,7 +302,7 @@ def _d_query_kernel(
     @pl.when(warpgroup < COPYING)
     def multiply() -> None:
         plgpu.set_max_registers(232, action="increase")
-        rows, arrived = _part(blocks.rows_of(i), warpgroup), own_arrived.at[warpgroup]
+        rows, arrived = _part(block, warpgroup), own_arrived.at[warpgroup]
         at = batch, _slice(rows), head
         q, d_out = own_q.at[warpgroup], own_d_out.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[at], q, arrived)
@@ -317,6 +336,7 @@ def _d_query_kernel(
 def _d_key_kernel(
     ids: Any,
     seen: Any,
+    offset: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -341,7 +361,8 @@ def _d_key_kernel(
 
     batch, j, kv_head = map(lax.axis_index, _GRID)
     warpgroup = lax.axis_index(_WARPGROUP)
-    first, stop = blocks.queries_of(blocks.columns_of(j), _of(seen, batch), j)
+    at_offset = read_offset(offset)
+    first, stop = blocks.queries_of(blocks.columns_of(j), _of(seen, batch), j, at_offset)
     count = jnp.maximum(stop - first, 0) * group
 
     @pl.when(warpgroup == COPYING)
@@ -375,7 +396,7 @@ def _d_key_kernel(
 
         def body(n: Any, carry: Any) -> Any:
             d_k, d_v = carry
-            rows = blocks.rows_of(first + lax.div(n, group))
+            rows = blocks.rows_of(first + lax.div(n, group), at_offset)
             q, sums, *q_ids = _await(ring_q, n)
             s, slope = blocks.scores(_product(k, q.transpose((1, 0))))
             ids_of_queries = _load(q_ids[0], 1) if q_ids else None
@@ -414,7 +435,7 @@ def _of(seen: Any, batch: Any) -> Any:
 
 def _part(block: BlockPlaces, warpgroup: Any) -> BlockPlaces:
     """The rows of a multiplying warpgroup."""
-    return BlockPlaces(block.start + warpgroup * TILE, TILE)
+    return BlockPlaces(block.start + warpgroup * TILE, TILE, block.offset)
 
 
 def _slice(block: BlockPlaces) -> Any:
@@ -466,7 +487,7 @@ def _visible(
 
     def places(block: BlockPlaces, dim: int) -> jax.Array:
         layout = plgpu.Layout.WGMMA
-        return block.start + plgpu.broadcasted_iota(jnp.int32, x.shape, dim, layout=layout)
+        return block.first + plgpu.broadcasted_iota(jnp.int32, x.shape, dim, layout=layout)
 
     def visible() -> jax.Array:
         ids: tuple[Any, Any] = None, None
@@ -609,7 +630,7 @@ def _call(
     soft_cap: float | None,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """A kernel of (segment ids, ranges of blocks, *arrays)."""
+    """A kernel of (segment ids, ranges of blocks, offset, *arrays)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.kernel(

@@ -88,10 +88,13 @@ class ScoreBlocks:
     def blocks_k(self) -> int:
         return -(-self.kv_seq // self.block_k)
 
-    @property
-    def computed(self) -> int:
-        """Blocks of the scores of one head that the mask leaves."""
-        return self.mask.blocks(self.seq, self.kv_seq, self.block_q, self.block_k)[0]
+    def computed(self, offset: Any = None) -> int:
+        """Blocks of the scores of one head that the mask leaves, the most for an offset."""
+        if offset is None:
+            return self.mask.blocks(self.seq, self.kv_seq, self.block_q, self.block_k)[0]
+        keys = self.mask.most_beside(self.block_q, self.block_k, self.blocks_k)
+        queries = self.mask.most_beside(self.block_k, self.block_q, self.blocks_q)
+        return min(self.blocks_q * keys, self.blocks_k * queries)
 
     def rows(self, x: jax.Array) -> jax.Array:
         """Queries [batch, seq, heads, head_dim], padded to full blocks."""
@@ -184,6 +187,15 @@ class ScoreBlocks:
         kv = kv.reshape(len(kv), self.blocks_k, self.block_k)
         above = q.max(-1)[:, :, None] >= kv.min(-1)[:, None]
         return above & (q.min(-1)[:, :, None] <= kv.max(-1)[:, None])
+
+
+def offset_operand(offset: jax.Array | None) -> jax.Array | None:
+    """An offset as an operand of a kernel, [1]."""
+    return None if offset is None else jnp.asarray(offset, jnp.int32)[None]
+
+
+def read_offset(operand: Any) -> Any:
+    return None if operand is None else operand[0]
 
 
 def _window(block: BlockPlaces, window: int | None, length: int) -> tuple[Any, Any]:

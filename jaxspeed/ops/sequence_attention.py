@@ -121,6 +121,7 @@ def over_sequence(
     if form.rows is not None:
         return by_rows(body, (1, None, None, *form.rows), *operands)
     dtype = jax.eval_shape(body, *operands).dtype
+    q, k, v = (x.astype(jnp.result_type(q, k, v)) for x in (q, k, v))
     k, v = repeated_for_sharding(q, k, v)
     sinks = others.pop() if form.sinks else None
     segments = Segments(*others) if form.segments else None
@@ -129,8 +130,8 @@ def over_sequence(
     of_heads = TENSOR if tensor > 1 and heads % tensor == 0 == k.shape[2] % tensor else None
     samples = free_sample_axes(len(q))
     spec = P(samples or None, SEQ, of_heads)
-    ids = Segments(*[P(samples or None, SEQ)] * 2) if segments is not None else None
-    given = spec, spec, spec, ids, P(of_heads) if sinks is not None else None
+    of_ids = P(samples or None, SEQ) if segments is not None else None
+    given: Any = spec, spec, spec, of_ids, P(of_heads) if sinks is not None else None
     sums = P(samples or None, of_heads, SEQ)
 
     def on_devices(fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
@@ -155,7 +156,7 @@ def over_sequence(
     def exchanged(x: jax.Array, there: Any, back: Any) -> jax.Array:
         """`there(x)` on each device; `back` is its transpose."""
         there, back = (on_devices(fn, (spec,), spec) for fn in (there, back))
-        exchange = jax.custom_vjp(there)
+        exchange: Any = jax.custom_vjp(there)
         exchange.defvjp(lambda x: (there(x), None), lambda _, d_x: (back(d_x),))
         return exchange(x)
 
@@ -168,18 +169,17 @@ def over_sequence(
 
         def back(d_x: jax.Array) -> jax.Array:
             d_x = shards.positions_for_heads(d_x)
+            if copies == 1:
+                return d_x
+            wide = jnp.promote_types(d_x.dtype, jnp.float32)
             by_copy = d_x.reshape(*d_x.shape[:2], own, copies, -1)
-            return d_x if copies == 1 else jnp.sum(by_copy, axis=3, dtype=_wide(d_x)).astype(dtype)
+            return jnp.sum(by_copy, axis=3, dtype=wide).astype(d_x.dtype)
 
         return exchanged(x, there, back)
 
-    out = attend(*(by_heads(x) for x in (q, k, v)), segments, sinks)
+    out = attend(by_heads(q), by_heads(k), by_heads(v), segments, sinks)
     out = exchanged(out, shards.positions_for_heads, shards.heads_for_positions)
     return out[:, :seq].astype(dtype)
-
-
-def _wide(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _padded(

@@ -270,7 +270,7 @@ class DevicePasses:
             state = merged(state, self._gathered(keys), None)
             return _joined(state)
         hops, send = self._hops(q, k), self.shards.send
-        sent = send(keys) if hops else None
+        sent: Any = send(keys) if hops else None
         state = merged(state, keys, 0)
 
         def step(carry: Any, hop: Any) -> Any:
@@ -312,12 +312,12 @@ class DevicePasses:
             d_q, d_keys = added(d_q, None, self._gathered(keys), None)
             return result(d_q, [self.shards.scattered(x) for x in d_keys])
         hops, send = self._hops(q, k), self.shards.send
-        sent = send(keys) if hops else None
+        sent: Any = send(keys) if hops else None
         d_q, d_own = added(d_q, None, keys, 0)
         if not hops:
             return result(d_q, d_own)
-        keys, sent = sent, send(sent) if hops > 1 else None
-        d_q, d_keys = added(d_q, None, keys, 1)
+        first, sent = sent, send(sent) if hops > 1 else None
+        d_q, d_keys = added(d_q, None, first, 1)
 
         def step(carry: Any, hop: Any) -> Any:
             d_q, d_keys, keys = carry
@@ -380,10 +380,8 @@ class DevicePasses:
         """
         q, ids = queries
         chunks = 1 if self.gathers else self._chunks
-        k, v, kv_ids = (
-            x if x is None else jnp.split(x, chunks, axis=1)[pair.columns] for x in keys
-        )
-        segments = None if ids is None else Segments(ids, kv_ids)
+        k, v, *of_keys = (jnp.split(x, chunks, axis=1)[pair.columns] for x in keys if x is not None)
+        segments = Segments(ids, *of_keys) if of_keys else None
         run = _kernel_passes(self.form, pair, q, k, segments)[number]
         operands = q, k, v, segments, *more
         if pair.seen is None:
@@ -419,8 +417,12 @@ def _kernel_passes(
             kernel = gpu_flash.kernel(q, k)
     if form.soft_cap is not None:
         options["soft_cap"] = form.soft_cap
-    passes = (functools.partial(p, **options) for p in (kernel.forward, kernel.backward))
-    return tuple(passes) if kernel is row_blocks else with_narrow_values(*passes)
+    forward, backward = (
+        functools.partial(each, **options) for each in (kernel.forward, kernel.backward)
+    )
+    if kernel is row_blocks:
+        return forward, backward
+    return with_narrow_values(forward, backward)
 
 
 def _keys(k: jax.Array, v: jax.Array, segments: Segments | None) -> Keys:

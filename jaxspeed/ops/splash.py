@@ -222,18 +222,16 @@ class _Tables:
         queries = ranges(*mask.seen_by(columns, columns + size_k - 1, seq), size_q)
         if offset is None:
             steps_k, steps_q = keys[1].max(), queries[1].max()
-            computed = int(keys[1].sum())
         else:
             steps_k = mask.most_beside(size_q, size_k, count_k)
             steps_q = mask.most_beside(size_k, size_q, count_q)
-            computed = min(count_q * steps_k, count_k * steps_q)
         positions = xp.arange(seq, dtype=np.int32) + start if mask.hides else None
         return cls(
             blocks,
             table(*keys, steps_k, of_keys=False),
             table(*queries, steps_q, of_keys=True),
             positions,
-            computed,
+            blocks.computed(offset),
         )
 
     def kernel(self, interpret: bool, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxspeed.ops import gpu
 from jaxspeed.ops.mask import Mask, Segments, computes_blocks
-from jaxspeed.ops.score_blocks import HIDDEN, NEVER, ScoreBlocks
+from jaxspeed.ops.score_blocks import HIDDEN, NEVER, ScoreBlocks, offset_operand, read_offset
 
 AMPERE: gpu.Capability = (8, 0)  # XLA's Triton needs its tensor cores
 # Scores of fewer queries or keys are no larger than other arrays, and not worth the time to trace.
@@ -61,11 +61,13 @@ def forward(
     mask: Mask,
     scale: float,
     soft_cap: float | None = None,
+    offset: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
 
-    Shapes as in `attention`. `interpret` runs it without a GPU, slowly.
+    Shapes as in `attention`; with an offset, query i is at position `offset + i`, and one that sees
+    no key has sums of about `HIDDEN`. `interpret` runs it without a GPU, slowly.
     """
     seq, heads, head_dim = q.shape[1:]
     # In shared memory: a block of queries, and the stages of a block of keys and of values.
@@ -81,9 +83,12 @@ def forward(
         [(q.shape[1:], q.dtype), ((heads, q.shape[1]), jnp.float32)],
         interpret,
     )
-    with computes_blocks(heads * blocks.computed):
-        out, sums = jax.vmap(kernel)(
-            (q, k, v), blocks.ids(segments), blocks.seen_by_queries(segments)
+    with computes_blocks(heads * blocks.computed(offset)):
+        out, sums = jax.vmap(kernel, (0, 0, 0, None))(
+            (q, k, v),
+            blocks.ids(segments),
+            blocks.seen_by_queries(segments),
+            offset_operand(offset),
         )
     return out[:, :seq, :, :head_dim], sums[..., :seq]
 
@@ -101,6 +106,7 @@ def backward(
     mask: Mask,
     scale: float,
     soft_cap: float | None = None,
+    offset: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
@@ -141,9 +147,11 @@ def backward(
         interpret,
     )
     given = (q, k, v, d_out, sums, delta)
-    with computes_blocks(heads * blocks.computed):
-        (d_q,) = jax.vmap(of_queries)(given, ids, blocks.seen_by_queries(segments))
-        d_k, d_v = jax.vmap(of_keys)(given, ids, blocks.seen_by_keys(segments))
+    with computes_blocks(heads * blocks.computed(offset)):
+        over_batch = functools.partial(jax.vmap, in_axes=(0, 0, 0, None))
+        at = offset_operand(offset)
+        (d_q,) = over_batch(of_queries)(given, ids, blocks.seen_by_queries(segments), at)
+        d_k, d_v = over_batch(of_keys)(given, ids, blocks.seen_by_keys(segments), at)
     return d_q[:, :seq, :, :head_dim], *(x[:, :kv_seq, :, :head_dim] for x in (d_k, d_v))
 
 
@@ -159,13 +167,15 @@ def _exp(x: jax.Array) -> jax.Array:
     return jnp.exp2(LOG2_E * x)
 
 
-# The kernels' first two operands are the segment ids (queries', keys') and, for each block of the
-# grid, the range of blocks of the other side that have a common segment; None without segments.
+# The kernels' first operands are the segment ids (queries', keys') and, for each block of the grid,
+# the range of blocks of the other side that have a common segment; None without segments. Then
+# comes the offset of the queries [1], or None.
 
 
 def _forward_kernel(
     ids: Any,
     seen: Any,
+    offset: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -177,7 +187,7 @@ def _forward_kernel(
     from jax.experimental.pallas.triton import dot
 
     i = pl.program_id(0)
-    q, rows = q_ref[...], blocks.rows_of(i)
+    q, rows = q_ref[...], blocks.rows_of(i, read_offset(offset))
     q_ids = None if ids is None else ids[0][pl.ds(rows.start, blocks.block_q)][:, None]
 
     def body(j: Any, carry: Any) -> Any:
@@ -209,6 +219,7 @@ def _forward_kernel(
 def _d_query_kernel(
     ids: Any,
     seen: Any,
+    offset: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -222,7 +233,7 @@ def _d_query_kernel(
     from jax.experimental.pallas.triton import dot
 
     i = pl.program_id(0)
-    q, d_out, rows = q_ref[...], d_out_ref[...], blocks.rows_of(i)
+    q, d_out, rows = q_ref[...], d_out_ref[...], blocks.rows_of(i, read_offset(offset))
     sums, delta = sums_ref[...], delta_ref[...]
     q_ids = None if ids is None else ids[0][pl.ds(rows.start, blocks.block_q)][:, None]
 
@@ -247,6 +258,7 @@ def _d_query_kernel(
 def _d_key_kernel(
     ids: Any,
     seen: Any,
+    offset: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -265,11 +277,13 @@ def _d_key_kernel(
     j = pl.program_id(0)
     k, v, columns = k_ref[...], v_ref[...], blocks.columns_of(j)
     k_ids = None if ids is None else ids[1][pl.ds(columns.start, blocks.block_k)][:, None]
-    first, stop = blocks.queries_of(columns, seen, j)
+    at_offset = read_offset(offset)
+    first, stop = blocks.queries_of(columns, seen, j, at_offset)
 
     def body(n: Any, carry: Any) -> Any:
         d_k, d_v = carry
-        rows, head = blocks.rows_of(first + lax.div(n, group)), lax.rem(n, group)
+        rows = blocks.rows_of(first + lax.div(n, group), at_offset)
+        head = lax.rem(n, group)
         at = pl.ds(rows.start, blocks.block_q)
         q_ids = None if ids is None else ids[0][at][None]
         q, d_out = q_ref[at, head, :], d_out_ref[at, head, :]
@@ -314,14 +328,16 @@ def _sums(size: int, heads: int | None = None) -> Callable[[Any], Any]:
 
 def _call(
     kernel: Any, grid: Any, ins: Any, outs: Any, shapes: Any, interpret: bool
-) -> Callable[[Any, Any, Any], Any]:
-    """A kernel of (arrays, segment ids, ranges of blocks) of one sequence."""
+) -> Callable[[Any, Any, Any, Any], Any]:
+    """A kernel of (arrays, segment ids, ranges of blocks, offset) of one sequence."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    def run(arrays: Any, ids: Any, seen: Any) -> Any:
+    def run(arrays: Any, ids: Any, seen: Any, offset: Any) -> Any:
         results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        everything = jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda i, h: (0,)), (ids, seen))
+        everything = jax.tree.map(
+            lambda x: pl.BlockSpec(x.shape, lambda i, h: (0,)), (ids, seen, offset)
+        )
         return pl.pallas_call(
             kernel,
             grid=grid,
@@ -332,6 +348,6 @@ def _call(
                 num_warps=4 if arrays[0].shape[-1] <= 64 else 8, num_stages=STAGES
             ),
             interpret=interpret,
-        )(ids, seen, *arrays)
+        )(ids, seen, offset, *arrays)
 
     return run

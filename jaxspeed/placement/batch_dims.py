@@ -71,7 +71,7 @@ def batch_specs(batch: Any, named: Named, sizes: Mapping[str, int]) -> Any:
     """Shard a batch's arrays along samples and positions; replicate scalars.
 
     Positions that their axis does not divide are unsharded, as those of tokens [batch, seq + 1]: 4
-    bytes a token, until the loss has cut them into inputs and targets.
+    bytes a token, until the loss has split them into inputs and targets.
     """
     axes = position_axes()
     shards = product(axes, sizes)

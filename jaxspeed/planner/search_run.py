@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.axes import AXES, TENSOR, axis_names, product, sample_axes
+from jaxspeed.axes import AXES, TENSOR, axis_names, sample_axes
 from jaxspeed.config import Config, load_config, match
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError

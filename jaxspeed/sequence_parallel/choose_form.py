@@ -27,12 +27,14 @@ def choose_form(
     settings: SequenceSettings,
     devices: int,
     tensor: int = 1,
+    layout: Layout = "contiguous",
 ) -> tuple[SequenceForm, str]:
     """How an attention of q [batch, seq, heads, head_dim] and such k runs, and why.
 
+    `layout` is the order that the arrays of the program have.
+
     Raises ConfigError if the config asks for a kind or a layout that it cannot have.
     """
-    layout: Layout = "zigzag" if settings.layout == "zigzag" else "contiguous"
     groups = [n for n in range(devices // 2, 1, -1) if devices % n == 0]
     every = {kind: [SequenceForm(kind, layout)] for kind in _KINDS} | {
         "both": [SequenceForm("both", layout, n) for n in groups]
@@ -48,7 +50,7 @@ def choose_form(
         if not found:
             reason = why_not(asked[0]) if asked else f"seq {devices} has no groups of devices"
             raise ConfigError(f"parallel.sequence.kind {settings.kind}: {reason}")
-        return found[0], "parallel.sequence.kind"
+        return found[0], "parallel.sequence.kind says so"
     if form.rows is not None:
         return SequenceForm("gather", layout), "its mask or bias is a general one"
 
@@ -63,7 +65,7 @@ def choose_form(
     best = min(possible, key=received.__getitem__)
     parts = [f"{_name(how)} {bytes_:.3g}" for how, bytes_ in received.items()]
     short = "" if is_long else f"; fewer than {SHORT} tokens a device make no ring"
-    return best, f"received, in tokens x head_dim: {', '.join(parts)}{short}"
+    return best, f"a device receives least (tokens x head_dim: {', '.join(parts)}){short}"
 
 
 _KINDS: tuple[Kind, ...] = ("gather", "ring", "ulysses")

@@ -5,8 +5,9 @@ the constraints of tensor parallelism writes those along the sequence, too
 (`tensor_parallel/insert_constraints.py`).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 import jax
 
@@ -14,10 +15,13 @@ from jaxspeed.axes import SEQ, TENSOR
 from jaxspeed.jaxpr.traverse import JaxprEqn, Var
 from jaxspeed.ops.attention_call import body_of, form_of
 from jaxspeed.ops.free_axes import free_axes
-from jaxspeed.ops.sequence_attention import over_sequence
+from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
 from jaxspeed.sequence_parallel.choose_form import choose_form
 from jaxspeed.sequence_parallel.settings import SequenceSettings
+from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.tensor_parallel.insert_constraints import Sequences
+
+log = logging.getLogger("jaxspeed")
 
 
 def sequences(
@@ -30,8 +34,19 @@ def sequences(
         form, free = form_of(eqn), free_axes()
         if form is None or not sharded[0] or free.get(SEQ, 1) == 1:
             return None
-        q, k = (v.aval.shape for v in eqn.invars[:2])
-        how, _ = choose_form(form, q, k, settings, free[SEQ], free.get(TENSOR, 1))
+        q, k = map(shape_of, eqn.invars[:2])
+        how, why = choose_form(form, q, k, settings, free[SEQ], free.get(TENSOR, 1))
+        _note_form(how, q[1:3], k[1:3], free[SEQ], why)
         return partial(over_sequence, form, how, body_of(eqn))
 
     return Sequences(positions, attend, also)
+
+
+@cache
+def _note_form(
+    how: SequenceForm, q: tuple[int, ...], k: tuple[int, ...], devices: int, why: str
+) -> None:
+    """Note once how an attention runs; the loss is traced several times."""
+    groups = f" in groups of {how.ulysses}" if how.kind == "both" else ""
+    of = f"{q[0]} queries of {q[1]} heads, {k[0]} keys of {k[1]} heads"
+    log.info("attention (%s) over seq %d: %s%s, because %s", of, devices, how.kind, groups, why)

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.axes import EXPERT, SEQ, TENSOR
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
@@ -98,10 +98,14 @@ def with_boundary_constraints(
     )
     if layout.sequence_parallel and program.dims and not program.sequences:
         warn_no_sequence_dim()
-    dims = sequence and SequenceDims(propagated, sequence.positions, mesh.shape[SEQ])
-    also = sequence.also if sequence else ()
+    dims: SequenceDims | None = None
+    attend: Attend | None = None
+    also: tuple[str, ...] = ()
+    if sequence:
+        dims = SequenceDims(propagated, sequence.positions, mesh.shape[SEQ])
+        attend, also = sequence.attend, sequence.also
     layouts = BoundaryLayouts(program, context, layout, experts, dims, also)
-    boundaries = _Boundaries(layouts, unit_of, sequence and sequence.attend)
+    boundaries = _Boundaries(layouts, unit_of, attend)
     return boundaries.run(jaxpr, scope=boundaries.of(propagated.top))
 
 
@@ -276,8 +280,8 @@ class _Boundaries(Rewriter[bool]):
             if (decides or v in scope.carried) and not frame.is_weight(v):
                 at = self.layouts.along_sequence(frame, v, by_expert)
                 if at is not None:
-                    function = partial(constrain, sharding=at, site="sequence")
-                    program.replace([v], program.splice(function, [program.atom(v)], eqn))
+                    shard = partial(_along, at=at)
+                    program.replace([v], program.splice(shard, [program.atom(v)], eqn))
 
     def _attention(self, program: Rewriting[bool], eqn: JaxprEqn) -> bool:
         """Replace an attention; False leaves it as it is."""
@@ -416,6 +420,10 @@ class _Boundaries(Rewriter[bool]):
             x_sharded=program.sharded_dim(frame, x),
             y_sharded=program.sharded_dim(frame, y),
         )
+
+
+def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
+    return constrain(x, at, "sequence")
 
 
 def _decides(eqn: JaxprEqn, has_frames: bool) -> bool:

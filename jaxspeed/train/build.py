@@ -36,7 +36,7 @@ from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, wit
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.quantization.choose_codecs import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
-from jaxspeed.sequence_parallel import SequenceSettings
+from jaxspeed.sequence_parallel.settings import SequenceSettings, SequenceTiles
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
@@ -150,7 +150,7 @@ def build_program(
         config.recompute,
         exchange,
         autocast_of(config, table),
-        SequenceSettings(**config.parallel.sequence.model_dump()),
+        _sequence_of(config),
     )
     build = functools.partial(build_program, saved=saved) if saved else build_program
     update_device = _update_device_of(config)
@@ -379,6 +379,14 @@ def _style_of(config: Config, mesh: Mesh) -> ActivationLayout:
     if overlap == "auto":
         overlap = best_overlap(mesh.devices.flat[0].platform)
     return ActivationLayout(config.parallel.sequence_parallel_activations, overlap)
+
+
+def _sequence_of(config: Config) -> SequenceSettings:
+    number, recompute = config.parallel.sequence_tiles, config.recompute
+    attention = ("attention",) if recompute.policy == "attention" else ()
+    kept = (*attention, *recompute.save, *recompute.offload)
+    tiles = SequenceTiles(1 if number == "none" else number, kept)
+    return SequenceSettings(**config.parallel.sequence.model_dump(), tiles=tiles)
 
 
 def _extra_rows(

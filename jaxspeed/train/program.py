@@ -305,7 +305,7 @@ class Program:
     # -- batches --------------------------------------------------------------------------------
 
     def batch_shardings(self, batch: Any) -> Any:
-        """The shardings of a batch: samples and positions over their axes, extra arrays as they lie."""
+        """The shardings of a batch: samples and positions over their axes, extra ones as given."""
         if isinstance(batch, WithExtra):
             extra = jax.tree.map(self._as_it_lies, batch.extra)
             return WithExtra(self.batch_shardings(batch.samples), extra)

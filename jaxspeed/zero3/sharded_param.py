@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.axes import SEQ
+from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.codec import (
     PLAIN,
     Codec,
@@ -128,8 +130,11 @@ class ShardedParam:
     def scatter(self, grad: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient of the gathered parameter on the stored shards, in device memory."""
         grad = grad.astype(reduction_dtype(grad.dtype, self.wire))
-        at = self.grad_sharding or self._here
-        return constrain(pad(grad, like.shape), at, "unit.scatter").astype(like.dtype)
+        at, grad = self.grad_sharding or self._here, pad(grad, like.shape)
+        if free_axes(self.gathered.mesh).get(SEQ, 1) > 1:
+            # Partial sums over samples and positions: XLA would gather what they are sums of.
+            grad = constrain(grad, self.gathered, "unit.sum")
+        return constrain(grad, at, "unit.scatter").astype(like.dtype)
 
 
 def encoded(param: ShardedParam, value: StoredValue) -> ShardedParam:

@@ -12,11 +12,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.ops.free_axes import free_sample_axes
+from jaxspeed.axes import SEQ
+from jaxspeed.ops.free_axes import free_axes, free_sample_axes
 from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.sharded_param import ShardedParam
+
+SCOPE = "table_lookup"  # the named scope of its exchanges
 
 
 def looks_up(eqn: Any, stored: ShardedParam, samples: int | None) -> bool:
@@ -48,9 +51,12 @@ def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) ->
     found = eqn.primitive.bind(
         on_device(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
     )
-    columns, rows = _shardings(eqn, stored, sharded)
-    found = constrain(found, columns, "lookup.columns")
-    found = constrain(found, rows, "lookup.rows")
+    columns, positions, rows = _shardings(eqn, stored, sharded)
+    with jax.named_scope(SCOPE):
+        found = constrain(found, columns, "lookup.columns")
+        if positions is not None:
+            found = constrain(found, positions, "lookup.positions")
+        found = constrain(found, rows, "lookup.rows")
     return unpad(found, out)
 
 
@@ -61,14 +67,22 @@ def _row_dims(eqn: Any) -> list[int]:
     return [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
 
 
-def _shardings(eqn: Any, stored: ShardedParam, sharded: int) -> tuple[NamedSharding, NamedSharding]:
-    """Shardings of the result: by columns, as the table; and by samples, as the batch."""
+def _shardings(
+    eqn: Any, stored: ShardedParam, sharded: int
+) -> tuple[NamedSharding, NamedSharding | None, NamedSharding]:
+    """Shardings of the result: by columns, as the table; by positions; and as the batch.
+
+    XLA has no all-to-all over the axes of two dims: it would gather all. So those that shard
+    positions are exchanged first, if the table is sharded over them.
+    """
     mesh = stored.sharding.mesh
     places = dict(zip(_row_dims(eqn), eqn.params["dimension_numbers"].offset_dims, strict=True))
 
-    def along(spec: PartitionSpec, batch: Sequence[str]) -> NamedSharding:
+    def along(spec: Sequence[Any], batch: Sequence[str], positions: bool) -> NamedSharding:
         entries: list[Any] = [None] * eqn.outvars[0].aval.ndim
         entries[0] = tuple(batch) or None
+        if positions and 1 not in places.values() and len(entries) > 1:
+            entries[1] = SEQ
         for dim, place in places.items():
             entries[place] = spec[dim] if dim < len(spec) else None
         return NamedSharding(mesh, PartitionSpec(*entries))
@@ -77,4 +91,11 @@ def _shardings(eqn: Any, stored: ShardedParam, sharded: int) -> tuple[NamedShard
     taken = (taken,) if isinstance(taken, str) else taken
     data = free_sample_axes(mesh=mesh)
     left = [axis for axis in data if axis not in taken]
-    return along(stored.sharding.spec, left), along(stored.gathered.spec, data)
+    has_positions = free_axes(mesh).get(SEQ, 1) > 1
+    positions = None
+    if has_positions and SEQ in taken:
+        others = tuple(axis for axis in taken if axis != SEQ)
+        spec = [others if d == sharded else entry for d, entry in enumerate(stored.sharding.spec)]
+        positions = along(spec, left, has_positions)
+    columns = along(stored.sharding.spec, left, has_positions and SEQ not in taken)
+    return columns, positions, along(stored.gathered.spec, data, has_positions)

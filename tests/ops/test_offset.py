@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxspeed.ops import row_blocks, splash
+from jaxspeed.ops import gpu, mosaic_gpu, row_blocks, splash, triton
 from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.score_blocks import ScoreBlocks
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.support.covering import covering
+from tests.support.topology import run_on_topology
 
 LENGTH = 384  # tokens of a sequence, of which a device has a part as its queries
 SCALE = 0.2
@@ -39,6 +43,7 @@ SPLITS = {
     "the second of three shards": (range(128, 256), (0, 128, 256, 384)),
     "the first shard, all keys": (range(128), (0, 384)),
     "the last shard, fewer keys": (range(256, 384), (0, 128)),
+    "the second of two shards, all keys": (range(128, 256), (0, 256)),
 }
 
 
@@ -99,7 +104,6 @@ def errors(kernel, split, *, causal=True, window=None, ids=None, soft_cap=None, 
         offset=positions.start,
     )
     sees = np.broadcast_to(dense.any(-1), q.shape[:2])  # [batch, seq]
-    d_out = jnp.where(sees[..., None, None], d_out, 0)
     mask = Mask(causal, window)
     every = None if ids is None else jnp.asarray(ids)
     calls, found = merged(kernel, q, k, v, d_out, every, positions, edges, mask, soft_cap, **more)
@@ -107,9 +111,10 @@ def errors(kernel, split, *, causal=True, window=None, ids=None, soft_cap=None, 
         assert not np.isnan(sums).any() and np.isfinite(np.asarray(out, np.float32)).all()
         blind = np.broadcast_to(~dense[:, :, low:high].any(-1)[:, None], sums.shape)
         assert (np.asarray(sums)[blind] < -1e29).all() and np.isfinite(sums[~blind]).all()
-    wanted = attention_and_gradients(
-        q, k, v, d_out, np.where(sees[..., None], dense, True), SCALE, soft_cap
-    )
+    # A query that sees no key adds nothing to the gradients.
+    d_seen = np.where(sees[..., None, None], d_out, 0)
+    shown = np.where(sees[..., None], dense, True)
+    wanted = attention_and_gradients(q, k, v, d_seen, shown, SCALE, soft_cap)
     out, *gradients = (np.asarray(x).astype(np.float64) for x in found)
     out, wanted_out = (np.where(sees[..., None, None], x, 0) for x in (out, wanted[0]))
     pairs = zip((out, *gradients), (wanted_out, *wanted[1:]), strict=True)
@@ -120,7 +125,7 @@ CASES = covering(
     list(itertools.product(FORMS, SPLITS)),
     [
         ("causal", "the second of three shards"),
-        ("window, narrow", "the last shard, fewer keys"),
+        ("window both ways", "the last shard, fewer keys"),  # most queries see no key
         ("documents with a window and soft cap", "the second of three shards"),
         ("documents both ways", "the first shard, all keys"),
     ],
@@ -142,6 +147,22 @@ def test_blocks_of_rows_in_narrow_types(monkeypatch):
 @pytest.mark.parametrize(("form", "split"), CASES)
 def test_parts_of_the_keys_by_splash(form, split):
     assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
+
+
+@pytest.mark.parametrize(("form", "split"), CASES)
+def test_parts_of_the_keys_by_triton(form, split):
+    assert max(errors(triton, split, **FORMS[form], interpret=True)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("form", "split"),
+    covering(
+        list(itertools.product(FORMS, SPLITS)),
+        [("documents with a window and soft cap", "the second of two shards, all keys")],
+    ),
+)
+def test_parts_of_the_keys_by_mosaic_gpu(form, split):
+    assert max(errors(mosaic_gpu, split, **FORMS[form], heads=(2, 1), interpret=True)) < 1e-6
 
 
 LENGTHS = [(640, 640), (384, 640), (640, 384), (3072, 1024)]
@@ -182,3 +203,98 @@ def test_a_million_tokens_trace_in_seconds(offset):
     jax.eval_shape(functools.partial(splash.forward, **form), x, x, x, None)
     jax.eval_shape(functools.partial(splash.backward, **form), x, x, x, None, x, sums, x)
     assert time.process_time() - start < 10
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.booleans(),
+    st.none() | st.integers(1, 900),
+    st.sampled_from([(2, 5), (3, 2)]),
+    st.integers(-700, 900),
+    st.none() | st.lists(st.integers(1, 300), min_size=1, max_size=6),
+)
+def test_steps_compute_what_is_seen_and_load_what_is_computed_next(
+    causal, window, counts, offset, documents
+):
+    seq, kv_seq = (128 * n for n in counts)
+    mask = Mask(causal, window)
+    blocks = ScoreBlocks(mask, 1.0, None, seq, kv_seq, 128, 128)
+    segments = None
+    if documents is not None:
+        ids = np.resize(np.repeat(np.arange(len(documents)), documents), seq + kv_seq)
+        ids = np.sort(ids)  # documents in a row
+        segments = Segments(jnp.asarray(ids[None, :seq]), jnp.asarray(ids[None, -kv_seq:]))
+    tables = splash._Tables.of(blocks, jnp.int32(offset), segments)
+    dense = seen(seq, kv_seq, causal=causal, window=window, segments=None, offset=offset)[0]
+    tiles = dense.reshape(counts[0], 128, counts[1], 128)
+    states = np.where(tiles.any((1, 3)), 2 - ~tiles.all((1, 3)), 0)
+    if segments is not None:
+        states *= np.asarray(blocks.overlap(segments))[0]
+    computed = 0
+    for of_keys, (loads, state) in enumerate((tables.by_queries, tables.by_keys)):
+        loads, state = (np.asarray(x)[0].T if of_keys else np.asarray(x)[0] for x in (loads, state))
+        found = np.zeros_like(states.T if of_keys else states)
+        for row, (which, what) in enumerate(zip(loads, state, strict=True)):
+            steps = np.flatnonzero(what)
+            assert (np.diff(which[steps]) > 0).all()  # each block once
+            found[row, which[steps]] = what[steps]
+            if steps.size:
+                later = [steps[steps >= step] for step in range(len(what))]
+                nearest = [which[rest[0] if rest.size else steps[-1]] for rest in later]
+                assert which.tolist() == nearest
+            else:
+                assert (which == 0).all()
+        assert (found == (states.T if of_keys else states)).all()
+        computed = max(computed, np.count_nonzero(found))
+    assert computed <= tables.computed
+
+
+@given(
+    st.booleans(),
+    st.none() | st.integers(1, 200),
+    st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.integers(-150, 150),
+)
+def test_blocks_at_an_offset_are_counted(causal, window, lengths, sides, offset):
+    mask = Mask(causal, window)
+    dense = seen(*lengths, causal=causal, window=window, segments=None, offset=offset)[0]
+    count = [-(-n // side) for n, side in zip(lengths, sides)]
+    wide = np.zeros([n * side for n, side in zip(count, sides)], bool)
+    wide[: lengths[0], : lengths[1]] = dense
+    tiles = wide.reshape(count[0], sides[0], count[1], sides[1]).any((1, 3))
+    assert mask.blocks(*lengths, *sides, offset) == (tiles.sum(), tiles.size)
+    assert mask.blocks(*lengths, 1, 1, offset)[0] == dense.sum()
+    assert tiles.sum(1).max() <= mask.most_beside(*sides, count[1])
+    assert tiles.sum(0).max() <= mask.most_beside(*sides[::-1], count[0])
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "with_segments"),
+    covering([(True, None, False), (True, 300, True), (False, None, True)], [(True, 300, True)]),
+)
+def test_a_shard_of_queries_compiles_for_a_tpu(causal, window, with_segments):
+    """Its offset is the device's, so the tables are computed at run time."""
+    form = {"causal": causal, "window": window, "with_segments": with_segments}
+    found = run_on_topology("tests.ops.offset_programs:on_tpu", "v5e:2x2", length=2048, **form)
+    assert sorted(found) == ["dkv", "dq", "fwd"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "mark"),
+    [(triton, (8, 0), "__gpu$xla.gpu.triton"), (mosaic_gpu, (9, 0), "mosaic_gpu_v2")],
+)
+def test_kernels_of_gpus_lower_with_an_offset(kernel, capability, mark):
+    x, k = (jax.ShapeDtypeStruct((1, n, h, 64), jnp.bfloat16) for n, h in ((256, 2), (512, 1)))
+    sums = jax.ShapeDtypeStruct((1, 2, 256), jnp.float32)
+    ids = Segments(*(jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (256, 512)))
+
+    def passes(q, k, ids, sums, offset):
+        form = {"mask": Mask(True, 300), "scale": 1.0, "offset": offset}
+        forward = kernel.forward(q, k, k, ids, **form)
+        return forward, kernel.backward(q, k, k, ids, q, sums, q, **form)
+
+    offset = jax.ShapeDtypeStruct((), jnp.int32)
+    with gpu.assumed(capability):
+        traced = jax.jit(passes).trace(x, k, ids, sums, offset)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count(mark) >= 3

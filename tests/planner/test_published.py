@@ -1,4 +1,4 @@
-"""Estimates against training runs whose speed is published; docs/notes/plan-time.md has them all."""
+"""Estimates against runs whose speed is published; docs/notes/plan-time.md has them all."""
 
 import pytest
 

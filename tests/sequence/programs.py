@@ -1,6 +1,7 @@
 """Losses of models that are sharded along the sequence by the passes, without an engine."""
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -60,7 +61,12 @@ class Sharded:
             of_batch = batch_specs(batch, self.settings.dims, mesh.shape)
             given = {path: at(P()) for path in params}, jax.tree.map(at, of_batch)
             step = jax.jit(jax.value_and_grad(run), in_shardings=given, out_shardings=at(P()))
-            self.compiled = step.lower(*self.given).compile()
+            self.step = step
+
+    @cached_property
+    def compiled(self) -> Any:
+        with jax.set_mesh(self.mesh):
+            return self.step.lower(*self.given).compile()
 
     def __call__(self) -> tuple[jax.Array, dict[str, jax.Array]]:
         with jax.set_mesh(self.mesh):

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.ops import attention_rows
-from jaxspeed.ops.attention_call import AttentionForm
+from jaxspeed.errors import ModelError
+from jaxspeed.ops import attention, attention_rows, gpu, sequence_passes, splash
+from jaxspeed.ops.attention_call import AttentionForm, form_of
 from jaxspeed.ops.mask import Mask
-from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
+from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence, refusal
+from jaxspeed.ops.sequence_passes import DevicePasses, Keys, SequenceShards
 from tests.ops.meshes import simulated_mesh
+from tests.support.covering import covering
 
 CAUSAL, FULL = Mask(True, None), Mask(False, None)
 KINDS = {
@@ -174,23 +177,54 @@ def case(name):
     return form, arrays, d_out, jax.jit(functools.partial(with_gradients, attend))(arrays, d_out)
 
 
-GRID = [(parts, kind, name) for parts in (2, 4, 8) for kind in KINDS for name in CASES]
+GRID = [
+    (parts, tensor, kind, name)
+    for parts, tensor in ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1))
+    for kind in KINDS
+    for name in CASES
+    # Query heads have to divide by what exchanges them.
+    if not ("ulysses" in kind and parts * tensor > 8)
+]
+DEFAULT = [
+    (4, 1, "gather", "all"),
+    (4, 2, "gather", "window both ways"),
+    (8, 1, "gather", "sinks"),
+    (4, 1, "ulysses", "all"),
+    (4, 2, "ulysses", "one key head"),
+    (8, 1, "ulysses", "documents"),
+    (4, 1, "ring", "all"),
+    (2, 2, "ring", "grouped"),
+    (4, 1, "ring", "window"),
+    (8, 1, "ring", "one key head"),
+    (4, 1, "ring", "documents both ways"),
+    (8, 1, "both", "causal"),
+    (4, 2, "both", "all"),
+    (4, 1, "zig-zag gather", "documents"),
+    (4, 1, "zig-zag ring", "all"),
+    (8, 1, "zig-zag ring", "documents"),
+    (4, 2, "zig-zag ring", "causal"),
+    (8, 1, "zig-zag both", "all"),
+    (4, 1, "zig-zag ulysses", "narrow values"),
+]
 
 
-@pytest.mark.parametrize("parts, kind, name", GRID)
-def test_values_and_gradients_equal_one_device(parts, kind, name):
+@pytest.mark.parametrize("parts, tensor, kind, name", covering(GRID, DEFAULT))
+def test_values_and_gradients_equal_one_device(parts, tensor, kind, name):
     form, arrays, d_out, wanted = case(name)
-    found = sharded(
-        form, KINDS[kind], arrays, d_out, simulated_mesh(seq=parts, data=2 if parts < 8 else 1)
-    )
-    assert_equal(found, wanted)
+    mesh = simulated_mesh(seq=parts, tensor=tensor, data=2 if parts * tensor < 8 else 1)
+    assert_equal(sharded(form, KINDS[kind], arrays, d_out, mesh), wanted)
 
 
 # -- rows that see no key, and lengths that the axis does not divide ------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("blind", ["mean", "nan"])
+@pytest.mark.parametrize(
+    "kind, blind",
+    covering(
+        [(kind, blind) for kind in KINDS for blind in ("mean", "nan")],
+        [("ring", "mean"), ("zig-zag both", "nan"), ("gather", "nan"), ("ulysses", "mean")],
+    ),
+)
 def test_queries_that_see_no_key_get_what_the_formula_gives(kind, blind):
     """Rows 0 to 9 of the first sample are of a document that has no key."""
     ids = np.zeros((2, 2, 64), np.int32)
@@ -218,11 +252,22 @@ LENGTHS = {
     "causal, more keys": {"seq": 37, "kv_seq": 61, "mask": Mask(True, 20)},
     "blind and uneven": {"seq": 61, "kv_seq": 37, "mask": Mask(True, 12), "blind": "mean"},
 }
-EVEN_ONLY = [kind for kind in KINDS if "zig-zag" in kind]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EVEN_ONLY])
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(
+    "kind, name",
+    covering(
+        [(kind, name) for kind in KINDS if "zig-zag" not in kind for name in LENGTHS],
+        [
+            ("gather", "causal, more keys"),
+            ("gather", "full"),
+            ("ulysses", "documents"),
+            ("ring", "cross attention"),
+            ("ring", "blind and uneven"),
+            ("both", "causal"),
+        ],
+    ),
+)
 def test_lengths_that_the_axis_does_not_divide(kind, name):
     form, arrays, d_out = given(**LENGTHS[name])
     found = sharded(form, KINDS[kind], arrays, d_out, simulated_mesh(seq=4))
@@ -251,7 +296,7 @@ def general(q, k, v, bias, same, table):
     return jnp.einsum("bhqk,bkhd->bqhd", shares, jnp.repeat(v, q.shape[2] // v.shape[2], 2))
 
 
-@pytest.mark.parametrize("seq", [64, 61])
+@pytest.mark.parametrize("seq", covering([64, 61], [61]))
 def test_a_general_program_runs_by_blocks_of_rows(seq, monkeypatch):
     monkeypatch.setattr(attention_rows, "MOST_SCORES", 2 * 8 * 64 * 6)
     monkeypatch.setattr(attention_rows, "FEWEST_ROWS", 4)
@@ -270,3 +315,151 @@ def test_a_general_program_runs_by_blocks_of_rows(seq, monkeypatch):
     wanted = with_gradients(general, arrays, d_out)
     for x, y in zip(found, wanted, strict=True):
         assert_equal([x], [y])
+
+
+# -- what must not be left out of a ring -----------------------------------------------------------
+
+
+def not_rescaled(patch):
+    def merged(one, other):
+        return other if one is None else (one[0] + other[0], jnp.logaddexp(one[1], other[1]))
+
+    patch.setattr(sequence_passes, "_merged", merged)
+
+
+def sending(change):
+    """A mutation: `change(sent, x, hops)` arrives in place of what was sent."""
+
+    def mutate(patch):
+        send = SequenceShards.send
+        patch.setattr(
+            SequenceShards,
+            "send",
+            lambda self, x, hops=1: change(send(self, x, hops), x, hops),
+        )
+
+    return mutate
+
+
+def without_ids(sent, x, hops):
+    return sent._replace(ids=jnp.zeros_like(sent.ids)) if isinstance(x, Keys) else sent
+
+
+def not_returned(place):
+    def change(sent, x, hops):
+        if hops > 0:
+            return sent
+        return tuple(jnp.zeros_like(s) if i == place else s for i, s in enumerate(sent))
+
+    return change
+
+
+def stale_key(patch):
+    """In the backward pass the keys do not travel on."""
+    backward, send, calls = DevicePasses._backward, SequenceShards.send, []
+
+    def wrapped(self, *args):
+        calls.append("backward")
+        try:
+            return backward(self, *args)
+        finally:
+            calls.clear()
+
+    def stale(self, x, hops=1):
+        return x if calls and isinstance(x, Keys) else send(self, x, hops)
+
+    patch.setattr(DevicePasses, "_backward", wrapped)
+    patch.setattr(SequenceShards, "send", stale)
+
+
+MUTATIONS = {
+    "not rescaled": not_rescaled,
+    "ids dropped": sending(without_ids),
+    "dK not returned": sending(not_returned(0)),
+    "dV not returned": sending(not_returned(1)),
+    "a stale key": stale_key,
+}
+
+
+@pytest.mark.parametrize("mutation", covering(MUTATIONS, ["ids dropped", "a stale key"]))
+def test_a_ring_that_leaves_something_out_is_noticed(mutation, monkeypatch):
+    form, arrays, d_out, wanted = case("documents both ways")
+    MUTATIONS[mutation](monkeypatch)
+    found = sharded(form, KINDS["ring"], arrays, d_out, simulated_mesh(seq=4))
+    if mutation in ("dK not returned", "dV not returned", "a stale key"):
+        assert_equal(found[:1], wanted[:1])  # of the backward pass alone
+    with pytest.raises(AssertionError, match=r"e-0|e\+0"):
+        assert_equal(found, wanted)
+
+
+def test_what_cannot_run_is_refused_with_what_can():
+    form = AttentionForm(1.0, CAUSAL)
+    shape = {"seq": 64, "kv_seq": 64, "parts": 8}
+    for kind in KINDS.values():
+        assert refusal(form, kind, heads=8, **shape) is None
+    assert "ring or gather, kind both with groups of 4" in refusal(
+        form, KINDS["ulysses"], heads=12, **shape
+    )
+    assert "(2 on each device of tensor 4)" in refusal(
+        form, KINDS["ulysses"], heads=8, tensor=4, **shape
+    )
+    assert "use contiguous" in refusal(form, KINDS["zig-zag ring"], heads=8, **shape | {"seq": 60})
+    general_form = AttentionForm(1.0, CAUSAL, rows=(0,))
+    assert "use gather or auto" in refusal(general_form, KINDS["ring"], heads=8, **shape)
+    with (
+        jax.set_mesh(simulated_mesh(seq=8)),
+        pytest.raises(ModelError, match="attention over seq 8: 12 query heads"),
+    ):
+        q = jnp.zeros((1, 64, 12, 4))
+        over_sequence(form, KINDS["ulysses"], lambda q, k, v: q, q, q, q)
+
+
+def test_attention_is_one_equation_where_sequences_are_sharded():
+    form, arrays, _ = given(documents_of=(7, 19), sinks=True, kv_heads=2)
+    q, k, v, ids, _, sinks = arrays
+
+    def attend(q, k, v):
+        return attention(q, k, v, segment_ids=ids, sinks=sinks)
+
+    with jax.set_mesh(simulated_mesh(seq=4)):
+        traced = jax.make_jaxpr(attend)(q, k, v)
+        out = jax.jit(attend)(q, k, v)
+    assert [form_of(eqn) for eqn in traced.eqns] == [form]
+    places = jnp.arange(64)
+    assert_equal([out], [dense(form, places, places, *arrays)])
+    names = {eqn.primitive.name for eqn in jax.make_jaxpr(attend)(q, k, v).eqns}
+    assert "attention_call" not in names
+
+
+@pytest.mark.parametrize("kind", covering(KINDS, ["zig-zag ring", "gather"]))
+def test_narrow_types_lose_no_more_than_their_rounding(kind):
+    form, arrays, d_out = given(dtype=jnp.bfloat16, documents_of=(7, 19, 3, 23), kv_heads=2)
+    found = sharded(form, KINDS[kind], arrays, d_out, simulated_mesh(seq=4))
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    places = jnp.arange(64)
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    attend = functools.partial(dense, form, places, places)
+    wanted = with_gradients(attend, wide, d_out.astype(jnp.float32))
+    assert_equal(found, wanted, 4 * 2.0**-9)
+
+
+KERNELS = [
+    ("ring", CAUSAL, "tpu", "splash_mha"),
+    ("gather", CAUSAL, "tpu", "splash_mha"),
+    ("zig-zag ring", CAUSAL, "gpu", "dot_product_attention_fwd"),
+    ("ulysses", CAUSAL, "gpu", "dot_product_attention_fwd"),
+    ("gather", CAUSAL, "gpu", "pallas_call"),
+    ("ring", Mask(True, 300), "gpu", "pallas_call"),
+]
+
+
+@pytest.mark.parametrize("kind, mask, platform, kernel", KERNELS)
+def test_the_kernel_is_that_of_the_platform_for_which_it_is_traced(kind, mask, platform, kernel):
+    form = AttentionForm(0.1, mask)
+    q = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.bfloat16)
+    meant = splash.assumed(5) if platform == "tpu" else gpu.assumed((8, 0))
+    with jax.set_mesh(simulated_mesh(seq=4)), meant:
+        over = functools.partial(over_sequence, form, KINDS[kind], lambda q, k, v: q)
+        traced = str(jax.make_jaxpr(functools.partial(with_gradients, over))([q, q, q], q))
+    assert kernel in traced
+    assert "platform_index" not in traced

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-import jaxspeed
 from jaxspeed.placement.specs import spec_axes
 from tests.sequence.tiny_llama import assert_equal, batches, config, plain, trained
 from tests.support.covering import covering

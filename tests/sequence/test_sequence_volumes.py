@@ -19,7 +19,9 @@ from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.score_blocks import ScoreBlocks
 from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
 from tests.ops.meshes import simulated_mesh
+from tests.sequence import tpu_sequences
 from tests.support.covering import covering
+from tests.support.topology import run_on_topology
 
 SEQ, HEADS, HEAD_DIM = 64, 8, 4
 
@@ -88,6 +90,23 @@ def test_a_device_sends_what_the_formulas_say(kind, layout, parts, kv_heads):
         assert kinds == {"all-gather" if kind == "gather" else "collective-permute"}
 
 
+@pytest.mark.parametrize(
+    "group, layout, kv_heads",
+    covering(
+        [(g, order, n) for g in (2, 4) for order in ("contiguous", "zigzag") for n in (8, 2, 1)],
+        [(4, "contiguous", 2)],
+    ),
+)
+def test_both_send_what_the_formulas_of_both_say(group, layout, kv_heads):
+    (forward, both), kinds = sent(SequenceForm("both", layout, group), 8, kv_heads)
+    token, keys = SEQ * HEAD_DIM, max(kv_heads, group)
+    exchanged = Fraction(2 * HEADS + 2 * keys, 8) * Fraction(group - 1, group) * token
+    in_ring = Fraction(2 * keys, group) * Fraction(8 // group - 1, 8 // group) * token
+    assert forward == exchanged + in_ring
+    assert both == 2 * exchanged + 3 * in_ring
+    assert kinds == {"all-to-all", "collective-permute"}
+
+
 # -- work ------------------------------------------------------------------------------------------
 
 LENGTH, BLOCK = 2048, 16
@@ -149,5 +168,19 @@ def test_blocks_of_other_documents_are_skipped(kind, monkeypatch):
     lengths = np.random.default_rng(0).integers(50, 400, 20)
     ids = jnp.asarray(np.resize(np.repeat(np.arange(20), lengths), LENGTH)[None], jnp.int32)
     shares = blocks_of_devices(SequenceForm(kind), monkeypatch, ids)
-    print(f"{kind}: {shares.sum():.3f} of the square, {shares.max() / shares.mean():.2f} the mean")
     assert shares.sum() <= 0.1
+    assert shares.max() <= 1.7 * shares.mean()
+
+
+# -- a real compiler -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gather", "ulysses", "ring", "both"])
+def test_each_kind_compiles_for_a_tpu_with_its_kernel(kind):
+    found = run_on_topology("tests.sequence.tpu_sequences:compile_kind", "v5e:2x4", kind=kind)
+    square = HEADS * tpu_sequences.SEQ**2 // 8 * 4  # bytes of a device's scores in fp32
+    assert found["kernels"] >= 2
+    assert found["peak"] < square / 4
+    kinds = {"gather": {"all-gather", "reduce-scatter"}, "ring": {"collective-permute"}}
+    kinds |= {"ulysses": {"all-to-all"}, "both": {"all-to-all", "collective-permute"}}
+    assert set(found["kinds"]) == kinds[kind]

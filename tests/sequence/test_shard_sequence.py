@@ -11,7 +11,6 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from jaxspeed.hlo import collectives
 from tests.sequence.programs import Sharded, assert_as_on_one_device, constrained, mesh_of
 from tests.support import foreign_models
 from tests.support.covering import covering
@@ -233,3 +232,56 @@ def test_a_model_equals_one_device(name, mesh):
     found = [spec for _, spec in constrained(sharded.program.closed.jaxpr)]
     assert any("seq" in str(spec) for spec in found)
     assert_as_on_one_device(sharded, made.loss)
+
+
+def along_seq(name: str, **mesh: int) -> dict[tuple[int, ...], Any]:
+    """{shape: spec} of what is sharded along its sequence."""
+    made = CASES[name]()
+    program = Sharded(made.loss, made.params, made.batch, mesh_of(**mesh), **made.how).program
+    found = constrained(program.closed.jaxpr)
+    return {shape: spec for shape, spec in found if "seq" in str(spec)}
+
+
+def dims(found: dict[tuple[int, ...], Any]) -> set[tuple[tuple[int, ...], int]]:
+    """(shape, its sharded dim)."""
+    return {(shape, [*spec].index("seq")) for shape, spec in found.items() if "seq" in [*spec]}
+
+
+# Shapes that are sharded along the sequence, and the dim.
+FOUND = {
+    "cumulative sum": {((2, 32, 16), 1), ((2, 32, 48), 1), ((2, 32), 1)},
+    "convolution": {((2, 32, 16), 1), ((2, 32), 1)},
+    "state-space scan": {((2, 32, 16), 1), ((32, 2, 16), 0)},
+    "relative positions": {((2, 32, 16), 1), ((2, 4, 32, 32), 2)},
+    "chunks": {((4, 2, 8, 16), 2), ((2, 32, 16), 1)},
+    "ViT with a class token": {((2, 32, 16), 1), ((2, 33, 16), 1)},
+    "encoder and decoder": {((2, 10, 32), 1), ((2, 11, 32), 1), ((2, 11, 64), 1)},
+    "scan over layers": {((2, 11, 32), 1), ((2, 11, 64), 1)},
+    "Linen": {((2, 11, 32), 1), ((2, 11, 64), 1)},
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_sequence_dims_are_found(name):
+    assert FOUND[name] <= dims(along_seq(name, seq=4))
+
+
+def test_no_features_are_sharded_along_the_sequence():
+    for name in FOUND:
+        lengths = {"encoder and decoder": {10, 11, 12}, "scan over layers": {11, 12}}
+        allowed = lengths.get(name, {8, 11, 12, 32, 33, 35})
+        assert {shape[dim] for shape, dim in dims(along_seq(name, seq=4))} <= allowed, name
+
+
+def test_merged_samples_and_positions_are_sharded_over_both():
+    """Where a device has one sample; otherwise their shards are not adjacent."""
+    found = along_seq("merged tokens", data=2, seq=4)
+    assert found[BATCH * SEQ, WIDTH][0] == found[BATCH * SEQ, VOCAB][0] == ("data", "seq")
+    assert (
+        found[BATCH, SEQ, WIDTH][:2] == (("data",), "seq") or found[BATCH, SEQ, WIDTH][1] == "seq"
+    )
+    assert (BATCH * SEQ, WIDTH) not in along_seq("merged tokens", seq=4)
+
+
+def test_random_numbers_are_drawn_along_the_sequence():
+    assert ((BATCH, SEQ, WIDTH), 1) in dims(along_seq("dropout", seq=4))

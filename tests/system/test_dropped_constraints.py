@@ -34,6 +34,7 @@ ELSEWHERE |= {*test_partitioned_residuals.SITES}
 ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 ELSEWHERE |= {"unit.step"}  # test_torus_gather.py
 ELSEWHERE |= {"squares"}  # tests/adapters/test_dora_norms.py
+ELSEWHERE |= {"sequence", "unit.sum", "lookup.positions"}  # tests/sequence/test_left_to_xla.py
 ELSEWHERE |= {*foreign_programs.SITES}  # tests/moe/test_foreign_exchanges.py
 
 

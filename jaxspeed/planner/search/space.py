@@ -75,7 +75,7 @@ class Space:
 
     @cached_property
     def meshes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of all axes, in the order of `axis_names()`; the first of equals wins, so split dims come last."""
+        """Sizes of `axis_names()`; the first of equals wins, so split dims come last."""
         if "mesh" not in self.changing:
             return (self.base.mesh,)
         varied = {PIPE, TENSOR, *sample_axes()}

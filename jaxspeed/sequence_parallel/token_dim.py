@@ -1,0 +1,297 @@
+"""The dim of tokens in a traced program, and evaluation of what is per token for fewer of them.
+
+An equation is *per token* if its results have this dim once, and an element of them depends on no
+other token: by the dim relations of operations that are known, through calls, checkpoints,
+custom derivatives and loops over something else. A program of such equations can be evaluated for a
+part of the tokens, with the sizes that some operations have among their parameters adapted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
+from jaxspeed.jaxpr.sample_rules import SUMS, relations_of
+from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
+from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
+from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+
+
+class MixesTokensError(Exception):
+    """A derivative is not per token, although its function is."""
+
+
+class Kind(Enum):
+    """What an equation does along the dim of tokens."""
+
+    APART = "has no such dim"
+    FILL = "repeats one value for each token"
+    TOKEN = "is per token"
+    MIXES = "mixes tokens, or is not known"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The dim of tokens: one class of the dims of a program, and its size there.
+
+    What is evaluated is `differentiated`, unless it is a pass of a derivative itself.
+    """
+
+    classes: DimEquivalence
+    node: Node
+    size: int
+    differentiated: bool = True
+
+    def dims(self, frame: CallFrame, atom: Any) -> tuple[int, ...]:
+        """The dims of tokens of a value; two of scores, for example."""
+        nodes = frame.of(atom)
+        return tuple(d for d, node in enumerate(nodes) if self.classes.same(node, self.node))
+
+    def dim(self, frame: CallFrame, atom: Any) -> int | None:
+        return next(iter(self.dims(frame, atom)), None)
+
+    def kind(self, frame: CallFrame, position: int) -> Kind:
+        """The kind of an equation."""
+        eqn = frame.jaxpr.eqns[position]
+        reads = [self.dims(frame, v) for v in eqn.invars]
+        makes = [self.dims(frame, v) for v in eqn.outvars]
+        inner = frame.inner.get(position, [])
+        within = [self.kind(f, i) for f in inner for i in range(len(f.jaxpr.eqns))]
+        if not any((*reads, *makes)) and Kind.MIXES not in within:
+            return Kind.APART
+        # Of an equation for several values, those without tokens depend on none.
+        least = 0 if inner or eqn.primitive.name in PAIRWISE else 1
+        once = all(least <= len(dims) <= 1 for dims in makes) and all(len(d) <= 1 for d in reads)
+        if eqn.effects or not once:
+            return Kind.MIXES
+        if inner:
+            known = _is_transparent(eqn) and not _runs_over(eqn, reads, makes)
+            return Kind.TOKEN if known and Kind.MIXES not in within else Kind.MIXES
+        found = relations_of(eqn)
+        if found is None:
+            return Kind.MIXES
+        if not any(reads):
+            return Kind.FILL if eqn.primitive.name == "broadcast_in_dim" else Kind.MIXES
+        if eqn.primitive.name == "gather" and not reads[0]:
+            return Kind.MIXES  # a lookup, of a table that may be stored sharded
+        if eqn.primitive.name in PAIRWISE:
+            return Kind.TOKEN
+        pairs = [*zip(found.operands, reads), *zip(found.results, makes)]
+        factors = {factors[d] for factors, dims in pairs for d in dims}
+        one = len(factors) == 1 and None not in factors and not factors & found.mixed
+        return Kind.TOKEN if one else Kind.MIXES
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def evaluate(
+        self, frame: CallFrame, positions: Iterable[int], env: dict[Any, Any], count: int
+    ) -> None:
+        """Run equations for `count` tokens; `env` has the values of variables, and gets more."""
+
+        def value(atom: Any) -> Any:
+            return env[atom] if is_var(atom) else atom.val
+
+        for position in positions:
+            eqn = frame.jaxpr.eqns[position]
+            if any(self.dims(frame, v) for v in (*eqn.invars, *eqn.outvars)):
+                with eqn.ctx.manager:
+                    outs = self._equation(frame, position, [*map(value, eqn.invars)], count)
+            else:
+                outs = run_equation(frame.jaxpr, eqn, value)
+            env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _program(
+        self, frame: CallFrame, consts: Sequence[Any], args: Sequence[Any], count: int
+    ) -> list[Any]:
+        env = bindings(frame.jaxpr, consts, args)
+        self.evaluate(frame, range(len(frame.jaxpr.eqns)), env, count)
+        return [env[v] if is_var(v) else v.val for v in frame.jaxpr.outvars]
+
+    def _equation(
+        self, frame: CallFrame, position: int, values: list[Any], count: int
+    ) -> Sequence[Any]:
+        eqn = frame.jaxpr.eqns[position]
+        name = eqn.primitive.name
+        if name in CUSTOM_DERIVATIVE and self.differentiated:
+            return self._with_derivative(frame, eqn, values, count)
+        if inner := frame.inner.get(position):
+            (body,) = transparent_bodies(eqn)
+
+            def run(*args: Any) -> list[Any]:
+                return self._program(inner[0], body.consts, args, count)
+
+            if name in CHECKPOINTS:
+                how = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
+                return jax.checkpoint(run, **how)(*values)
+            return _scanned(eqn, body, run, values) if name == "scan" else run(*values)
+        made = eqn.primitive.bind(*values, **self._resized(frame, eqn, count))
+        return made if eqn.primitive.multiple_results else [made]
+
+    def _resized(self, frame: CallFrame, eqn: JaxprEqn, count: int) -> dict[str, Any]:
+        """The parameters of an operation, for so many tokens."""
+        name, params = eqn.primitive.name, dict(eqn.params)
+
+        def sized(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
+            return tuple(n * count // self.size if d == dim else n for d, n in enumerate(shape))
+
+        if name in ("reshape", "broadcast_in_dim"):
+            key = "new_sizes" if name == "reshape" else "shape"
+            params[key] = sized(params[key], self.dim(frame, eqn.outvars[0]))
+        elif name == "slice":
+            params["limit_indices"] = sized(params["limit_indices"], self.dim(frame, eqn.invars[0]))
+        elif name in ("dynamic_slice", "gather"):
+            dim, sizes = self.dim(frame, eqn.invars[0]), params["slice_sizes"]
+            if dim is not None and sizes[dim] == shape_of(eqn.invars[0])[dim]:
+                params["slice_sizes"] = sized(sizes, dim)
+        return params
+
+    def _with_derivative(
+        self, frame: CallFrame, eqn: JaxprEqn, values: Sequence[Any], count: int
+    ) -> Sequence[Any]:
+        """A function with a derivative of its own: both passes are traced as they are, and resized.
+
+        Its derivative for an array without tokens, such as a norm's scale, is a sum over tokens.
+        """
+        inputs = [v for v in eqn.invars if is_var(v)]
+        original = as_function(sub_jaxpr(frame.jaxpr, [eqn], inputs, eqn.outvars))
+        active = [_is_real(v) for v in eqn.outvars]
+        pullbacks: list[Any] = []
+
+        def both(*args: Any) -> list[Any]:
+            outs, pullback = jax.vjp(original, *args)
+            leaves, tree = jax.tree.flatten(pullback)
+            pullbacks[:] = [tree]
+            return [*outs, *leaves]
+
+        program, consts = _traced(both, inputs)
+        made, residuals = program.outvars[: len(active)], program.outvars[len(active) :]
+        real = [v for v, on in zip(made, active, strict=True) if on]
+        moving = dependents(program, program.invars)
+        saved = [is_var(v) and v in moving for v in residuals]
+        kept = [v for v, on in zip(residuals, saved, strict=True) if on]
+        # Constants, whose dims are related to others in the pass that reads them.
+        rest = [v for v, on in zip(residuals, saved, strict=True) if not on]
+        filled = as_function(slice_of(program, program.eqns, (), rest))
+        first = self._pass(program, consts, [*made, *kept], [self.dims(frame, v) for v in inputs])
+
+        def pull(*args: Any) -> list[Any]:
+            given, others = iter(args), iter(filled())
+            leaves = [next(given if on else others) for on in saved]
+            cotangents = [
+                next(given) if on else np.zeros(v.aval.shape, jax.dtypes.float0)
+                for on, v in zip(active, made, strict=True)
+            ]
+            grads = jax.tree.unflatten(pullbacks[0], leaves)(cotangents)
+            return [g for g, v in zip(grads, inputs, strict=True) if _is_real(v)]
+
+        @jax.custom_vjp
+        def call(*args: Any) -> list[Any]:
+            return first.run(args, count)[: len(made)]
+
+        def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+            outs = first.run(args, count)
+            return outs[: len(made)], outs[len(made) :]
+
+        def backward(carried: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+            given = [*kept, *real]
+            program, consts = _traced(pull, given)
+            second = self._pass(program, consts, program.outvars, [first.dims(v) for v in given])
+            arrived = [ct for ct, on in zip(cotangents, active, strict=True) if on]
+            grads = iter(second.run([*carried, *arrived], count))
+            return tuple(next(grads) if _is_real(v) else None for v in inputs)
+
+        call.defvjp(forward, backward)
+        pairs = zip(values, eqn.invars, strict=True)
+        return call(*(x for x, v in pairs if is_var(v)))
+
+    def _pass(
+        self,
+        program: Jaxpr,
+        consts: Sequence[Any],
+        outputs: Sequence[Any],
+        dims: Sequence[tuple[int, ...]],
+    ) -> "_Pass":
+        """A traced pass, with the dims of tokens of its inputs.
+
+        Raises MixesTokensError if it is not per token.
+        """
+        invars = [*program.constvars, *program.invars]
+        # Without what nothing reads, whose dims are related to no others.
+        jaxpr = slice_of(program, program.eqns, invars, outputs)
+        found = propagate_dims(jaxpr, {})
+        nodes = [found.top.of(v)[d] for v, own in zip(program.invars, dims) for d in own]
+        for node in nodes[1:]:
+            found.classes.tie(nodes[0], node)
+        assert nodes[0] is not None
+        tokens = Tokens(found.classes, nodes[0], self.size, differentiated=False)
+        for position, eqn in enumerate(jaxpr.eqns):
+            sums = eqn.primitive.name in SUMS and not tokens.dims(found.top, eqn.outvars[0])
+            if not sums and tokens.kind(found.top, position) is Kind.MIXES:
+                raise MixesTokensError(eqn.primitive.name)
+        return _Pass(tokens, found.top, consts)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of a function with a derivative of its own."""
+
+    tokens: Tokens
+    frame: CallFrame
+    consts: Sequence[Any]
+
+    def dims(self, atom: Any) -> tuple[int, ...]:
+        return self.tokens.dims(self.frame, atom)
+
+    def run(self, args: Sequence[Any], count: int) -> list[Any]:
+        return self.tokens._program(self.frame, (), [*self.consts, *args], count)
+
+
+def _traced(function: Any, inputs: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
+    """The program of a function of arrays like `inputs`, and its constants."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
+    closed = jax.make_jaxpr(function)(*shapes)
+    return closed.jaxpr, closed.consts
+
+
+def _is_transparent(eqn: JaxprEqn) -> bool:
+    """Whether what an equation runs is evaluated by its own equations."""
+    name = eqn.primitive.name
+    return name in (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE, "scan") and (
+        len(transparent_bodies(eqn)) == 1
+    )
+
+
+def _runs_over(
+    eqn: JaxprEqn, reads: Sequence[tuple[int, ...]], makes: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether a scan slices or stacks arrays along their dim of tokens."""
+    if eqn.primitive.name != "scan":
+        return False
+    (body,) = transparent_bodies(eqn)
+    return (0,) in (*reads[body.num_consts + body.num_carry :], *makes[body.num_carry :])
+
+
+def _scanned(eqn: JaxprEqn, body: Body, run: Any, values: Sequence[Any]) -> list[Any]:
+    consts, carry = body.num_consts, body.num_carry
+
+    def step(carried: Any, xs: Any) -> tuple[Any, Any]:
+        outs = run(*values[:consts], *carried, *xs)
+        return outs[:carry], outs[carry:]
+
+    rest = values[consts:]
+    how = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+    carried, stacked = lax.scan(step, list(rest[:carry]), list(rest[carry:]), **how)
+    return [*carried, *stacked]
+
+
+def _is_real(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -1,0 +1,166 @@
+"""What else runs on a mesh with an axis of sequences, and what its programs communicate."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspeed
+from jaxspeed import models
+from jaxspeed.errors import BatchError
+from jaxspeed.hlo import collectives
+from jaxspeed.metrics.mfu import program_model_flops
+from jaxspeed.placement.specs import spec_axes
+from tests.sequence.tiny_llama import (
+    SIZES,
+    assert_equal,
+    batches,
+    config,
+    plain,
+    snapshot,
+    trained,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(engine on seq 8, folder of its checkpoint after a step, the next losses)."""
+    folder = tmp_path_factory.mktemp("saved")
+    settings = config(3, mesh={"seq": 8}, optimizer={"type": "Adam", "params": {"lr": 0.01}})
+    engine = jaxspeed.initialize(config=settings)
+    engine.train_batch(batches()[0])
+    engine.save_checkpoint(folder)
+    engine.wait()
+    return engine, folder, [float(engine.train_batch(batch)["loss"]) for batch in batches()]
+
+
+def test_a_checkpoint_goes_from_seq_to_data_and_back(saved, tmp_path):
+    _, folder, losses = saved
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    for stage, mesh, out in ((1, {"data": 8}, tmp_path), (2, {"seq": 8}, None)):
+        engine = jaxspeed.initialize(config=config(stage, mesh=mesh, **adam))
+        engine.load_checkpoint(folder)
+        if out is not None:
+            engine.save_checkpoint(folder := out)
+            engine.wait()
+        found = [float(engine.train_batch(batch)["loss"]) for batch in batches()]
+        np.testing.assert_allclose(found, losses, rtol=1e-6)
+
+
+def test_evaluation_is_that_of_one_device(saved):
+    """A mean over targets, whose number differs from shard to shard."""
+    engine, *_ = saved
+    built = models.build("llama", "tiny", SIZES)
+    total, weight = jax.jit(built.loss)(engine.module, batches()[1])
+    found = engine.eval_batch(batches()[1])
+    np.testing.assert_allclose(found["loss"], total / weight, rtol=1e-6)
+    assert found["weight"] == weight
+
+
+def test_generation_is_replicated_over_the_axis():
+    prompts = [[5, 9, 2, 11, 3], [7] * 17]
+    one = jaxspeed.initialize(config=config(0, mesh={"data": 1}), devices=jax.devices()[:1])
+    fresh = jaxspeed.initialize(config=config(3, mesh={"seq": 4, "data": 2}))
+    ours, theirs = (
+        [row.tokens for row in each.generate(prompts, 6, temperature=0)] for each in (fresh, one)
+    )
+    assert ours == theirs
+
+
+def test_a_step_is_checked_against_one_device_and_plain_flax(saved):
+    report = saved[0].check(batches()[0])
+    assert report.passed, str(report)
+
+
+def test_tokens_and_model_flops_are_those_without_the_axis(saved):
+    program = saved[0].program
+    tokens = np.zeros((8, 33), np.int32)
+    with_targets = program_model_flops(program, batches()[0])
+    assert with_targets == program_model_flops(program, {"tokens": tokens})
+
+
+def test_tokens_of_seq_plus_one_enter_unsharded():
+    """And the update is the same: what is cut from them is constrained."""
+    given = []
+    for batch in batches():
+        tokens = np.concatenate([batch["tokens"], np.zeros_like(batch["tokens"][:, :1])], 1)
+        last = np.concatenate([batch["segment_ids"], np.full_like(tokens[:, :1], -1)], 1)
+        given.append({"tokens": tokens, "segment_ids": last})
+    engine, run = trained(given, config(2, mesh={"seq": 4}))
+    assert_equal(run, plain(given))
+    specs = engine.program.batch_shardings(given[0])
+    assert all(not spec_axes(at.spec[1:]) for at in specs.values())
+
+
+def test_gradients_of_data_ranks_are_reduced_once_a_step_and_those_of_positions_each_micro_batch():
+    """At stages 0 and 1: a rank's part is computed in the global view of `seq`."""
+    parameters = 0
+    for stage in (0, 1):
+        engine = jaxspeed.initialize(config=config(stage, 4, mesh={"data": 2, "seq": 4}))
+        parameters = sum(x.size * 4 for x in snapshot(engine).values())
+        found = engine.compiled(batches()[0]).collectives
+        kinds = ("all-reduce", "reduce-scatter")
+        gradients = [c for c in found if c.kind in kinds and c.bytes > 64]
+        inside = {axis for c in gradients if c.in_accumulation for axis in c.axes}
+        assert inside == {"seq"}, stage
+        over_data = sum(c.bytes for c in gradients if "data" in c.axes and not c.in_accumulation)
+        assert parameters <= over_data <= 1.1 * parameters
+        reduction, _ = engine.program.in_mesh(engine.program.gradients.reduction)(
+            engine.program.model.variables, batches()[0], 0
+        )
+        assert reduction == "step"
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchanges"),
+    [("gather", {"all-gather"}), ("ring", {"collective-permute"}), ("ulysses", {"all-to-all"})],
+    ids=["gather", "ring", "ulysses"],
+)
+def test_attention_exchanges_what_the_config_says(kind, exchanges):
+    """In the forward pass at stage 0, which gathers no weights."""
+    settings = config(0, mesh={"seq": 2, "data": 4}, parallel={"sequence": {"kind": kind}})
+    engine = jaxspeed.initialize(config=settings)
+    with engine.program.set_mesh():
+        lowered = engine.program.evaluate.lower(
+            engine.program.state, engine.program.abstract_batch(batches()[0])
+        )
+    found = collectives(lowered.compile().as_text(), engine.program.mesh)
+    large = {c.kind for c in found if c.axes == ("seq",) and c.elements > 1000}
+    assert large - {"all-reduce"} == exchanges
+
+
+def test_images_are_sharded_along_the_dim_that_the_config_names():
+    rng = np.random.default_rng(0)
+    given = [
+        {
+            "images": rng.normal(size=(8, 32, 32, 3)).astype(np.float32),
+            "labels": rng.integers(0, 10, 8).astype(np.int32),
+        }
+        for _ in range(2)
+    ]
+    of_model = {"model": {"family": "vit", "preset": "tiny"}}
+    dims = {"parallel": {"sequence": {"dims": {"images": 1}}}}
+    engine, run = trained(given, config(1, mesh={"seq": 4}, **of_model, **dims))
+    alone = jaxspeed.initialize(config=config(0, **of_model), devices=jax.devices()[:1])
+    losses = [float(alone.train_batch(batch)["loss"]) for batch in given]
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-6)
+    assert spec_axes(engine.program.batch_shardings(given[0])["images"].spec) >= {"seq"}
+    unnamed = jaxspeed.initialize(config=config(1, mesh={"seq": 4}, **of_model))
+    with pytest.raises(BatchError, match=r"mesh\.seq is 4, and no array of the batch"):
+        unnamed.train_batch(given[0])
+
+
+def test_a_mixture_of_experts_is_sharded_over_both_axes():
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}
+    of_model = {"model": {"family": "mixtral", "preset": "tiny", "config": sizes}}
+    alone = jaxspeed.initialize(config=config(0, **of_model), devices=jax.devices()[:1])
+    losses = [float(alone.train_batch(batch)["loss"]) for batch in batches()]
+    for mesh in ({"seq": 2, "expert": 2}, {"seq": 4}):
+        _, run = trained(batches(), config(1, mesh=mesh, **of_model))
+        np.testing.assert_allclose(run.losses, losses, rtol=1e-6)
+        update = {path: value - run.first[path] for path, value in run.last.items()}
+        for path, value in alone.parameters.items():
+            expected = value - run.first[path]
+            error = np.linalg.norm(update[path] - expected)
+            assert error <= 1e-5 * np.linalg.norm(expected) + 2e-7 * np.linalg.norm(value), path

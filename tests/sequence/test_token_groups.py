@@ -1,0 +1,207 @@
+"""Which equations become loops over tiles, of functions traced here, and that numbers are equal."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxspeed import ops
+from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.jaxpr.traverse import bodies
+from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.sequence_parallel.settings import SequenceTiles
+from jaxspeed.sequence_parallel.tile_sequence import in_sequence_tiles
+from tests.support.covering import covering
+
+EMBED, WIDE, VOCAB, SEQ, BATCH = 8, 32, 48, 30, 2
+
+
+def weights(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    shapes = {"up": (EMBED, WIDE), "gate": (EMBED, WIDE), "down": (WIDE, EMBED)}
+    shapes |= {"head": (VOCAB, EMBED), "scale": (EMBED,), "time": (4, EMBED, EMBED)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    found = zip(shapes.items(), keys, strict=True)
+    return {name: jax.random.normal(k, shape).astype(dtype) / 2 for (name, shape), k in found}
+
+
+def inputs(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    x = jax.random.normal(jax.random.key(1), (BATCH, SEQ, EMBED)).astype(dtype)
+    return {"x": x, "y": jax.random.randint(jax.random.key(2), (BATCH, SEQ), 0, VOCAB)}
+
+
+def relu(w: Any, b: Any) -> Any:
+    return (jax.nn.relu(b["x"] @ w["up"]) @ w["down"]).sum()
+
+
+@ops.saves_inputs
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def gated(w: Any, b: Any) -> Any:
+    """With derivatives of their own in 16 bits, and a sum for the norm's scale."""
+    x = ops.rms_norm(b["x"], w["scale"])
+    out = swiglu(x @ w["gate"], x @ w["up"]) @ w["down"]
+    return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+
+def checkpointed(w: Any, b: Any) -> Any:
+    layer = jax.checkpoint(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])
+    return layer(w, layer(w, b["x"])).sum()
+
+
+def full_logits(w: Any, b: Any) -> Any:
+    logits = jax.nn.log_softmax(b["x"] @ w["head"].T)
+    return -jnp.take_along_axis(logits, b["y"][..., None], -1).sum()
+
+
+def chunked_loss(w: Any, b: Any) -> Any:
+    total, count = ops.linear_cross_entropy(b["x"], w["head"], b["y"], chunk=24)
+    return total / count
+
+
+def masked(w: Any, b: Any) -> Any:
+    hidden = jnp.where(b["y"][..., None] > 3, b["x"] @ w["up"], 0.5)
+    return (hidden.reshape(BATCH, SEQ, 4, 8).swapaxes(1, 2).reshape(BATCH, 4, -1) ** 2).sum()
+
+
+PER_TOKEN = [relu, gated, checkpointed, full_logits, chunked_loss, masked]
+
+
+def convolved(w: Any, b: Any) -> Any:
+    x = lax.conv_general_dilated(
+        b["x"], w["time"], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+    )
+    return jnp.tanh(x).sum()
+
+
+def cumulated(w: Any, b: Any) -> Any:
+    return jnp.cumsum(jnp.cumsum(jnp.tanh(b["x"] @ w["up"]), 1) @ w["down"], 1).sum()
+
+
+def over_time(w: Any, b: Any) -> Any:
+    def step(h: Any, x: Any) -> Any:
+        h = jnp.tanh(h @ w["time"][0] + x)
+        return h, h @ w["up"]
+
+    _, out = lax.scan(step, b["x"][:, 0], b["x"].swapaxes(0, 1))
+    return (out @ w["down"]).sum()
+
+
+def attended(w: Any, b: Any) -> Any:
+    x = b["x"]
+    hidden = jnp.tanh(x @ w["up"]) @ w["down"]
+    scores = jax.nn.softmax(jnp.einsum("bqe,bke->bqk", hidden, x))
+    return (jnp.tanh(jnp.einsum("bqk,bke->bqe", scores, x) @ w["gate"]) @ w["down"]).sum()
+
+
+def normed_over_tokens(w: Any, b: Any) -> Any:
+    hidden = b["x"] @ w["up"]
+    return ((hidden - hidden.mean(1, keepdims=True)) @ w["down"]).sum()
+
+
+MIXING = [convolved, cumulated, over_time, attended, normed_over_tokens]
+
+
+def tiled(
+    loss: Callable[..., Any], w: Any, b: Any, tiles: Any = 4, kept: tuple[str, ...] = ()
+) -> tuple[Callable[..., Any], Any, Any]:
+    """A loss in tiles, and its program before and after."""
+    closed = jax.make_jaxpr(loss)(w, b)
+    names, invars = sorted(w), closed.jaxpr.invars
+    parameters = dict(zip(names, invars, strict=False))
+    mesh = build_mesh({}, jax.devices()[:1])
+    jaxpr = in_sequence_tiles(
+        closed.jaxpr, parameters, invars[len(w) :], {}, mesh, lambda e: None,
+        SequenceTiles(tiles, kept),
+    )  # fmt: skip
+    function = as_function(jaxpr, closed.consts)
+    return lambda *args: function(*jax.tree.leaves(args))[0], closed.jaxpr, jaxpr
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from equations(body.jaxpr)
+
+
+def error(x: Any, exact: Any) -> float:
+    """The largest difference, relative to the largest number."""
+    x, exact = (np.asarray(v, np.float32) for v in (x, exact))
+    return float(np.abs(x - exact).max() / np.abs(exact).max())
+
+
+POINTS = [(loss, dtype) for loss in (*PER_TOKEN, *MIXING) for dtype in (jnp.float32, jnp.bfloat16)]
+ALWAYS = [(relu, jnp.float32), (gated, jnp.bfloat16), (chunked_loss, jnp.bfloat16)]
+
+
+@pytest.mark.parametrize(("loss", "dtype"), covering(POINTS, ALWAYS))
+def test_values_and_gradients_are_those_of_the_function(loss: Any, dtype: Any) -> None:
+    w, b = weights(dtype), inputs(dtype)
+
+    def run(function: Any) -> Any:
+        return jax.jit(lambda w, x: jax.value_and_grad(function, (0, 1))(w, x))
+
+    def with_targets(function: Any) -> Any:
+        return lambda w, x: function(w, {"x": x, "y": b["y"]})
+
+    expected = run(with_targets(loss))(w, b["x"])
+    ours = run(with_targets(tiled(loss, w, b)[0]))(w, b["x"])
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        if np.any(np.asarray(y)):
+            assert error(x, y) < (1e-6 if dtype == jnp.float32 else 0.03)
+
+
+@pytest.mark.parametrize("loss", PER_TOKEN[:-1])
+def test_nothing_wide_has_all_tokens(loss: Any) -> None:
+    """In the gradient's program; 4 tiles of 30 tokens have 8 or 6."""
+
+    def wide(jaxpr: Any) -> set[tuple[int, ...]]:
+        shapes = {v.aval.shape for eqn in equations(jaxpr) for v in eqn.outvars}
+        return {s for s in shapes if np.prod(s) >= BATCH * SEQ * 2 * EMBED}
+
+    w, b = weights(), inputs()
+    found, _, _ = tiled(loss, w, b)
+    assert wide(jax.make_jaxpr(jax.grad(loss))(w, b).jaxpr)
+    assert not wide(jax.make_jaxpr(jax.grad(found))(w, b).jaxpr)
+
+
+@pytest.mark.parametrize("loss", [convolved, over_time])
+def test_what_mixes_tokens_is_unchanged(loss: Any) -> None:
+    _, before, after = tiled(loss, weights(), inputs())
+    kinds = ("conv_general_dilated", "scan")
+    assert any(eqn.primitive.name in kinds for eqn in after.eqns if eqn in before.eqns)
+
+
+def test_short_sequences_are_unchanged() -> None:
+    for number in ("auto", 1):
+        _, before, after = tiled(relu, weights(), inputs(), number)
+        assert after is before
+
+
+def test_gradients_of_weights_are_summed_in_fp32() -> None:
+    """Of 30 tiles: in 16 bits a sum of as many terms would lose their last digits."""
+    w, b = weights(jnp.bfloat16), inputs(jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (w, {"x": b["x"]}))
+    exact = jax.grad(relu)(*wide)["down"]
+    ours, once = (jax.grad(f)(w, b)["down"] for f in (tiled(relu, w, b, 30)[0], relu))
+
+    assert error(ours, exact) <= 1.5 * error(once, exact)
+
+
+def test_a_name_that_a_policy_saves_ends_a_group() -> None:
+    def named(w: Any, b: Any) -> Any:
+        hidden = checkpoint_name(jnp.tanh(b["x"] @ w["up"]), "hidden")
+        return (jnp.tanh(hidden @ w["gate"].T) @ w["up"]).sum()
+
+    outer = [
+        [e.primitive.name for e in tiled(named, weights(), inputs(), 4, kept)[2].eqns]
+        for kept in ((), ("hidden",))
+    ]
+    assert "name" not in outer[0] and "name" in outer[1]
