@@ -186,7 +186,7 @@ def attention_calls(program: LossProgram, context: TraceContext) -> LossProgram:
 def _note_left_alone(attention: LeftAlone) -> None:
     """Warn once; the loss is traced several times."""
     log.warning(
-        "attention at %s is left to the compiler, which gathers its sequence: %s",
+        "attention%s is left to the compiler, which gathers its sequence: %s",
         attention.where,
         attention.reason,
     )

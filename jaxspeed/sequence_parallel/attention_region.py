@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from jaxspeed.jaxpr.dim_relations import reshape_groups
 from jaxspeed.jaxpr.primitives import (
     CUSTOM_DERIVATIVE,
@@ -24,7 +22,7 @@ from jaxspeed.jaxpr.primitives import (
     RANDOM,
     RESHAPES,
 )
-from jaxspeed.jaxpr.traverse import bodies, is_var
+from jaxspeed.jaxpr.traverse import JaxprEqn, bodies, is_var
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 Dim = tuple[int, ...] | None  # the atoms of a dim, outermost first; None: constant along it

@@ -20,8 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxspeed.jaxpr.dim_blocks import MixedDim, on_indices
 from jaxspeed.jaxpr.evaluate import as_function
@@ -36,9 +34,15 @@ from jaxspeed.jaxpr.primitives import (
     RESHAPES,
 )
 from jaxspeed.jaxpr.rewriter import Atom
+from jaxspeed.jaxpr.sample_rules import place
 from jaxspeed.jaxpr.slicing import read_by, renamed, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
     Body,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
     bodies,
     called,
     contains,
@@ -63,10 +67,10 @@ from jaxspeed.sequence_parallel.attention_region import (
 )
 from jaxspeed.sequence_parallel.index_expressions import (
     TRUE,
-    Choice,
     Const,
+    Element,
     Expression,
-    Leaf,
+    TwoValued,
     both,
     conjuncts,
     depends,
@@ -91,10 +95,7 @@ class LeftAlone:
     """Attention that is not recognized."""
 
     reason: str
-    where: str  # the line of the user's code
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
+    where: str  # the line of the user's code, as `place` writes it
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,7 @@ class _Search:
                 eqns = call.equations()
             except NotAttention as problem:
                 if problem.reported:
-                    where = source_info_util.summarize(level.eqns[anchor].source_info)
-                    self.left_alone.append(LeftAlone(problem.reason, where))
+                    self.left_alone.append(LeftAlone(problem.reason, place(level.eqns[anchor])))
                 continue
             found[call.members[-1]] = {*call.members}, eqns
             taken |= {*call.members}
@@ -188,8 +188,7 @@ class _Search:
         for body in bodies(eqn):
             inner = _Search(self.low)
             if inner.rewritten(body.jaxpr, {}) is not body.jaxpr:
-                where = source_info_util.summarize(eqn.source_info)
-                self.left_alone.append(LeftAlone("in a branch of a conditional", where))
+                self.left_alone.append(LeftAlone("in a branch of a conditional", place(eqn)))
                 return
 
     def _entered(self, eqn: JaxprEqn, known: _Known) -> JaxprEqn:
@@ -240,7 +239,7 @@ def _of_inputs(
 
     for i, (v, given) in enumerate(zip(body.jaxpr.invars, body.operands, strict=True)):
         e = known(given)
-        if i in kept and not isinstance(e, Leaf) and (name != "while" or not leaves(e)):
+        if i in kept and not isinstance(e, Element) and (name != "while" or not leaves(e)):
             found[v] = with_leaves(e, within)
         elif name == "scan" and i >= walked and not leaves(e) and 0 not in depends(e):
             found[v] = with_dims(e, lambda d: d - 1)
@@ -614,7 +613,7 @@ class _Call:
             return dim[0] if dim is not None and len(dim) == 1 else ("?", d)
 
         if any(not isinstance(atom_of(d), int) for d in depends(e)):
-            return Leaf(atom, ("?",))
+            return Element(atom, ("?",))
         return with_dims(e, atom_of)
 
     def _rebuilt(
@@ -631,7 +630,7 @@ class _Call:
             for p in (self.position, key)
         ]
         q_ids, k_ids = (
-            Leaf(Var(jax.core.ShapedArray(x.shape, x.dtype)), (*self.batch, p))
+            Element(Var(jax.core.ShapedArray(x.shape, x.dtype)), (*self.batch, p))
             for x, p in zip(fake, (self.position, key), strict=True)
         )
         for v in sides:
@@ -878,14 +877,14 @@ def _substituted(
     """An operand with its condition, which are some of `visible` or their negation, by ids."""
     if isinstance(e, Const):
         return e
-    condition = e.condition if isinstance(e, Choice) else e
+    condition = e.condition if isinstance(e, TwoValued) else e
     if all(each in visible for each in conjuncts(condition)):
         made = new(condition)
     elif all(each in visible for each in conjuncts(negated(condition))):
         made = negated(new(negated(condition)))
     else:
         return None
-    return Choice(made, e.if_true, e.if_false) if isinstance(e, Choice) else made
+    return TwoValued(made, e.if_true, e.if_false) if isinstance(e, TwoValued) else made
 
 
 def _common(stacks: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:

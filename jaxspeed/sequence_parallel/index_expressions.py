@@ -3,7 +3,7 @@
 An expression says how each element of an array follows from its indices and from the elements of
 other arrays at the same indices. `tril`, `iota_q >= iota_k`, a table in numpy and `1 - mask` times
 -1e9 become comparable: a boolean is a combination of bands of index differences and of conditions
-on other arrays, and a bias of two values is a `Choice` between them.
+on other arrays, and a bias of two values is a `TwoValued` between them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
-from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.traverse import JaxprEqn, is_var
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 _LARGEST_TABLE = 1 << 27  # elements of a constant that is compared with the formula of a mask
@@ -53,7 +52,7 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Element:
     """The element of another array of the program; its dims, by the dims of this one."""
 
     variable: Any
@@ -68,7 +67,7 @@ class AtLeastZero:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TwoValued:
     """One of two numbers."""
 
     condition: Expression
@@ -77,7 +76,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Op:
+class Operation:
     """An operation on the elements of expressions: and, or, not, abs, or a comparison."""
 
     name: str
@@ -85,49 +84,55 @@ class Op:
     terms: int = 1
 
 
-Expression = Const | Affine | Leaf | AtLeastZero | Choice | Op
+Expression = Const | Affine | Element | AtLeastZero | TwoValued | Operation
 
 TRUE, FALSE = Const(True), Const(False)
 
 
 def terms(e: Expression) -> int:
-    if isinstance(e, Choice):
+    if isinstance(e, TwoValued):
         return 1 + terms(e.condition)
-    return e.terms if isinstance(e, Op) else 1
+    return e.terms if isinstance(e, Operation) else 1
 
 
 def _op(name: str, *operands: Expression) -> Expression:
-    return Op(name, operands, 1 + sum(map(terms, operands)))
+    return Operation(name, operands, 1 + sum(map(terms, operands)))
 
 
 def depends(e: Expression) -> frozenset[Any]:
     """The dims along which an expression may vary."""
     if isinstance(e, Affine):
         return frozenset(dim for dim, _ in e.factors)
-    if isinstance(e, Leaf):
+    if isinstance(e, Element):
         return frozenset(dim for dim in e.dims if dim is not None)
     if isinstance(e, AtLeastZero):
         return depends(e.of)
-    if isinstance(e, Choice):
+    if isinstance(e, TwoValued):
         return depends(e.condition)
-    return frozenset().union(*map(depends, e.operands)) if isinstance(e, Op) else frozenset()
+    return frozenset().union(*map(depends, e.operands)) if isinstance(e, Operation) else frozenset()
 
 
-def leaves(e: Expression) -> list[Leaf]:
-    if isinstance(e, Leaf):
+def leaves(e: Expression) -> list[Element]:
+    if isinstance(e, Element):
         return [e]
-    inner = (e.condition,) if isinstance(e, Choice) else e.operands if isinstance(e, Op) else ()
+    inner = (
+        (e.condition,)
+        if isinstance(e, TwoValued)
+        else e.operands
+        if isinstance(e, Operation)
+        else ()
+    )
     return [leaf for each in inner for leaf in leaves(each)]
 
 
 def with_leaves(e: Expression, new: Callable[[Any], Any]) -> Expression:
     """The expression of `new` of the arrays that this one reads."""
-    if isinstance(e, Leaf):
-        return Leaf(new(e.variable), e.dims)
-    if isinstance(e, Choice):
-        return Choice(with_leaves(e.condition, new), e.if_true, e.if_false)
-    if isinstance(e, Op):
-        return Op(e.name, tuple(with_leaves(x, new) for x in e.operands), e.terms)
+    if isinstance(e, Element):
+        return Element(new(e.variable), e.dims)
+    if isinstance(e, TwoValued):
+        return TwoValued(with_leaves(e.condition, new), e.if_true, e.if_false)
+    if isinstance(e, Operation):
+        return Operation(e.name, tuple(with_leaves(x, new) for x in e.operands), e.terms)
     return e
 
 
@@ -139,16 +144,16 @@ def with_dims(e: Expression, new: Callable[[Any], Any]) -> Expression:
         for each in moved:
             out = out.plus(each)
         return out
-    if isinstance(e, Leaf):
-        return Leaf(e.variable, tuple(None if d is None else new(d) for d in e.dims))
+    if isinstance(e, Element):
+        return Element(e.variable, tuple(None if d is None else new(d) for d in e.dims))
     if isinstance(e, AtLeastZero):
         inner = with_dims(e.of, new)
         assert isinstance(inner, Affine)
         return at_least_zero(inner)
-    if isinstance(e, Choice):
-        return Choice(with_dims(e.condition, new), e.if_true, e.if_false)
-    if isinstance(e, Op):
-        return Op(e.name, tuple(with_dims(x, new) for x in e.operands), e.terms)
+    if isinstance(e, TwoValued):
+        return TwoValued(with_dims(e.condition, new), e.if_true, e.if_false)
+    if isinstance(e, Operation):
+        return Operation(e.name, tuple(with_dims(x, new) for x in e.operands), e.terms)
     return e
 
 
@@ -164,12 +169,12 @@ def negated(e: Expression) -> Expression:
         return Const(not e.value)
     if isinstance(e, AtLeastZero):
         return at_least_zero(e.of.times(-1).plus(Const(-1)))
-    if isinstance(e, Op) and e.name == "not":
+    if isinstance(e, Operation) and e.name == "not":
         return e.operands[0]
-    if isinstance(e, Op) and e.name in ("and", "or"):
+    if isinstance(e, Operation) and e.name in ("and", "or"):
         return (either if e.name == "and" else both)(*map(negated, e.operands))
-    if isinstance(e, Op) and e.name in ("eq", "ne"):
-        return Op("ne" if e.name == "eq" else "eq", e.operands, e.terms)
+    if isinstance(e, Operation) and e.name in ("eq", "ne"):
+        return Operation("ne" if e.name == "eq" else "eq", e.operands, e.terms)
     return _op("not", e)
 
 
@@ -191,7 +196,7 @@ def either(a: Expression, b: Expression) -> Expression:
 
 def conjuncts(e: Expression) -> list[Expression]:
     """The conditions that are all true where `e` is."""
-    if isinstance(e, Op) and e.name == "and":
+    if isinstance(e, Operation) and e.name == "and":
         return [each for operand in e.operands for each in conjuncts(operand)]
     return [] if e == TRUE else [e]
 
@@ -199,7 +204,7 @@ def conjuncts(e: Expression) -> list[Expression]:
 def _nonzero(e: Expression) -> Expression | None:
     if isinstance(e, Const):
         return Const(bool(e.value))
-    if isinstance(e, Choice):
+    if isinstance(e, TwoValued):
         return _chosen(e.condition, bool(e.if_true), bool(e.if_false))
     return None
 
@@ -283,7 +288,7 @@ def _converted(e: Expression, old: Any, new: Any) -> Expression | None:
     if old.dtype == bool:
         if isinstance(e, Const):
             return Const(_in(int(e.value), new))
-        return Choice(e, _in(1, new), _in(0, new))
+        return TwoValued(e, _in(1, new), _in(0, new))
     if isinstance(e, Affine):
         return _exact(e, new)
     return _mapped(lambda x: x, e, new)
@@ -306,8 +311,8 @@ def _mapped(function: Callable[[Any], Any], e: Expression, out: Any) -> Expressi
         return None
     if isinstance(e, Const):
         return Const(of(e.value))
-    if isinstance(e, Choice):
-        return Choice(e.condition, of(e.if_true), of(e.if_false))
+    if isinstance(e, TwoValued):
+        return TwoValued(e.condition, of(e.if_true), of(e.if_false))
     return None
 
 
@@ -336,17 +341,17 @@ def _computed(name: str, a: Expression, b: Expression, out: Any) -> Expression |
             return _exact(scaled.times(int(by.value)), out)
         return None
     function = _ARITHMETIC[name]
-    if isinstance(a, Choice) and isinstance(b, Const):
+    if isinstance(a, TwoValued) and isinstance(b, Const):
         return _mapped(lambda x: function(x, np.asarray(b.value, x.dtype)), a, out)
-    if isinstance(a, Const) and isinstance(b, Choice):
+    if isinstance(a, Const) and isinstance(b, TwoValued):
         return _mapped(lambda x: function(np.asarray(a.value, x.dtype), x), b, out)
-    if isinstance(a, Choice) and isinstance(b, Choice):
+    if isinstance(a, TwoValued) and isinstance(b, TwoValued):
         if {a.if_true, b.if_true} != {1} or {a.if_false, b.if_false} != {0}:
             return None
         if name in ("mul", "min"):
-            return Choice(both(a.condition, b.condition), a.if_true, a.if_false)
+            return TwoValued(both(a.condition, b.condition), a.if_true, a.if_false)
         if name == "max":
-            return Choice(either(a.condition, b.condition), a.if_true, a.if_false)
+            return TwoValued(either(a.condition, b.condition), a.if_true, a.if_false)
     return None
 
 
@@ -355,7 +360,7 @@ def _compared(name: str, a: Expression, b: Expression) -> Expression | None:
         return _compared(_FLIPPED[name], b, a)
     if isinstance(a, Const) and isinstance(b, Const):
         return Const(bool(_COMPARE[name](a.value, b.value)))
-    if isinstance(a, Choice) and isinstance(b, Const):
+    if isinstance(a, TwoValued) and isinstance(b, Const):
         values = (bool(_COMPARE[name](x, b.value)) for x in (a.if_true, a.if_false))
         return _chosen(a.condition, *values)
     if isinstance(b, Const) and isinstance(b.value, bool) and name in ("eq", "ne"):
@@ -364,7 +369,12 @@ def _compared(name: str, a: Expression, b: Expression) -> Expression | None:
         if isinstance(b, Const) and b.value != b.value // 1:
             return None
         return _sign(name, a.plus(b, -1))
-    if isinstance(a, Op) and a.name == "abs" and isinstance(b, Const) and name in ("lt", "le"):
+    if (
+        isinstance(a, Operation)
+        and a.name == "abs"
+        and isinstance(b, Const)
+        and name in ("lt", "le")
+    ):
         (inner,) = a.operands
         assert isinstance(inner, Affine)
         most = int(b.value) - (name == "lt") if b.value == b.value // 1 else None
@@ -372,7 +382,7 @@ def _compared(name: str, a: Expression, b: Expression) -> Expression | None:
             return None
         up, down = (inner.times(s).plus(Const(most)) for s in (-1, 1))
         return both(at_least_zero(up), at_least_zero(down))
-    if isinstance(a, Op) and a.name == "abs" and name in ("gt", "ge"):
+    if isinstance(a, Operation) and a.name == "abs" and name in ("gt", "ge"):
         inside = _compared("le" if name == "gt" else "lt", a, b)
         return None if inside is None else negated(inside)
     return _op(name, a, b)
@@ -399,7 +409,7 @@ def _boolean(name: str, given: Sequence[Expression], out: Any) -> Expression | N
         if out.dtype == bool:
             return either(both(condition, if_true), both(negated(condition), if_false))
         if isinstance(if_true, Const) and isinstance(if_false, Const):
-            return Choice(condition, if_true.value, if_false.value)
+            return TwoValued(condition, if_true.value, if_false.value)
         return None
     if out.dtype != bool:
         return None
@@ -428,16 +438,16 @@ def _moved(e: Expression, places: Mapping[int, int | None]) -> Expression:
     if isinstance(e, Affine):
         kept = ((places[d], f) for d, f in e.factors if places[d] is not None)
         return Affine(tuple(sorted(kept)), e.constant)
-    if isinstance(e, Leaf):
-        return Leaf(e.variable, tuple(None if d is None else places[d] for d in e.dims))
+    if isinstance(e, Element):
+        return Element(e.variable, tuple(None if d is None else places[d] for d in e.dims))
     if isinstance(e, AtLeastZero):
         inner = _moved(e.of, places)
         assert isinstance(inner, Affine)
         return at_least_zero(inner)
-    if isinstance(e, Choice):
-        return Choice(_moved(e.condition, places), e.if_true, e.if_false)
-    if isinstance(e, Op):
-        return Op(e.name, tuple(_moved(x, places) for x in e.operands), e.terms)
+    if isinstance(e, TwoValued):
+        return TwoValued(_moved(e.condition, places), e.if_true, e.if_false)
+    if isinstance(e, Operation):
+        return Operation(e.name, tuple(_moved(x, places) for x in e.operands), e.terms)
     return e
 
 
@@ -487,12 +497,12 @@ def _shifted(e: Expression, start: Sequence[int], strides: Sequence[int]) -> Exp
     if isinstance(e, AtLeastZero):
         inner = _shifted(e.of, start, strides)
         return at_least_zero(inner) if isinstance(inner, Affine) else None
-    if isinstance(e, Choice):
+    if isinstance(e, TwoValued):
         found = _shifted(e.condition, start, strides)
-        return None if found is None else Choice(found, e.if_true, e.if_false)
-    if isinstance(e, Op):
+        return None if found is None else TwoValued(found, e.if_true, e.if_false)
+    if isinstance(e, Operation):
         inside = [_shifted(x, start, strides) for x in e.operands]
-        return None if None in inside else Op(e.name, tuple(inside), e.terms)  # type: ignore[arg-type]
+        return None if None in inside else Operation(e.name, tuple(inside), e.terms)  # type: ignore[arg-type]
     return e
 
 
@@ -514,7 +524,7 @@ def of_atom(atom: Any) -> Expression:
     if not is_var(atom):
         return of_value(atom.val) or Const(0)
     shape = getattr(atom.aval, "shape", ())
-    return Leaf(atom, tuple(d if n != 1 else None for d, n in enumerate(shape)))
+    return Element(atom, tuple(d if n != 1 else None for d, n in enumerate(shape)))
 
 
 def known_value(value: Any) -> Expression | None:
@@ -547,7 +557,7 @@ def of_value(value: Any) -> Expression | None:
     low, high = x.min(), x.max()
     if np.all((x == low) | (x == high)) and not np.isnan(low):
         condition = _band(x == high, wide)
-        return None if condition is None else Choice(condition, high.item(), low.item())
+        return None if condition is None else TwoValued(condition, high.item(), low.item())
     return None
 
 
@@ -616,7 +626,7 @@ def evaluate_expression(
             for dim, factor in e.factors:
                 total = total + factor * indices(dim)
             return total
-        if isinstance(e, Leaf):
+        if isinstance(e, Element):
             x = value_of(e.variable)
             kept = [d for d, dim in enumerate(e.dims) if dim is not None]
             x = lax.squeeze(x, [d for d in range(x.ndim) if d not in kept])
@@ -627,7 +637,7 @@ def evaluate_expression(
             return lax.expand_dims(x, [i for i in range(len(dims)) if i not in here])
         if isinstance(e, AtLeastZero):
             return of(e.of) >= 0
-        if isinstance(e, Choice):
+        if isinstance(e, TwoValued):
             return jnp.where(of(e.condition), e.if_true, e.if_false)
         values = [of(x) for x in e.operands]
         return _EVALUATED[e.name](*values)

@@ -20,9 +20,9 @@ from jaxspeed.sequence_parallel.index_expressions import (
     Affine,
     AtLeastZero,
     Const,
+    Element,
     Expression,
-    Leaf,
-    Op,
+    Operation,
     both,
     conjuncts,
     depends,
@@ -77,7 +77,9 @@ class MaskForm:
             made.append(jnp.broadcast_to(value, shape).reshape(-1, sizes[position]))
         return made[0], made[1]
 
-    def by_ids(self, condition: Expression, of: tuple[Leaf, Leaf], q: Any, k: Any) -> Expression:
+    def by_ids(
+        self, condition: Expression, of: tuple[Element, Element], q: Any, k: Any
+    ) -> Expression:
         """One of the conditions, with `of`, the ids of queries and keys, for what is not a band."""
         made: Expression = TRUE
         for each in conjuncts(condition):
@@ -85,11 +87,11 @@ class MaskForm:
             if kind == "band":
                 made = both(made, each)
             elif kind == "equal":
-                made = both(made, Op("eq", of, 3))
+                made = both(made, Operation("eq", of, 3))
             elif kind == "queries":
-                made = both(made, Op("ne", (of[0], Const(BLIND_QUERY)), 3))
+                made = both(made, Operation("ne", (of[0], Const(BLIND_QUERY)), 3))
             else:
-                made = both(made, Op("ne", (of[1], Const(HIDDEN_KEY)), 3))
+                made = both(made, Operation("ne", (of[1], Const(HIDDEN_KEY)), 3))
         return made
 
 
@@ -121,7 +123,7 @@ def mask_form(
         elif kind == "keys":
             keys = both(keys, each)
         else:
-            assert isinstance(each, Op)
+            assert isinstance(each, Operation)
             a, b = each.operands
             pair = (a, b) if k in depends(b) else (b, a)
             if equal is not None and equal != pair:
@@ -149,7 +151,7 @@ def _kind(condition: Expression, q: Any, k: Any) -> str | None:
     if isinstance(condition, AtLeastZero):
         factors = dict(condition.of.factors)
         return "band" if factors in ({q: 1, k: -1}, {q: -1, k: 1}) else None
-    if isinstance(condition, Op) and condition.name == "eq":
+    if isinstance(condition, Operation) and condition.name == "eq":
         a, b = map(depends, condition.operands)
         apart = (q in a) != (k in a) and (q in b) != (k in b)
         return "equal" if apart else None
@@ -176,12 +178,12 @@ def _band(low: int, high: int, least: int, most: int) -> Mask | None:
 
 def _has_int32(ids: Expression) -> bool:
     """Whether all ids are integers that int32 has."""
-    if isinstance(ids, Leaf):
+    if isinstance(ids, Element):
         dtype = ids.variable.aval.dtype
         is_int = jnp.issubdtype(dtype, jnp.integer)
         return jnp.issubdtype(dtype, jnp.bool_) or (
             is_int and jnp.iinfo(dtype).max <= jnp.iinfo(jnp.int32).max
         )
-    if isinstance(ids, Op):
+    if isinstance(ids, Operation):
         return ids.name != "abs" or all(map(_has_int32, ids.operands))
     return isinstance(ids, (Affine, AtLeastZero))

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
-from jaxspeed.jaxpr.traverse import bodies, is_var
+from jaxspeed.jaxpr.traverse import JaxprEqn, bodies, is_var
 from jaxspeed.sequence_parallel.index_expressions import (
-    Choice,
     Const,
     Expression,
+    TwoValued,
     negated,
     of_atom,
 )
@@ -202,7 +200,7 @@ def _with_known(name: str, x: State, other: Expression, first: int) -> State:
         if isinstance(x, Scores) and (name == "mul" or (name == "div" and first == 0)):
             return _scaled(x, value if name == "mul" else 1 / value)
         return x if isinstance(x, Scores) and name in ("add", "sub") and value == 0 else None
-    if not isinstance(other, Choice) or not isinstance(x, Scores) or x.in_tanh:
+    if not isinstance(other, TwoValued) or not isinstance(x, Scores) or x.in_tanh:
         return None
     if name == "add" or (name == "sub" and first == 0):
         sign = 1 if name == "add" else -1
@@ -239,7 +237,8 @@ def _filled(eqn: JaxprEqn, first: int, x: State, known: Callable[[Any], Expressi
     if not isinstance(x, Scores) or x.in_tanh or first == 0 or len(eqn.invars) != 3:
         return None
     condition, fill = known(eqn.invars[0]), known(eqn.invars[3 - first])
-    if not isinstance(fill, Const) or fill.value > _HIDES or eqn.invars[0].aval.dtype != bool:
+    selector: Any = eqn.invars[0].aval
+    if not isinstance(fill, Const) or fill.value > _HIDES or selector.dtype != bool:
         return None
     visible = condition if first == 2 else negated(condition)
     return _hidden(x, Hidden(visible, float(fill.value), False))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxspeed.jaxpr.evaluate import as_function, run_equation
 from jaxspeed.jaxpr.traverse import bodies, is_var
+from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
 from jaxspeed.ops.attention_call import AttentionForm, attention_call, body_of
 from jaxspeed.ops.mask import Mask
 from jaxspeed.sequence_parallel import LowProducts, with_attention_calls
@@ -459,6 +460,33 @@ def test_operands_have_the_dtype_of_automatic_mixed_precision() -> None:
     np.testing.assert_array_equal(body_of(call)(*rounded), expected)
 
 
+def test_mixed_precision_computes_what_it_does_without_calls() -> None:
+    autocast = Autocast(jnp.bfloat16)
+    low = LowProducts(
+        jnp.bfloat16,
+        lambda eqn: lowers(eqn, autocast),
+        lambda closed: with_autocast(closed, autocast, {}),
+    )
+
+    def function(x: Array, w: Array) -> Array:
+        q, k, v = jnp.split(jnp.einsum("bshd,de->bshe", x, w), 3, -1)
+        return plain(q, k, v, tril(), fill=-1e9)
+
+    args = (Q, normal(D, 3 * D))
+    closed = jax.make_jaxpr(function)(*args)
+    made, _ = with_attention_calls(closed, low)
+    assert len(calls(made)) == 1
+    expected, found = (
+        as_function(each.jaxpr, each.consts)(*args)[0]
+        for each in (
+            with_autocast(closed, autocast, {}),
+            with_autocast(closed.replace(jaxpr=made), autocast, {}),
+        )
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert np.abs(expected - function(*args)).max() > 1e-3  # the precision is lower indeed
+
+
 # -- left alone ------------------------------------------------------------------------------------
 
 
@@ -549,15 +577,8 @@ def combined(names: list[tuple[str, int, bool]]) -> Any:
     return mask
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(sorted(CONDITIONS)), st.integers(-2, 4), st.booleans()),
-        min_size=1,
-        max_size=3,
-    )
-)
-def test_the_mask_of_a_kernel_form_is_that_of_the_model(names: list[Any]) -> None:
+def check_mask(names: list[tuple[str, int, bool]]) -> bool:
+    """Whether a kernel form is claimed; if so, its mask is that of the model."""
     mask = combined(names)
 
     def function(q: Array, k: Array, v: Array, ids: Array) -> Array:
@@ -567,11 +588,41 @@ def test_the_mask_of_a_kernel_form_is_that_of_the_model(names: list[Any]) -> Non
     closed, made, (call,), _ = rewritten(function, *args)
     form = call.params["form"]
     if form.rows is not None:
-        return
-    ids = [jnp.zeros((B, S))] * 2
+        return False
+    ids = [np.zeros((B, S))] * 2
     if form.segments:
         ids = as_function(made.replace(outvars=call.invars[3:]), closed.consts)(*args)
-    seen = form.mask.dense(S, S) & (ids[0][:, :, None] == ids[1][:, None])
-    np.testing.assert_array_equal(seen, mask(SEGMENTS))
-    if form.blind == "undefined":
-        assert np.asarray(seen).any(-1).all()
+    queries, keys = map(np.asarray, ids)
+    seen = np.asarray(form.mask.dense(S, S)) & (queries[:, :, None] == keys[:, None])
+    np.testing.assert_array_equal(seen, mask(SEGMENTS), err_msg=str(names))
+    assert form.blind == "mean" or seen.any(-1).all(), names
+    return True
+
+
+def test_which_single_conditions_kernels_take() -> None:
+    taken = {
+        (name, c, inverted)
+        for name in CONDITIONS
+        for c in (-1, 0, 1, 2)
+        for inverted in (False, True)
+        if check_mask([(name, c, inverted)])
+    }
+    of_ids = {(name, c, False) for name in ("same", "chunks") for c in (-1, 0, 1, 2)}
+    of_one = {(n, c, i) for n in ("keys", "queries") for c in (-1, 0, 1, 2) for i in (False, True)}
+    causal = {("ge", 0, False), ("gt", 1, False), ("table", 0, False), ("window", -1, True)}
+    near = {("near", c, False) for c in (1, 2)} | {("far", c, True) for c in (1, 2)}
+    assert taken - {t for t in taken if t[0] in ("near", "far") and t[1] < 1} == (
+        of_ids | of_one | causal | near
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(CONDITIONS)), st.integers(-2, 4), st.booleans()),
+        min_size=2,
+        max_size=3,
+    )
+)
+def test_the_mask_of_a_kernel_form_is_that_of_the_model(names: list[Any]) -> None:
+    check_mask(names)
