@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.axes import AXES, TENSOR, axis_names, sample_axes
+from jaxspeed.axes import AXES, SEQ, TENSOR, axis_names, sample_axes
 from jaxspeed.config import Config, load_config, match
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
@@ -49,6 +49,7 @@ from jaxspeed.user_models.config_model import resolve_model
 
 WORKERS = 2
 MAX_COMPILED = 4  # candidates
+LONG, MAX_SEQ = 32768, 64  # tokens from which sequences are sharded, and devices of one
 _MAX_REASON = 160  # characters of a refusal's reason
 
 Progress = Callable[[str], None]
@@ -170,11 +171,30 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
             axis: tuple(sorted({1, sizes[axis], *(_dividing(axis, program, target.count) or ())}))
             for axis in sample_axes()
             if AXES[axis].dims
-        },
+        }
+        | {SEQ: _sequence_degrees(problem)},
     )
     if tuning.has("fast") and tuning.fast:
         return replace(space, changing=FAST)
     return space
+
+
+def _sequence_degrees(problem: SearchProblem) -> tuple[int, ...]:
+    """Sizes of the axis of sequences, inside of a node or slice.
+
+    Another than the config's only for batches of tokens, where sequences are long or there are more
+    devices than samples.
+    """
+    target, base = problem.target, problem.base.seq
+    tokens = problem.batch.get("tokens")
+    if tokens is None or len(tokens.shape) != 2:
+        return (base,)
+    length = tokens.shape[1] - ("targets" not in problem.batch)
+    if base == 1 and length < LONG and problem.samples >= target.count:
+        return (1,)
+    within = target.slice_count if target.topology else target.node
+    sizes = (n for n in divisors(within) if n <= MAX_SEQ and length % n == 0)
+    return tuple(sorted({1, base, *sizes}))
 
 
 def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]:

@@ -429,7 +429,7 @@ class TiledLoop:
             buffers, totals = carry
             now = dict(zip(homes, buffers, strict=True))
             tile = [
-                self._cut(now.get(i, x), dim, start, count)
+                self._read(now.get(i, x), dim, start, count)
                 for i, (x, dim) in enumerate(zip(arrays, dims, strict=True))
             ]
             made, terms = body(count * self.shards, tile)
@@ -450,7 +450,7 @@ class TiledLoop:
         buffers, totals = carry
         return buffers, [x.astype(like.dtype) for x, like in zip(totals, sums, strict=True)]
 
-    def _cut(self, x: jax.Array, dim: int, start: Any, count: int) -> jax.Array:
+    def _read(self, x: jax.Array, dim: int, start: Any, count: int) -> jax.Array:
         """A tile of every shard."""
         x, rows = self._by_shard(x, dim), x.shape[dim] // self.size
         x = lax.dynamic_slice_in_dim(x, start * rows, count * rows, dim + (self.shards > 1))

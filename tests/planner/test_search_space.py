@@ -236,3 +236,11 @@ def test_so_many_candidates_are_estimated(monkeypatch):
     source, program, shapes, target = asked(**few)
     found = search_run(source, program, shapes, target, seconds=60, patience=1)
     assert len(found.candidates) == 3 < found.considered
+
+
+def test_sizes_of_the_axis_of_sequences_are_searched_where_they_are_degrees():
+    space = space_of(PLAIN, 8, layers=6, tensor=(1, 2), degrees={"seq": (1, 2, 8, 16)})
+    found = {choice.mesh: choice.sizes for choice in space.all()}.values()
+    assert {sizes["seq"] for sizes in found} == {1, 2, 8}
+    assert all(math.prod(sizes.values()) == 8 for sizes in found)
+    assert any(sizes["seq"] == 2 == sizes["tensor"] for sizes in found)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxspeed.axes import TENSOR, copying_axes, storing_axes
+from jaxspeed.axes import SEQ, TENSOR, copying_axes, storing_axes
 from jaxspeed.hardware.targets import Target
 from jaxspeed.planner.memory.components import MAY_BE_BELOW
 from jaxspeed.planner.search.candidate import NONE, Choice
@@ -92,6 +92,7 @@ class CostModel:
         # Half of the matmul results are sharded over tensor, the others only with sequence
         # parallelism.
         num_shards = at.tensor if at.sequence else 2 * at.tensor / (1 + at.tensor)
+        num_shards *= at.seq
         everything = s.saved_by(NONE).bytes / num_shards
         saved = s.saved_by(at.recompute).bytes / num_shards
         group = json.loads(at.recompute)["every_n"] if "every_n" in at.recompute else 1
@@ -118,9 +119,9 @@ class CostModel:
         recomputed = s.saved_by(at.recompute).recomputed
         if at.pipe > 1 and at.stage_saves == "stage":
             recomputed += s.forward
-        devices = at.ranks * at.pipe * at.tensor
+        devices = at.ranks * at.pipe * at.seq * at.tensor
         flops = self.samples * (3 * s.forward + recomputed) / devices
-        rows = at.micro * self.tokens
+        rows = at.micro * self.tokens / at.seq
         fraction = PEAK_FRACTION * rows / (rows + _SMALL / 8) * (0.97 ** math.log2(at.tensor))
         micros = at.accumulation(self.samples)
         weights = s.parameters / (at.pipe * at.tensor)
@@ -130,6 +131,7 @@ class CostModel:
             chunks = at.chunks if at.schedule == "interleaved" else 1
             compute *= PIPELINE_OVERHEAD * (1 + (at.pipe - 1) / (micros * chunks))
         exposed = compute + self._of_tensor(at, micros) + self._of_update(at)
+        exposed += self._of_attention(at, micros)
         overlapped = max(self._of_data(at, micros), self._of_host(at, micros, saved_host))
         return exposed + max(0.0, overlapped - OVERLAPPED * compute) + 0.1 * overlapped
 
@@ -138,8 +140,17 @@ class CostModel:
         if at.tensor == 1:
             return 0.0
         s = self.sizes
-        bytes_ = 4 * 2 * s.unit_inputs / at.pipe * at.micro * micros * (at.tensor - 1) / at.tensor
+        size = s.unit_inputs / (at.pipe * at.seq) * at.micro * micros
+        bytes_ = 4 * 2 * size * (at.tensor - 1) / at.tensor
         return bytes_ / self._speed(at, (TENSOR,), at.tensor)
+
+    def _of_attention(self, at: Choice, micros: int) -> float:
+        """Exchanges over `seq`, in three passes: at most four arrays like a unit's input."""
+        if at.seq == 1:
+            return 0.0
+        size = self.sizes.unit_inputs / (at.pipe * at.seq * at.tensor) * at.micro * micros
+        bytes_ = 3 * 4 * size * (at.seq - 1) / at.seq
+        return bytes_ / self._speed(at, (SEQ,), at.seq * at.tensor)
 
     def _of_data(self, at: Choice, micros: int) -> float:
         """All-gathers of parameters and reductions of gradients."""

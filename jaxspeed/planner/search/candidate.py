@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxspeed.axes import (
     PIPE,
+    SEQ,
     TENSOR,
     axis_names,
     copying_axes,
@@ -99,6 +100,10 @@ class Choice:
     @cached_property
     def tensor(self) -> int:
         return self.sizes[TENSOR]
+
+    @cached_property
+    def seq(self) -> int:
+        return self.sizes[SEQ]
 
     @cached_property
     def ranks(self) -> int:

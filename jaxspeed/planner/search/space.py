@@ -1,5 +1,6 @@
 """`Space`: all choices for a model on a target, and their neighbourhoods."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -9,6 +10,7 @@ from jaxspeed.axes import (
     AXES,
     DATA,
     PIPE,
+    SEQ,
     TENSOR,
     axis_names,
     copying_axes,
@@ -57,7 +59,8 @@ class Space:
       offload: whether offloading is allowed.
       micro: the smallest and the largest micro-batch.
       changing: the fields that may differ from the base's.
-      degrees: sizes of the axes that shard samples and dims of the model, such as experts.
+      degrees: sizes of `seq`, and of the axes that shard samples and dims of the model, such as
+        experts.
     """
 
     base: Choice
@@ -78,31 +81,32 @@ class Space:
         """Sizes of `axis_names()`; the first of equals wins, so split dims come last."""
         if "mesh" not in self.changing:
             return (self.base.mesh,)
-        varied = {PIPE, TENSOR, *sample_axes()}
+        varied = {PIPE, SEQ, TENSOR, *sample_axes()}
         kept = {axis: n for axis, n in self.base.sizes.items() if axis not in varied}
         free = self.devices // product(kept, kept)
-        tensors = self.tensor
         found = dict.fromkeys([self.base.mesh])
-        for tensor in tensors:
-            for pipe in divisors(free // tensor) if free % tensor == 0 else ():
+        of_sequences = self.degrees.get(SEQ, (self.base.sizes[SEQ],))
+        for tensor, seq in itertools.product(self.tensor, of_sequences):
+            near = tensor * seq
+            for pipe in divisors(free // near) if free % near == 0 else ():
                 # Padding layers waste compute.
                 if pipe > 1 and (not self.layers or self.layers % pipe):
                     continue
-                ranks = free // tensor // pipe
-                for of_samples in self._of_samples(ranks, tensor):
-                    sizes = {**kept, **of_samples, PIPE: pipe, TENSOR: tensor}
+                ranks = free // near // pipe
+                for of_samples in self._of_samples(ranks, near):
+                    sizes = {**kept, **of_samples, PIPE: pipe, SEQ: seq, TENSOR: tensor}
                     mesh = tuple(sizes[axis] for axis in axis_names())
                     if self.samples % ranks == 0 and mesh not in found and self.holds(mesh):
                         found[mesh] = None
         return tuple(sorted(found, key=self.splits))
 
-    def _of_samples(self, ranks: int, tensor: int) -> list[dict[str, int]]:
+    def _of_samples(self, ranks: int, near: int) -> list[dict[str, int]]:
         """Candidate sizes of the axes that shard samples.
 
         Of an axis that replicates state: 1, the config's, or one replica per node. Of one that
         stores it any divisor, or one of its `degrees`; `data` takes the remaining ranks.
         """
-        inside = max(1, self.node // tensor)
+        inside = max(1, self.node // near)
         of_node = ranks // inside if ranks % inside == 0 and inside > 1 else 1
         found: list[dict[str, int]] = [{}]
         for axis in sample_axes():
