@@ -1,5 +1,6 @@
-"""Programs of mixtures, compiled for a TPU topology."""
+"""Programs of mixtures, compiled for absent devices: kernels, a layer, and a step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,10 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.config import load_config
 from jaxspeed.hlo import collectives, largest_buffers
 from jaxspeed.ops.moe import Routing, mixture
 from jaxspeed.ops.moe import grouped_products as products
 from jaxspeed.placement import build_mesh
+from jaxspeed.train.build import build_program
+from jaxspeed.train.program import Program
+from jaxspeed.user_models.config_model import resolve_model
+from tests.system.measured import measure
 
 EXPERTS, K, EMBED, MLP = 16, 2, 512, 1024
 BATCH, SEQ = 2, 256  # samples of a device, and their tokens
@@ -99,6 +105,45 @@ def gradients_of_layer(mesh: Any, sizes: dict[str, int]) -> dict[str, Any]:
         ],
         "largest": [[b.dtype, list(b.shape)] for b in largest_buffers(text, 4)],
     }
+
+
+LAYERS = 2
+
+
+def program(
+    devices: Sequence[jax.Device], mesh: dict[str, int], accumulation: int = 1, stage: int = 2
+) -> tuple[Program, Any]:
+    """A Mixtral's step with the sizes above, without remat, and the shapes of its batch."""
+    config = load_config(
+        {
+            "model": {
+                "family": "mixtral",
+                "config": {
+                    "hidden_size": EMBED,
+                    "num_hidden_layers": LAYERS,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 4,
+                    "intermediate_size": MLP,
+                    "num_experts": EXPERTS,
+                    "num_experts_per_tok": K,
+                    "vocab_size": 512,
+                },
+            },
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_accumulation_steps": accumulation,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "mesh": mesh,
+            "zero_optimization": {"stage": stage},
+        }
+    )
+    made = build_program(config, *resolve_model(config), devices=devices)
+    return made, {"tokens": jax.ShapeDtypeStruct((made.batch.train, SEQ + 1), jnp.int32)}
+
+
+def step(devices: Sequence[jax.Device], **given: Any) -> dict[str, Any]:
+    """What a Mixtral's step compiles to."""
+    return measure(*program(devices, **given))
 
 
 if __name__ == "__main__":
