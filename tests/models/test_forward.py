@@ -122,6 +122,35 @@ def test_packed_documents_give_the_losses_of_each_alone(family):
     assert float(total) == pytest.approx(sum(float(t) for t, _ in alone), rel=1e-5)
 
 
+def test_a_classifier_scores_the_last_token_before_padding_or_of_the_mask():
+    built, model = make("llama_classifier")
+    tokens = np.maximum(TOKENS, 1)
+    padded, lengths = tokens.copy(), np.array([[9], [17]])
+    padded[np.arange(17) >= lengths] = 0
+    scores = np.asarray(model(padded), np.float64)
+    close(scores[0], np.asarray(model(tokens[:1, :9]), np.float64)[0], 1e-6)
+    np.testing.assert_array_equal(model(tokens, mask=np.arange(17) < lengths), scores)
+    labels = np.array([2, -100])
+    total, weight = built.loss(model, {"tokens": padded, "labels": labels})
+    assert weight == 1
+    assert float(total) == pytest.approx(-np.log(reference.softmax(scores)[0, 2]), rel=1e-5)
+    *_, found = built.loss(model, {"tokens": padded, "labels": scores.argmax(-1)}, train=False)
+    assert found["accuracy"] == 1
+    real = np.ones((2, 3), np.float32)
+    total, weight = built.loss(model, {"tokens": padded, "labels": real})
+    assert weight == 2
+    assert float(total) == pytest.approx(((scores - 1) ** 2).mean(-1).sum(), rel=1e-5)
+
+
+def test_a_reward_models_loss_is_the_squared_error_of_its_score():
+    built, model = make("llama_classifier", "tiny-reward")
+    rewards = np.array([0.5, -2.0], np.float32)
+    scores = np.asarray(model(TOKENS), np.float64)[:, 0]
+    total, weight = built.loss(model, {"tokens": TOKENS, "labels": rewards})
+    assert weight == 2
+    assert float(total) == pytest.approx(((scores - rewards) ** 2).sum(), rel=1e-5)
+
+
 def test_masked_and_given_targets_are_what_counts():
     built, model = make("gpt2")
     mask = np.zeros((2, 17), int)
