@@ -51,6 +51,7 @@ FAMILIES: dict[str, str] = {
     "deepseek": "jaxspeed.models.deepseek",
     "gpt_oss": "jaxspeed.models.gpt_oss",
     "llama_classifier": "jaxspeed.models.llama_classifier",
+    "bert": "jaxspeed.models.bert",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -87,15 +88,15 @@ MODEL_TYPES: dict[str, str] = {
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "gpt_oss": "gpt_oss",
+    "bert": "bert",
     "vit": "vit",
 }
 # Models with images, of which the language model is read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
-# Of types in MODEL_TYPES, the families with scores of the last token (SCORED) in place of a head.
+# The families of classifiers (SCORED) of these types.
 CLASSIFIERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama_classifier")
+CLASSIFIERS["bert"] = "bert"
 SCORED = "ForSequenceClassification"
-# What tensors of all experts of a layer are named in folders of transformers 5's own form.
-FUSED_EXPERTS = ".experts.gate_up_proj"
 # Families with a form in Hugging Face's files.
 HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
@@ -177,8 +178,9 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     if hasattr(config, "vocab_size"):
         check_vocabulary(opened, config.vocab_size)
     table = form.table
-    if hasattr(form, "fused_table") and any(n.endswith(FUSED_EXPERTS) for n in opened.tensors):
-        table = form.fused_table
+    for ending, other in getattr(form, "OTHER_TABLES", {}).items():  # of tensors' names
+        if any(name.endswith(ending) for name in opened.tensors):
+            table = other
     return pretrained(
         lambda rngs: module.build(config, rngs), opened, table(config), module.loss, config
     )
@@ -190,9 +192,8 @@ def known() -> dict[str, dict[str, list[str]]]:
         name: {
             "model_types": [
                 kind
-                for types in (MODEL_TYPES | WITH_IMAGES, CLASSIFIERS)
-                for kind, of in types.items()
-                if of == name
+                for kind, of in (MODEL_TYPES | WITH_IMAGES).items()
+                if name in (of, CLASSIFIERS.get(kind))
             ],
             "presets": list(family(name).PRESETS),
         }

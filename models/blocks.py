@@ -45,9 +45,10 @@ def of_kinds[Value](second: Sequence[bool], first: Value, other: Value) -> tuple
 
 
 class Attention(CachedAttention):
-    """Causal attention with grouped heads.
+    """Attention with grouped heads.
 
     Args:
+      causal: whether a token sees only those before it.
       qk_norm: makes the norm of queries, and that of keys, of the sizes of their dims.
       rotate: rotates queries and keys, where a call gets rotations.
       query_scale: of rotated queries, by their positions.
@@ -68,6 +69,7 @@ class Attention(CachedAttention):
         scale: float | None = None,
         cap: float | None = None,
         sinks: bool = False,
+        causal: bool = True,
         rngs: nnx.Rngs,
     ):
         p = projections
@@ -84,7 +86,7 @@ class Attention(CachedAttention):
         self.rotate = rotate
         self.query_scale = query_scale
         self.windows = tuple(windows)
-        self.scale, self.cap = scale, cap
+        self.scale, self.cap, self.causal = scale, cap, causal
 
     def __call__(
         self,
@@ -141,7 +143,7 @@ class Attention(CachedAttention):
 
         def within(window: int | None):
             return lambda q, k, v: ops.attention(
-                q, k, v, window=window, segment_ids=segment_ids, **form
+                q, k, v, causal=self.causal, window=window, segment_ids=segment_ids, **form
             )
 
         if len(self.windows) == 1:
@@ -283,6 +285,22 @@ class NormAfter(nnx.Module):
         out = checkpoint_name(self.attn(x, *context), "attn_out")
         x = x + self.dropout(self.attn_out_norm(out))
         return x + self.dropout(self.mlp_out_norm(self.mlp(x)))
+
+
+class NormOfSum(nnx.Module):
+    """norm(x + attn(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, attn: Any, attn_norm: Any, mlp: Any, mlp_norm: Any, dropout: Any):
+        self.attn = attn
+        self.attn_norm = attn_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+        self.dropout = dropout
+
+    def __call__(self, x: jax.Array, *context: Any) -> jax.Array:
+        out = checkpoint_name(self.attn(x, *context), "attn_out")
+        x = checkpoint_name(self.attn_norm(x + self.dropout(out)), "attn_norm")
+        return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
 
 class NormBoth(nnx.Module):

@@ -22,7 +22,7 @@ from .decoder_hf import (
     write_sizes,
 )
 from .deepseek import Config
-from .mixture_hf import EXPERTS, expert_rules, fused_expert_rules
+from .mixture_hf import EXPERTS, FUSED_EXPERTS, expert_rules, fused_expert_rules
 
 MODEL_TYPES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 _METHODS = {"deepseek_v2": ("greedy", "group_limited_greedy"), "deepseek_v3": ("noaux_tc",)}
@@ -170,3 +170,6 @@ def _table(config: Config, experts: Sequence[TensorRule]) -> MappingTable:
     unread += [f"{further}.{name}.weight" for name in own]
     variables = ("expert_bias",) if config.sigmoid_scores else ()
     return replace(made, ignored=[*made.ignored, *unread], variables=variables)
+
+
+OTHER_TABLES = {FUSED_EXPERTS: fused_table}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import llama
-from .classification import class_loss
+from .classification import label_loss
 from .decoder import TINY, RotaryDecoder, rms_norm
 from .layers import Linear
 
@@ -63,13 +63,5 @@ def build(config: Config, rngs: nnx.Rngs) -> Classifier:
 
 
 def loss(model: Classifier, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
-    """(sum, weight) of the cross-entropy of `labels` [batch]; in evaluation also the accuracy.
-
-    With one score, or real labels [batch, classes], of the mean of squared errors.
-    """
-    scores = model(batch["tokens"], mask=batch.get("mask"))
-    scores, labels = scores.astype(jnp.promote_types(scores.dtype, jnp.float32)), batch["labels"]
-    if scores.shape[-1] > 1 and jnp.issubdtype(labels.dtype, jnp.integer):
-        return class_loss(scores, labels, train)
-    error = scores - labels.reshape(scores.shape).astype(scores.dtype)
-    return jnp.sum(jnp.mean(jnp.square(error), axis=-1)), jnp.asarray(len(scores), scores.dtype)
+    """(sum, weight) of `labels` [batch], or real ones [batch, classes]; see `label_loss`."""
+    return label_loss(model(batch["tokens"], mask=batch.get("mask")), batch["labels"], train)

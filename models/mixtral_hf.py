@@ -19,7 +19,14 @@ from .decoder_hf import (
     write_sizes,
 )
 from .mixtral import Config
-from .mixture_hf import EXPERTS, expert_rules, fused_expert_rules, read_balance, write_balance
+from .mixture_hf import (
+    EXPERTS,
+    FUSED_EXPERTS,
+    expert_rules,
+    fused_expert_rules,
+    read_balance,
+    write_balance,
+)
 
 MODEL_TYPES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
@@ -103,3 +110,6 @@ def fused_table(config: Config) -> MappingTable:
     """The table of a folder with the names that transformers 5 has in memory."""
     experts = fused_expert_rules(f"{BLOCK}.mlp")
     return decoder_table(config, NORMS_BEFORE, [*ATTENTION, *HEAD_NORMS, *experts])
+
+
+OTHER_TABLES = {FUSED_EXPERTS: fused_table}

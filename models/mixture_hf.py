@@ -12,6 +12,8 @@ from .mixture import MixtureSizes
 
 # Of an expert: gate, up and down.
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
+# What the gates and ups of all experts of a layer are named in transformers 5's own form.
+FUSED_EXPERTS = ".experts.gate_up_proj"
 _OURS = ("w_gate", "w_up", "w_down")
 
 

@@ -9,11 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxspeed import ops
-
-from .blocks import FeedForward, NormBefore, exact_gelu
+from .blocks import Attention, FeedForward, NormBefore, Projections, exact_gelu
 from .classification import class_loss
 from .layers import (
     LayerNorm,
@@ -81,31 +78,15 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class ViTAttention(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        c = config
-        embed = {"embed": c.hidden_size}
-        heads = {"heads": c.num_attention_heads, "head_dim": c.head_dim}
-        init = truncated_normal(c.initializer_range)
-        self.q_proj = Linear(embed, heads, init=init, rngs=rngs)
-        self.k_proj = Linear(embed, heads, init=init, rngs=rngs)
-        self.v_proj = Linear(embed, heads, init=init, rngs=rngs)
-        self.o_proj = Linear(heads, embed, init=init, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        q = checkpoint_name(self.q_proj(x), "query")  # [batch, seq, heads, head_dim]
-        k = checkpoint_name(self.k_proj(x), "key")
-        v = checkpoint_name(self.v_proj(x), "value")
-        return self.o_proj(ops.attention(q, k, v, causal=False))
-
-
 def block(config: Config, rngs: nnx.Rngs) -> NormBefore:
     c = config
     init = truncated_normal(c.initializer_range)
     mlp = c.intermediate_size or 4 * c.hidden_size
+    heads = c.num_attention_heads
+    sizes = Projections(c.hidden_size, heads, heads, c.head_dim, init, bias=True, out_bias=True)
     return NormBefore(
         norm(c, rngs),
-        ViTAttention(c, rngs=rngs),
+        Attention(sizes, causal=False, rngs=rngs),
         norm(c, rngs),
         FeedForward(c.hidden_size, mlp, exact_gelu, init=init, rngs=rngs),
         dropout(c.dropout, rngs),

@@ -8,6 +8,7 @@ from typing import Any
 from jaxspeed.interop.config_fields import Field, Fixed, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
+from .classification_hf import count_labels, write_labels
 from .vit import Config
 
 MODEL_TYPES = {"vit": "ViTForImageClassification"}
@@ -28,17 +29,13 @@ FIELDS = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    classes = values.get("id2label")
-    count = len(classes) if classes is not None else values.get("num_labels", 2)
-    return Config(**read_fields(values, FIELDS), num_classes=count)
+    return Config(**read_fields(values, FIELDS), num_classes=count_labels(values))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    names = {str(i): f"LABEL_{i}" for i in range(config.num_classes)}
     written = write_fields(config, FIELDS)
     written["intermediate_size"] = config.intermediate_size or 4 * config.hidden_size
-    labels = {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
-    return {"model_type": "vit", **written, **labels}
+    return {"model_type": "vit", **written, **write_labels(config.num_classes)}
 
 
 def table(config: Config) -> MappingTable:

@@ -168,6 +168,20 @@ def test_a_mistral_with_images_has_the_language_model_that_it_names(
         ("starcoder2", {"hidden_act": "gelu"}, "only 'gelu_pytorch_tanh' or 'gelu_new' is"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; 1, or 2 with"),
         ("falcon", {"activation": "relu"}, "only 'gelu' is"),
+        (
+            "bert",
+            {"position_embedding_type": "relative_key", "is_decoder": True},
+            "'relative_key'; only 'absolute' is supported\n  is_decoder is True; only False",
+        ),
+        (
+            "bert",
+            {
+                "architectures": ["BertForTokenClassification"],
+                "hidden_act": "gelu",
+                "tie_word_embeddings": True,
+            },
+            "BertForTokenClassification is not supported; BertForMaskedLM and",
+        ),
         ("gemma", {"architectures": ["GemmaForSequenceClassification"]}, "those of llama, mis"),
         (
             "llama",

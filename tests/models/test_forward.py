@@ -122,6 +122,62 @@ def test_packed_documents_give_the_losses_of_each_alone(family):
     assert float(total) == pytest.approx(sum(float(t) for t, _ in alone), rel=1e-5)
 
 
+def test_a_classifier_scores_the_last_token_before_padding_or_of_the_mask():
+    built, model = make("llama_classifier")
+    tokens = np.maximum(TOKENS, 1)
+    padded, lengths = tokens.copy(), np.array([[9], [17]])
+    padded[np.arange(17) >= lengths] = 0
+    scores = np.asarray(model(padded), np.float64)
+    close(scores[0], np.asarray(model(tokens[:1, :9]), np.float64)[0], 1e-6)
+    np.testing.assert_array_equal(model(tokens, mask=np.arange(17) < lengths), scores)
+    labels = np.array([2, -100])
+    total, weight = built.loss(model, {"tokens": padded, "labels": labels})
+    assert weight == 1
+    assert float(total) == pytest.approx(-np.log(reference.softmax(scores)[0, 2]), rel=1e-5)
+    *_, found = built.loss(model, {"tokens": padded, "labels": scores.argmax(-1)}, train=False)
+    assert found["accuracy"] == 1
+    real = np.ones((2, 3), np.float32)
+    total, weight = built.loss(model, {"tokens": padded, "labels": real})
+    assert weight == 2
+    assert float(total) == pytest.approx(((scores - 1) ** 2).mean(-1).sum(), rel=1e-5)
+
+
+def test_bert_masks_a_share_of_what_is_not_special_and_pads_change_nothing():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (40, 500))
+    batch = models.family("bert").masked(
+        tokens, rng, mask_token=255, vocab_size=200, special=(0, 1), share=0.2
+    )
+    chosen = batch["labels"] != -100
+    np.testing.assert_array_equal(batch["labels"][chosen], tokens[chosen])
+    np.testing.assert_array_equal(batch["tokens"][~chosen], tokens[~chosen])
+    assert not np.isin(tokens[chosen], (0, 1)).any()
+    assert chosen.mean() == pytest.approx(0.2, abs=0.01)
+    assert (batch["tokens"][chosen] == 255).mean() == pytest.approx(0.8, abs=0.02)
+    assert (batch["tokens"] == tokens)[chosen].mean() == pytest.approx(0.1, abs=0.02)
+
+    built, model = make("bert")
+    mask = np.arange(17) < [[9], [17]]
+    padded = np.where(mask, TOKENS, 0)
+    alone, seen = model(TOKENS[:1, :9]), model(padded, mask=mask)
+    close(seen[0, :9], np.asarray(alone, np.float64)[0], 1e-6)
+    labels = np.where(mask & (np.arange(17) % 4 == 0), TOKENS, -100)
+    total, weight = built.loss(model, {"tokens": padded, "mask": mask, "labels": labels})
+    assert weight == 3 + 5
+    likelihood = np.log(reference.softmax(np.asarray(seen, np.float64)))
+    wanted = -np.take_along_axis(likelihood, TOKENS[..., None], -1)[..., 0][labels >= 0].sum()
+    assert float(total) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_reward_models_loss_is_the_squared_error_of_its_score():
+    built, model = make("llama_classifier", "tiny-reward")
+    rewards = np.array([0.5, -2.0], np.float32)
+    scores = np.asarray(model(TOKENS), np.float64)[:, 0]
+    total, weight = built.loss(model, {"tokens": TOKENS, "labels": rewards})
+    assert weight == 2
+    assert float(total) == pytest.approx(((scores - rewards) ** 2).sum(), rel=1e-5)
+
+
 def test_masked_and_given_targets_are_what_counts():
     built, model = make("gpt2")
     mask = np.zeros((2, 17), int)

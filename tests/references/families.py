@@ -75,10 +75,14 @@ def greedy_tokens(
 
 
 def unseen_biases(case: Case) -> list[torch.Tensor]:
-    """Of each layer: a ViT's key bias, the bias of GPT-NeoX's output projection."""
+    """Of each layer: an encoder's key bias, that of an output beside a feed-forward."""
     model = _model(case)
     if case[0] == "ViT":
         return [layer.attention.k_proj.bias for layer in model.vit.layers]
+    if case[0] == "Bert":
+        return [layer.attention.self.key.bias for layer in model.bert.encoder.layer]
+    if case[0] == "Falcon":
+        return [layer.self_attention.dense.bias for layer in model.transformer.h]
     return [layer.attention.dense.bias for layer in model.gpt_neox.layers]
 
 

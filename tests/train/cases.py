@@ -61,6 +61,14 @@ def language(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens.astype(np.int32), "mask": mask.astype(np.int32)}
 
 
+def cloze(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
+    """As `language`, with tokens within replaced by 0, which are to be predicted."""
+    tokens = language(rng, samples)["tokens"][:, :SEQ]
+    chosen = rng.random(tokens.shape) < 0.3
+    labels = np.where(chosen, tokens, -100)
+    return {"tokens": np.where(chosen, 0, tokens), "labels": labels.astype(np.int32)}
+
+
 def sequences(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     """The label is the last token's, before padding of 0, by its range in the vocabulary."""
     tokens = rng.integers(1, VOCAB, (samples, SEQ))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.covering import covering
-from tests.train.cases import family, language, pictures, sequences
+from tests.train.cases import cloze, family, language, pictures, sequences
 from tests.train.parity import (
     assert_loss_fell,
     assert_losses_equal,
@@ -112,6 +112,10 @@ COMPOSED = {  # of the parts in models/blocks.py
         activation_function="relu",
         scale_attn_by_inverse_layer_idx=True,
         **TEXT,
+    ),
+    "bert": family("bert", cloze, zero=("k_proj/bias",), intermediate_size=64, **TEXT),
+    "bert classifier": family(
+        "bert", sequences, zero=("k_proj/bias",), num_labels=4, intermediate_size=64, **TEXT
     ),
     "llama classifier": family(
         "llama_classifier", sequences, num_labels=4, pad_token_id=0, **GROUPED
