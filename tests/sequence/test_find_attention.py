@@ -525,6 +525,16 @@ def test_left_alone_with_the_reason_and_the_line(reason: str) -> None:
     assert "test_find_attention.py" in left.where
 
 
+def test_returned_probabilities_are_left_alone() -> None:
+    def function(q: Array, k: Array, v: Array) -> Any:
+        shares = shares_of(q, k)
+        return jnp.einsum("bhqk,bkhd->bqhd", shares, v), shares
+
+    closed, made, _, (left,) = rewritten(function, *EQUAL)
+    assert made is closed.jaxpr
+    assert left.reason == "the probabilities are read elsewhere"
+
+
 def test_other_softmaxes_are_neither_recognized_nor_reported() -> None:
     def cross_entropy(x: Array, w: Array) -> Array:
         return -jax.nn.log_softmax(x @ w)[..., 0].mean()
