@@ -30,7 +30,7 @@ from jaxspeed.jaxpr.traverse import Body, is_var, product_of
 from jaxspeed.ops.free_axes import free_axes, free_sample_shards
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.sequence_parallel.settings import SequenceTiles
-from jaxspeed.sequence_parallel.token_dim import Kind, MixesTokensError, Tokens
+from jaxspeed.sequence_parallel.token_dim import AlongTokens, MixesTokensError, Tokens
 from jaxspeed.tensor_parallel.dim_propagation import (
     CallFrame,
     PropagatedDims,
@@ -46,7 +46,7 @@ TILE = 2**28
 
 
 @dataclass(frozen=True)
-class Group:
+class TokenGroup:
     """Equations of a program that become a loop: by their positions, in order.
 
     Attributes:
@@ -153,7 +153,7 @@ class _Tiling(Rewriter[None]):
                     self._write_group(program, step)
         return program
 
-    def _write_group(self, program: Rewriting[None], group: Group) -> None:
+    def _write_group(self, program: Rewriting[None], group: TokenGroup) -> None:
         frame: CallFrame = program.scope
         values = [*group.shared, *(v for v, _ in group.arrays)]
         # The equation that it stands for in the unit, and in messages.
@@ -163,7 +163,7 @@ class _Tiling(Rewriter[None]):
         program.replace([v for v, _ in group.results], made)
         program.done.update(group.positions)
 
-    def _steps(self, frame: CallFrame, positions: list[int]) -> list[int | Group]:
+    def _steps(self, frame: CallFrame, positions: list[int]) -> list[int | TokenGroup]:
         """The equations of a run, those of groups that become loops together and in their place.
 
         The level of an equation is the largest number of equations before it that mix tokens, each
@@ -171,7 +171,7 @@ class _Tiling(Rewriter[None]):
         """
         eqns = frame.jaxpr.eqns
         kinds = {i: self._kind(frame, i) for i in positions}
-        if Kind.TOKEN not in kinds.values():
+        if AlongTokens.TOKEN not in kinds.values():
             return [*positions]
         maker = {v: i for i in positions for v in eqns[i].outvars}
         level: dict[int, int] = {}  # of the results of each
@@ -180,32 +180,32 @@ class _Tiling(Rewriter[None]):
         for i in positions:
             before = [maker[v] for v in eqns[i].invars if is_var(v) and v in maker]
             base = max((level[j] for j in before), default=0)
-            free = kinds[i] is not Kind.TOKEN and set(before) <= set(first)
+            free = kinds[i] is not AlongTokens.TOKEN and set(before) <= set(first)
             if free:
                 first.append(i)
                 level[i] = 0
             else:
-                token = kinds[i] is Kind.TOKEN
+                token = kinds[i] is AlongTokens.TOKEN
                 level[i] = base + (not token)
                 levels.setdefault(base, ([], []))[not token].append(i)
-        steps: list[int | Group] = [*first]
-        fills = {i for i in first if kinds[i] is Kind.FILL}
+        steps: list[int | TokenGroup] = [*first]
+        fills = {i for i in first if kinds[i] is AlongTokens.FILL}
         for number in sorted(levels):
             own, mixing = levels[number]
             group, rest = self._group(frame, own, fills)
             steps += [group, *rest] if group else own
             steps += mixing
-        return steps if any(isinstance(step, Group) for step in steps) else [*positions]
+        return steps if any(isinstance(step, TokenGroup) for step in steps) else [*positions]
 
-    def _kind(self, frame: CallFrame, position: int) -> Kind:
+    def _kind(self, frame: CallFrame, position: int) -> AlongTokens:
         eqn = frame.jaxpr.eqns[position]
         if eqn.primitive.name == "name" and eqn.params["name"] in self.tiles.kept:
-            return Kind.MIXES
+            return AlongTokens.MIXES
         return self.tokens.kind(frame, position)
 
     def _group(
         self, frame: CallFrame, own: list[int], fills: set[int]
-    ) -> tuple[Group | None, list[int]]:
+    ) -> tuple[TokenGroup | None, list[int]]:
         """The loop of equations that are per token, if it pays, and those that follow it."""
         eqns = frame.jaxpr.eqns
         readers: dict[Var, set[int]] = {}
@@ -237,7 +237,7 @@ class _Tiling(Rewriter[None]):
         dims = {v: self.tokens.dims(frame, v) for v in (*free, *results)}
         if any(len(dims[v]) > 1 for v in free) or not all(len(dims[v]) == 1 for v in results):
             return None, []
-        group = Group(
+        group = TokenGroup(
             positions,
             tuple(v for v in free if not dims[v]),
             tuple((v, dims[v][0]) for v in free if dims[v]),
@@ -276,7 +276,7 @@ class _Tiling(Rewriter[None]):
                     size += nbytes(v.aval) // math.prod(self.sharded.get(c, 1) for c in over)
         return size
 
-    def _is_differentiable(self, frame: CallFrame, group: Group) -> bool:
+    def _is_differentiable(self, frame: CallFrame, group: TokenGroup) -> bool:
         """Whether it can be evaluated in tiles, with the derivatives of the functions in it."""
         values = [*group.shared, *(v for v, _ in group.arrays)]
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in values]
@@ -303,7 +303,7 @@ class _Tiling(Rewriter[None]):
 
 
 def over_tiles(
-    tokens: Tokens, frame: CallFrame, group: Group, shards: int
+    tokens: Tokens, frame: CallFrame, group: TokenGroup, shards: int
 ) -> Callable[..., list[jax.Array]]:
     """A group as a function of its inputs: the shared ones, then the arrays."""
     shared_count = len(group.shared)

@@ -30,7 +30,7 @@ class MixesTokensError(Exception):
     """A derivative is not per token, although its function is."""
 
 
-class Kind(Enum):
+class AlongTokens(Enum):
     """What an equation does along the dim of tokens."""
 
     APART = "has no such dim"
@@ -59,36 +59,42 @@ class Tokens:
     def dim(self, frame: CallFrame, atom: Any) -> int | None:
         return next(iter(self.dims(frame, atom)), None)
 
-    def kind(self, frame: CallFrame, position: int) -> Kind:
+    def kind(self, frame: CallFrame, position: int) -> AlongTokens:
         """The kind of an equation."""
         eqn = frame.jaxpr.eqns[position]
         reads = [self.dims(frame, v) for v in eqn.invars]
         makes = [self.dims(frame, v) for v in eqn.outvars]
         inner = frame.inner.get(position, [])
         within = [self.kind(f, i) for f in inner for i in range(len(f.jaxpr.eqns))]
-        if not any((*reads, *makes)) and Kind.MIXES not in within:
-            return Kind.APART
+        if not any((*reads, *makes)) and AlongTokens.MIXES not in within:
+            return AlongTokens.APART
         # Of an equation for several values, those without tokens depend on none.
         least = 0 if inner or eqn.primitive.name in PAIRWISE else 1
         once = all(least <= len(dims) <= 1 for dims in makes) and all(len(d) <= 1 for d in reads)
         if eqn.effects or not once:
-            return Kind.MIXES
+            return AlongTokens.MIXES
         if inner:
             known = _is_transparent(eqn) and not _runs_over(eqn, reads, makes)
-            return Kind.TOKEN if known and Kind.MIXES not in within else Kind.MIXES
+            return (
+                AlongTokens.TOKEN
+                if known and AlongTokens.MIXES not in within
+                else AlongTokens.MIXES
+            )
         found = relations_of(eqn)
         if found is None:
-            return Kind.MIXES
+            return AlongTokens.MIXES
         if not any(reads):
-            return Kind.FILL if eqn.primitive.name == "broadcast_in_dim" else Kind.MIXES
+            return (
+                AlongTokens.FILL if eqn.primitive.name == "broadcast_in_dim" else AlongTokens.MIXES
+            )
         if eqn.primitive.name == "gather" and not reads[0]:
-            return Kind.MIXES  # a lookup, of a table that may be stored sharded
+            return AlongTokens.MIXES  # a lookup, of a table that may be stored sharded
         if eqn.primitive.name in PAIRWISE:
-            return Kind.TOKEN
+            return AlongTokens.TOKEN
         pairs = [*zip(found.operands, reads), *zip(found.results, makes)]
         factors = {factors[d] for factors, dims in pairs for d in dims}
         one = len(factors) == 1 and None not in factors and not factors & found.mixed
-        return Kind.TOKEN if one else Kind.MIXES
+        return AlongTokens.TOKEN if one else AlongTokens.MIXES
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -235,7 +241,7 @@ class Tokens:
         tokens = Tokens(found.classes, nodes[0], self.size, differentiated=False)
         for position, eqn in enumerate(jaxpr.eqns):
             sums = eqn.primitive.name in SUMS and not tokens.dims(found.top, eqn.outvars[0])
-            if not sums and tokens.kind(found.top, position) is Kind.MIXES:
+            if not sums and tokens.kind(found.top, position) is AlongTokens.MIXES:
                 raise MixesTokensError(eqn.primitive.name)
         return _Pass(tokens, found.top, consts)
 
