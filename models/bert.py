@@ -111,7 +111,8 @@ class Bert(nnx.Module):
         self.dropout = dropout(c.dropout, rngs)
         self.blocks = stacked(lambda rngs: block(c, rngs), c.num_hidden_layers, rngs)
         square = Linear(embed, embed, init=c.init, rngs=rngs)
-        self.transform, self.pooler = (square, None) if c.num_labels is None else (None, square)
+        self.transform: Linear | None = square if c.num_labels is None else None
+        self.pooler: Linear | None = None if c.num_labels is None else square
         if c.num_labels is None:
             self.head_norm = norm(c, rngs)
             self.head_bias = param(rngs, zeros, {"vocab": c.vocab_size})

@@ -16,7 +16,7 @@ from .decoder_hf import linear, norm_rules
 
 MODEL_TYPES = {"bert": "BertForMaskedLM"}
 CLASSIFIER = "BertForSequenceClassification"
-FIELDS = (
+FIELDS: tuple[Field | Fixed | Read, ...] = (
     *(
         Field(name, name)
         for name in (

@@ -65,7 +65,7 @@ def test_the_extras_are_those_that_the_readme_may_name():
     extras = set(PROJECT["project"]["optional-dependencies"])
     logs = {"tensorboard", "wandb", "plot"}
     data = {"hf", "arrow", "zstd", "sentencepiece"}
-    assert extras == {"test", "tpu", "cuda", "bench", "ray", *data, *logs}
+    assert extras == {"test", "tpu", "cuda", "bench", "ray", "docs", *data, *logs}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,7 @@ INNER = {
     "known_jax_bugs/table.py": "test_known_jax_bugs.py",
     "launch/environment.py": "launch/test_environment.py",
     "objective/autocast.py": "objective/test_autocast.py",
+    "ops/attention_call.py": "ops/test_attention_call.py",
     "ops/cudnn.py": "ops/test_gpu_attention.py",
     "ops/moe/grouped_products.py": "moe/test_grouped_products.py",
     "ops/gpu.py": "ops/test_gpu_attention.py",

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.axes import SEQ, TENSOR
@@ -26,7 +25,7 @@ from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED, RAGGED_PRODUCTS
 from jaxspeed.jaxpr.rewriter import LEAVE, Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import free_variables
-from jaxspeed.jaxpr.traverse import Body, is_var, product_of
+from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, product_of
 from jaxspeed.ops.free_axes import free_axes, free_sample_shards
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.sequence_parallel.settings import SequenceTiles
@@ -155,7 +154,7 @@ class _Tiling(Rewriter[None]):
 
     def _write_group(self, program: Rewriting[None], group: TokenGroup) -> None:
         frame: CallFrame = program.scope
-        values = [*group.shared, *(v for v, _ in group.arrays)]
+        values: list[Any] = [*group.shared, *(v for v, _ in group.arrays)]
         # The equation that it stands for in the unit, and in messages.
         like = program.jaxpr.eqns[group.positions[-1]]
         loop = over_tiles(self.tokens, frame, group, self.shards)
@@ -278,7 +277,7 @@ class _Tiling(Rewriter[None]):
 
     def _is_differentiable(self, frame: CallFrame, group: TokenGroup) -> bool:
         """Whether it can be evaluated in tiles, with the derivatives of the functions in it."""
-        values = [*group.shared, *(v for v, _ in group.arrays)]
+        values: list[Any] = [*group.shared, *(v for v, _ in group.arrays)]
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in values]
         loop = over_tiles(self.tokens, frame, group, self.shards)
 
@@ -309,7 +308,7 @@ def over_tiles(
     shared_count = len(group.shared)
     names = [*group.shared, *(v for v, _ in group.arrays)]
     dims = [dim for _, dim in group.arrays]
-    out_avals = [(v.aval, dim) for v, dim in group.results]
+    out_avals: list[tuple[Any, Any]] = [(v.aval, dim) for v, dim in group.results]
     tiling = TiledLoop(tokens.size, shards, group.tiles)
 
     def of_tile(count: int, shared: Sequence[Any], tile: Sequence[Any]) -> list[Any]:
@@ -459,8 +458,8 @@ class TiledLoop:
     def _put(self, into: jax.Array, x: jax.Array, dim: int, start: Any, count: int) -> jax.Array:
         rows = into.shape[dim] // self.size
         place = dim + (self.shards > 1)
-        pair = (self._by_shard(y, dim) for y in (into, x))
-        return self._merged(lax.dynamic_update_slice_in_dim(*pair, start * rows, place), dim)
+        into, x = self._by_shard(into, dim), self._by_shard(x, dim)
+        return self._merged(lax.dynamic_update_slice_in_dim(into, x, start * rows, place), dim)
 
     def _by_shard(self, x: jax.Array, dim: int) -> jax.Array:
         if self.shards == 1:

@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
 from jaxspeed.jaxpr.sample_rules import SUMS, relations_of
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
+from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, is_var, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 
@@ -193,7 +192,7 @@ class Tokens:
             given, others = iter(args), iter(filled())
             leaves = [next(given if on else others) for on in saved]
             cotangents = [
-                next(given) if on else np.zeros(v.aval.shape, jax.dtypes.float0)
+                next(given) if on else np.zeros(shape_of(v), jax.dtypes.float0)
                 for on, v in zip(active, made, strict=True)
             ]
             grads = jax.tree.unflatten(pullbacks[0], leaves)(cotangents)
