@@ -35,6 +35,7 @@ OWN_AUTO = {
     "parallel.gradient_reduction",
     "parallel.sequence.kind",
     "parallel.sequence.layout",
+    "parallel.sequence_tiles",
     "parallel.tensor_overlap",
     "parallel.infer_tensor_cuts",
     "pipeline.stages",
