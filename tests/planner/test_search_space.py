@@ -165,7 +165,7 @@ def test_the_degrees_are_those_of_the_models_experts():
     program, _ = Job(source, shapes)(None)
     target = target_of("h100:8")
     space = search_space(search_problem(source, program, shapes, target), program)
-    assert space.degrees == {"expert": (1, 2, 4)}  # of 4 experts
+    assert space.degrees == {"expert": (1, 2, 4), "seq": (1,)}  # of 4 experts
 
 
 def test_without_a_stack_there_are_no_stages():
