@@ -114,8 +114,10 @@ class WindowedSizes(DecoderSizes):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Of all layers, or of local and global ones."""
-        kinds = {None if alone else self.sliding_window for alone in self.is_global}
-        return (self.sliding_window, None) if len(kinds) > 1 else tuple(kinds)
+        layers = {layer for layer in self.global_layers if 0 <= layer < self.num_hidden_layers}
+        if not layers or self.sliding_window is None:
+            return (self.sliding_window,)
+        return (None,) if len(layers) == self.num_hidden_layers else (self.sliding_window, None)
 
     @property
     def second(self) -> list[bool] | None:

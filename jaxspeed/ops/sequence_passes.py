@@ -409,6 +409,9 @@ def _kernel_passes(
     kernel: Any = row_blocks
     if splash.generation() is not None:
         kernel = splash if splash.supports(q, k) else row_blocks
+        if kernel is splash and segments is not None:
+            # With an offset it leaves out the blocks of other documents.
+            options.setdefault("offset", jnp.int32(0))
     elif gpu.is_meant():
         alone = pair.offset is None and segments is None and form.soft_cap is None
         if alone and cudnn.supports(q, k, k, None, pair.mask):  # values get the dims of keys

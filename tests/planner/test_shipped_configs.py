@@ -23,7 +23,7 @@ def test_each_config_that_has_its_model_and_simulates_no_devices_names_a_target(
     configs = {path.name: jaxspeed.Config.load(path) for path in CONFIGS}
     given = {name: each.given["run"] for name, each in configs.items() if not each.model.pretrained}
     assert set(TARGETS) == {name for name, run in given.items() if "devices" not in run}
-    assert len(TARGETS) == 10
+    assert len(TARGETS) == 11
 
 
 @pytest.mark.full  # a search takes 20 s to minutes

@@ -240,10 +240,11 @@ def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
     """FLOPs of a kernel: its grid without the blocks that the mask of `ops.attention` skips."""
     if op.name == "pallas_call":
         grid = op.params["grid_mapping"].grid
-        blocks = computed_blocks(op.scopes)
-        return kernel_flops(
-            op.params, count_products, grid if blocks is None else (*grid[:-2], blocks)
-        )
+        if (blocks := computed_blocks(op.scopes)) is not None:
+            # Splash's gradient of keys and values has the heads between the blocks' two dims.
+            others = (*grid[:-3], grid[-2]) if "splash_mha_dkv" in op.scopes else grid[:-2]
+            grid = (*others, blocks)
+        return kernel_flops(op.params, count_products, grid)
     if op.name in PALLAS:
         return computed_flops(op.scopes) or 0.0
     query = op.ins[0]
