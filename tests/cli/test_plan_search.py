@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_sent_to_other_processes_is_searched_in_this_one(
         given, "h100:8", model=lambda rngs: Listed(rngs=rngs), loss_fn=squared_error, search=True
     )
     assert made.search is not None and made.search.winner is not None
-    assert {each.choice.mesh for each in made.search.candidates} == {(1, 1, 8, 1, 1)}
+    assert {each.choice.mesh for each in made.search.candidates} == {(1, 1, 8, 1, 1, 1)}
     assert len({(each.choice.stage, each.choice.micro) for each in made.search.candidates}) > 3
 
 
