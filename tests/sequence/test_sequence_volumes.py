@@ -175,12 +175,17 @@ def test_blocks_of_other_documents_are_skipped(kind, monkeypatch):
 # -- a real compiler -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gather", "ulysses", "ring", "both"])
-def test_each_kind_compiles_for_a_tpu_with_its_kernel(kind):
-    found = run_on_topology("tests.sequence.tpu_sequences:compile_kind", "v5e:2x4", kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "documents"),
+    [("gather", False), ("ulysses", True), ("ring", True), ("both", False)],
+)
+def test_each_kind_compiles_for_a_tpu_with_its_kernel(kind, documents):
+    function = "tests.sequence.tpu_sequences:compile_kind"
+    found = run_on_topology(function, "v5e:2x4", kind=kind, documents=documents)
     square = HEADS * tpu_sequences.SEQ**2 // 8 * 4  # bytes of a device's scores in fp32
     assert found["kernels"] >= 2
     assert found["peak"] < square / 4
     kinds = {"gather": {"all-gather", "reduce-scatter"}, "ring": {"collective-permute"}}
     kinds |= {"ulysses": {"all-to-all"}, "both": {"all-to-all", "collective-permute"}}
-    assert set(found["kinds"]) == kinds[kind]
+    ids = {"all-gather"} if documents and kind == "ulysses" else set()
+    assert set(found["kinds"]) == kinds[kind] | ids
