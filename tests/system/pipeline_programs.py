@@ -133,15 +133,22 @@ def recomputed(rows: int, recompute: str) -> Iterator[None]:
     """
     real = sys.modules["jaxspeed.models.layers"].scan_blocks
 
-    def grouped(blocks: nnx.Module, x: jax.Array, *args: object, unroll: int | bool = 1) -> Any:
+    def grouped(
+        blocks: nnx.Module,
+        x: jax.Array,
+        *args: object,
+        each: tuple[()] = (),
+        unroll: int | bool = 1,
+    ) -> Any:
+        assert not each
         graphdef, params, rest = nnx.split(blocks, nnx.Param, ...)
 
         def layer(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             return nnx.merge(graphdef, *layer)(x, *args), None
 
         def group(x: jax.Array, layers: Any) -> tuple[jax.Array, None]:
-            each = again(layer) if recompute == "layers" else layer
-            return lax.scan(each, x, layers, unroll=unroll)[0], None
+            one = again(layer) if recompute == "layers" else layer
+            return lax.scan(one, x, layers, unroll=unroll)[0], None
 
         again = functools.partial(jax.checkpoint, prevent_cse=False)
         groups = jax.tree.map(lambda w: w.reshape(-1, rows, *w.shape[1:]), (params, rest))

@@ -24,11 +24,13 @@ GPUS = {
 OTHER_MESH = {
     "gpt_1t.yaml": {"mesh": {"pipe": 2, "tensor": 4}, "gradient_accumulation_steps": 2},
     "deepseek_v3.yaml": {"mesh": {"expert": 8}},
+    "long_8b_500k.yaml": {"mesh": {"seq": 8}},
 }
 MORE = 144  # tokens, so that no other dim of a model is as long as the sequence
 LONG = ["gpt2_small.yaml", "gpt2_xl.yaml", "gpt3_175b.yaml", "gpt_1t.yaml"]
 LONG += ["llama3_70b.yaml", "llama3_8b.yaml", "tiny.yaml", "gpt2_tiny_zero3.json"]
-LONG += ["long_8b_128k.yaml", "mixtral_8x7b.yaml", "qwen3_30b_a3b.yaml", "deepseek_v3.yaml"]
+LONG += ["long_8b_128k.yaml", "long_8b_500k.yaml", "mixtral_8x7b.yaml"]
+LONG += ["qwen3_30b_a3b.yaml", "deepseek_v3.yaml"]
 SHORT = [
     "offload_tiny.yaml",
     "vit_tiny.yaml",
