@@ -123,9 +123,9 @@ def test_per_device_code_states_no_collective_of_its_own():
     weights go (stage_layout.py) is compared in test_stage_layout.py, and in test_unlike_stages.py
     for unlike ones (packed_layout.py). own_axes.py replaces the model's own. A ring of data ranks
     (steps.py) has test_a_dropped_ring_step_changes_the_sum in test_ring_steps.py. What a mixture
-    exchanges (dispatch.py) has its mutations in tests/moe/test_dispatch.py, attention over sequences
-    (sequence_passes.py) in tests/sequence/test_sequence_attention.py, and programs.py shows bugs of
-    JAX.
+    exchanges (dispatch.py) has its mutations in tests/moe/test_dispatch.py, and attention over
+    sequences (sequence_passes.py) in tests/sequence/test_sequence_attention.py; programs.py shows
+    bugs of JAX.
     """
     called = {
         node.attr if isinstance(node, ast.Attribute) else node.id
