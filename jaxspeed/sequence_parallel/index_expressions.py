@@ -137,9 +137,10 @@ def with_leaves(e: Expression, new: Callable[[Any], Any]) -> Expression:
 
 
 def with_dims(e: Expression, new: Callable[[Any], Any]) -> Expression:
-    """The expression for an array whose dims are `new` of those of this one."""
+    """The expression for an array whose dims are `new` of those of this one; None: of size 1."""
     if isinstance(e, Affine):
-        moved = (Affine(((new(dim), factor),), 0) for dim, factor in e.factors)
+        places = ((new(dim), factor) for dim, factor in e.factors)
+        moved = (Affine(((dim, factor),), 0) for dim, factor in places if dim is not None)
         out = Affine((), e.constant)
         for each in moved:
             out = out.plus(each)
@@ -435,20 +436,7 @@ def _broadcast(eqn: JaxprEqn, e: Expression) -> Expression | None:
 
 def _moved(e: Expression, places: Mapping[int, int | None]) -> Expression:
     """Dims at new places; those of size 1, whose index is 0, have None."""
-    if isinstance(e, Affine):
-        kept = ((places[d], f) for d, f in e.factors if places[d] is not None)
-        return Affine(tuple(sorted(kept)), e.constant)
-    if isinstance(e, Element):
-        return Element(e.variable, tuple(None if d is None else places[d] for d in e.dims))
-    if isinstance(e, AtLeastZero):
-        inner = _moved(e.of, places)
-        assert isinstance(inner, Affine)
-        return at_least_zero(inner)
-    if isinstance(e, TwoValued):
-        return TwoValued(_moved(e.condition, places), e.if_true, e.if_false)
-    if isinstance(e, Operation):
-        return Operation(e.name, tuple(_moved(x, places) for x in e.operands), e.terms)
-    return e
+    return with_dims(e, places.__getitem__)
 
 
 def _transpose(eqn: JaxprEqn, e: Expression) -> Expression:
