@@ -148,9 +148,13 @@ class Stage:
         )
 
     def entered(self, number: Any, work: StageWork, entry: Values, ahead: Values) -> Values:
-        """A chunk's input: the embedding's output, or the message of the stage before."""
-        first = (number == 0) & (work.chunk == 0)
-        return [jnp.where(first, a, b) for a, b in zip(entry, ahead, strict=True)]
+        """A chunk's input: the embedding's output, or the message of the stage before.
+
+        An idle stage takes the embedding's output too. Of a blank message a mixture would route all
+        tokens alike, and the further rounds of its exchange are those of all stages.
+        """
+        embedded = (number == 0) & (work.chunk == 0) | (work.micro < 0)
+        return [jnp.where(embedded, a, b) for a, b in zip(entry, ahead, strict=True)]
 
     def ends(self, number: Any, work: StageWork) -> Any:
         """Whether this is the last chunk, where the backward pass starts."""

@@ -14,6 +14,7 @@ import pytest
 
 import jaxspeed
 from jaxspeed.pipeline import split_loss, stage_program, stage_shard_map, training
+from jaxspeed.pipeline.tick_loops import StageWork
 from tests.support import reference
 from tests.train.cases import Case, vectors, weighted_error
 from tests.train.parity import leaf_differences, plain, run
@@ -101,6 +102,17 @@ def test_what_nothing_was_written_to_changes_no_bit(name, monkeypatch):
     assert clean.losses == poisoned.losses and clean.norms == poisoned.norms
     for path, x in clean.last.items():
         np.testing.assert_array_equal(poisoned.last[path], x, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "number, chunk, micro, embedded",
+    [(0, 0, 2, True), (1, 0, 2, False), (0, 1, 2, False), (0, 0, -1, True), (1, 1, -1, True)],
+)
+def test_an_idle_stage_computes_on_the_embedding(number, chunk, micro, embedded):
+    """A mixture would route a blank message's tokens alike, and all stages wait for its rounds."""
+    work = StageWork(*map(jnp.int32, (micro, chunk, 0)))
+    entered = stage_program.Stage.entered(None, number, work, [jnp.ones(3)], [jnp.zeros(3)])
+    np.testing.assert_array_equal(entered[0], float(embedded))
 
 
 # -- what is needed -------------------------------------------------------------------------------
