@@ -55,3 +55,50 @@ def test_a_token_is_copied_from_so_many_positions_back(back):
     blank = held_out | {"tokens": np.where(np.arange(2 * back) < back, 0, held_out["tokens"])}
     assert engine.eval_batch(blank)["loss"] > np.log(VOCAB) / 2
     assert jax.device_count() == 8
+
+
+@pytest.mark.full
+def test_weights_set_by_hand_copy_from_30000_positions_back():
+    """Queries and keys are constants, of which the rotation leaves the distance alone.
+
+    A frequency f adds cos(f (distance - wanted)) to a score: its largest value is at the distance
+    that is wanted. Values are the tokens, which the head reads from hidden dims of their own.
+    """
+    back, head_dim = 30_000, 128
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 2 * VOCAB, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": head_dim,
+        "intermediate_size": 8, "qkv_bias": True, "rope_theta": 1e5,
+        "max_position_embeddings": 2 * back, "tie_word_embeddings": False,
+    }  # fmt: skip
+    engine = jaxspeed.initialize(
+        config={
+            "model": {"family": "llama", "preset": "tiny", "config": sizes},
+            "mesh": {"seq": 8},
+            "train_batch_size": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+            "zero_optimization": {"stage": 3},
+            "run": {"compilation_cache": False},
+        }
+    )
+    # Dim i rotates with dim i + head_dim / 2.
+    angles = (back - 1) * 1e5 ** (-np.arange(0, head_dim, 2) / head_dim)
+    query = 20 * np.concatenate([np.cos(angles), -np.sin(angles)])
+    key = np.concatenate([np.ones(head_dim // 2), np.zeros(head_dim // 2)])
+    token = np.eye(VOCAB, 2 * VOCAB)
+    copied = np.eye(VOCAB, 2 * VOCAB, VOCAB)
+    values = {path: np.zeros(x.shape, np.float32) for path, x in engine.parameters.items()}
+    values |= {path: np.ones_like(x) for path, x in values.items() if "norm" in path}
+
+    def put(end: str, value: np.ndarray) -> None:
+        (path,) = (path for path in values if path.endswith(end))
+        values[path] = value.reshape(values[path].shape).astype(np.float32)
+
+    put("embed/table", token)
+    put("q_proj/bias", query)
+    put("k_proj/bias", key)
+    put("v_proj/kernel", np.eye(2 * VOCAB, head_dim))
+    put("o_proj/kernel", np.eye(head_dim, VOCAB) @ copied)
+    put("head/table", 4 * copied)
+    engine.parameters = values
+    assert engine.eval_batch(copies(0, back, 1))["loss"] < 0.01
