@@ -76,8 +76,6 @@ def read_config(values: Mapping[str, Any]) -> Config:
 
 def write_config(config: Config) -> dict[str, Any]:
     c = config
-    if c.routed_scaling_factor != 1:
-        raise ValueError("Hugging Face's mixtral and qwen3_moe have no routed_scaling_factor")
     if c.global_layers:
         raise ValueError(
             "Hugging Face's mixtures with Llama's attention have a window in no layer, or in all"
@@ -99,16 +97,18 @@ def write_config(config: Config) -> dict[str, Any]:
 
 
 def table(config: Config) -> MappingTable:
+    """Their configs have no `routed_scaling_factor`: files have experts' last weights times it."""
+    scale = config.routed_scaling_factor
     if config.qk_norm:
-        experts = expert_rules(f"{BLOCK}.mlp", EXPERTS)
+        experts = expert_rules(f"{BLOCK}.mlp", EXPERTS, scale=scale)
     else:
-        experts = expert_rules(f"{BLOCK}.block_sparse_moe", ("w1", "w3", "w2"))
+        experts = expert_rules(f"{BLOCK}.block_sparse_moe", ("w1", "w3", "w2"), scale=scale)
     return decoder_table(config, NORMS_BEFORE, [*ATTENTION, *HEAD_NORMS, *experts])
 
 
 def fused_table(config: Config) -> MappingTable:
     """The table of a folder with the names that transformers 5 has in memory."""
-    experts = fused_expert_rules(f"{BLOCK}.mlp")
+    experts = fused_expert_rules(f"{BLOCK}.mlp", scale=config.routed_scaling_factor)
     return decoder_table(config, NORMS_BEFORE, [*ATTENTION, *HEAD_NORMS, *experts])
 
 

@@ -28,13 +28,16 @@ def write_balance(config: MixtureSizes) -> dict[str, Any]:
     return {"router_aux_loss_coef": coefficient, "output_router_logits": coefficient > 0}
 
 
-def expert_rules(theirs: str, names: tuple[str, str, str], first: int = 0) -> list[TensorRule]:
+def expert_rules(
+    theirs: str, names: tuple[str, str, str], first: int = 0, scale: float = 1.0
+) -> list[TensorRule]:
     """Those of router and experts, in a tensor each.
 
     Args:
       theirs: the name of the module.
       names: of an expert's gate, up and down.
       first: the number of the first layer with experts.
+      scale: of the down matrices in the files.
     """
     start = {"layer": first}
     return [
@@ -44,6 +47,7 @@ def expert_rules(theirs: str, names: tuple[str, str, str], first: int = 0) -> li
                 f"{OURS}/mlp/{ours}",
                 "out in -> layer expert in out",
                 first=start,
+                scale=scale if ours == "w_down" else 1.0,
             )
             for name, ours in zip(names, _OURS, strict=True)
         ),
@@ -51,7 +55,7 @@ def expert_rules(theirs: str, names: tuple[str, str, str], first: int = 0) -> li
     ]
 
 
-def fused_expert_rules(theirs: str, first: int = 0) -> list[TensorRule]:
+def fused_expert_rules(theirs: str, first: int = 0, scale: float = 1.0) -> list[TensorRule]:
     """Those of router and experts as transformers 5 has them in memory: all experts in a tensor."""
     start = {"layer": first}
     return [
@@ -66,6 +70,7 @@ def fused_expert_rules(theirs: str, first: int = 0) -> list[TensorRule]:
             f"{OURS}/mlp/w_down",
             "expert out in -> layer expert in out",
             first=start,
+            scale=scale,
         ),
         _router(f"{theirs}.gate", start),
     ]

@@ -14,6 +14,7 @@ parameter's path and a layout in einops' notation, the file's dims first:
   follow it, in which they may differ in size, for each of those before it.
 - Without a layout the dims are equal, after those of stacked numbers.
 - `sizes` has the sizes of factors that a parameter has not as a dim of its own.
+- `scale` is the number by which the tensor is the parameter's multiple.
 - `first` has the numbers in the tensors' names that are 0 in the parameter, where they are not 0.
 - `kind` says which dims of a weight are inputs, which the files of adapters need: in an "embedding"
   and a "conv1d" they are first, in all others ("linear", convolutions too) the outputs are.
@@ -53,6 +54,7 @@ class TensorRule:
     sizes: Mapping[str, int] = field(default_factory=dict)
     kind: Literal["linear", "conv1d", "embedding"] = "linear"
     first: Mapping[str, int] = field(default_factory=dict)
+    scale: float = 1.0
 
     @property
     def stacked(self) -> list[str]:
@@ -121,6 +123,7 @@ class TensorShare:
     part: tuple[int, int, slice] | None  # of a fused one: dim, its factors before, range in each
     factors: tuple[int, ...]  # of the tensor's dims
     order: tuple[int, ...]  # of the factors, as the parameter has them
+    scale: float = 1.0  # of the tensor
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """The tensor in the parameter's layout; composite dims of the parameter are factored."""
@@ -150,18 +153,19 @@ class TensorShare:
             where, inner = found
             view = self.view(array)
             view = view if view.ndim == len(self.shape) else view.reshape(self.shape)
-            into[where] = view[inner]
+            into[where] = view[inner] if self.scale == 1 else view[inner] / self.scale
 
     def write(self, array: np.ndarray, index: Index, block: np.ndarray) -> None:
         """The reverse of `read`."""
         if found := self.within(index):
             where, inner = found
-            view = self.view(array)
+            view, values = self.view(array), block[where]
+            values = values if self.scale == 1 else values * self.scale
             if view.ndim == len(self.shape):
-                view[inner] = block[where]
+                view[inner] = values
             else:  # a composite dim cannot be a view
                 full = view.reshape(self.shape)
-                full[inner] = block[where]
+                full[inner] = values
                 view[...] = full.reshape(view.shape)
 
 
@@ -327,7 +331,7 @@ def _applied(
             if fused is not None and len(paths) > 1:
                 length = layout.dims[fused] // before
                 part = fused, before, slice(start, start := start + length)
-            pieces[path] = layout.piece(name, here, part)
+            pieces[path] = layout.piece(name, here, part, rule.scale)
         yield name, tuple(dims), pieces
 
 
@@ -376,6 +380,7 @@ class _Layout:
         tensor: str,
         stacked: Mapping[str, int],
         part: tuple[int, int, slice] | None,
+        scale: float,
     ) -> TensorShare:
         factors = [name for dim in self.left for name in dim if name != "1"]
         inner = [dim for dim in self.right if dim[0] not in stacked]
@@ -386,6 +391,7 @@ class _Layout:
             part=part,
             factors=tuple(self.sizes[name] for name in factors),
             order=tuple(factors.index(name) for dim in inner for name in dim),
+            scale=scale,
         )
 
 

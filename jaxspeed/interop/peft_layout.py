@@ -44,8 +44,10 @@ from typing import Any
 import numpy as np
 
 from jaxspeed.adapters.products import factor_shapes
+from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import MappingTable, TensorRule, TensorShare, bind, matches
 from jaxspeed.jaxpr.weight_uses import Kind, WeightDims
+from jaxspeed.placement.paths import listed
 
 PREFIX = "base_model.model."
 FOLDER = "lora/"  # begins the paths of adapters' leaves
@@ -192,6 +194,11 @@ def _modules(
     dims: WeightDims,
 ) -> list[AdaptedModule]:
     """The modules of one use of a rule, one for each number."""
+    if rule.scale != 1:
+        raise PretrainedError(
+            f"adapters of {listed(paths)} cannot be in files: there the weights are {rule.scale:g} "
+            "times the model's"
+        )
     theirs, ours = rule.dims(weights[paths[0]])
     stack, inputs, outputs = (
         [ours[dim] for dim in of] for of in (dims.stack, dims.inputs, dims.outputs)

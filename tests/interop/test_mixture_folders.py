@@ -1,7 +1,5 @@
 """Experts in the forms of published folders: per expert, fused, in fp8 and in MXFP4."""
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -145,9 +143,3 @@ def test_what_a_mixture_lacks_is_an_error(tmp_path, name, fields, message):
     folders.folder(tmp_path, values, {})
     with pytest.raises(jaxspeed.PretrainedError, match=message):
         from_pretrained(tmp_path)
-
-
-def test_weights_with_a_factor_are_not_written_as_a_form_that_has_none():
-    config = replace(family("mixtral").PRESETS["tiny"], routed_scaling_factor=2.0)
-    with pytest.raises(ValueError, match="no routed_scaling_factor"):
-        hf_form("mixtral").write_config(config)

@@ -3,6 +3,7 @@
 And the factor of a router's weights.
 """
 
+import json
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jaxspeed.models import mixtral, mixture
+from safetensors import safe_open
 
 import jaxspeed
 from jaxspeed.errors import JaxspeedError
@@ -71,3 +73,19 @@ def test_a_mixture_that_cannot_be_is_one_error_before_anything_is_allocated(fiel
     config = {"model": with_fields(**fields), "train_batch_size": 8, "mesh": mesh, **ADAM}
     with pytest.raises(JaxspeedError, match=says):
         jaxspeed.initialize(config=config)
+
+
+def test_a_factor_that_a_form_lacks_is_in_the_experts_last_weights(tmp_path):
+    config = {"train_batch_size": 8, **ADAM}
+    model = with_fields(routed_scaling_factor=2.0)
+    engine = jaxspeed.initialize(config={**config, "model": model})
+    engine.save_pretrained(tmp_path)
+    batch = tokens(8)
+    expected = float(engine.eval_batch(batch)["loss"])
+    down = np.asarray(engine.parameters["blocks/mlp/w_down"])  # [layers, experts, in, out]
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+        np.testing.assert_array_equal(file.get_tensor(name), 2 * down[1, 3].T)
+    assert "routed_scaling_factor" not in json.loads((tmp_path / "config.json").read_text())
+    read = jaxspeed.initialize(config={**config, "model": {"pretrained": str(tmp_path)}})
+    assert float(read.eval_batch(batch)["loss"]) == pytest.approx(expected, rel=1e-6)
