@@ -13,6 +13,7 @@ from jaxspeed.config import Config
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.jaxpr.primitives import GROUPED_PRODUCTS
 from jaxspeed.planner.memory import memory_in
+from jaxspeed.planner.search_run import Job, cost_model, search_problem
 from jaxspeed.planner.time import time_in
 from jaxspeed.planner.time.infer_collectives import infer_collectives
 from jaxspeed.planner.trace import read_step
@@ -20,6 +21,7 @@ from jaxspeed.planner.trace.materialization import ScopeAnalysis
 from jaxspeed.planner.trace.op_cost import device_flops, works
 from jaxspeed.planner.trace.trace_ir import Scope, all_ops
 from jaxspeed.planner.trace.traced_step import as_on
+from jaxspeed.run import source_of
 from jaxspeed.train.build import build_program
 from jaxspeed.user_models.config_model import resolve_model
 
@@ -29,37 +31,41 @@ TARGETS = {"tpu": target_of("v5e:2x4"), "cuda": target_of("h100:8")}
 TARGET = TARGETS["tpu"]
 
 
+BATCH = {"tokens": jax.ShapeDtypeStruct((8 * MICRO, SEQ + 1), jnp.int32)}
+
+
+def settings(expert: int, remat: str = "none", stage: int = 0) -> dict[str, Any]:
+    return {
+        "model": {
+            "family": "mixtral",
+            "preset": "tiny",
+            "config": {
+                "hidden_size": EMBED,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "intermediate_size": INNER,
+                "num_experts": EXPERTS,
+                "num_experts_per_tok": TOP,
+                "vocab_size": 256,
+            },
+        },
+        "train_micro_batch_size_per_gpu": MICRO,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "mesh": {"expert": expert},
+        "parallel": {"remat": remat},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+
+
 @functools.cache
 def step(expert: int, remat: str = "none", stage: int = 0, platform: str = "tpu") -> Any:
-    config = Config.load(
-        {
-            "model": {
-                "family": "mixtral",
-                "preset": "tiny",
-                "config": {
-                    "hidden_size": EMBED,
-                    "num_hidden_layers": LAYERS,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 4,
-                    "intermediate_size": INNER,
-                    "num_experts": EXPERTS,
-                    "num_experts_per_tok": TOP,
-                    "vocab_size": 256,
-                },
-            },
-            "train_micro_batch_size_per_gpu": MICRO,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "mesh": {"expert": expert},
-            "parallel": {"remat": remat},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        }
-    )
+    config = Config.load(settings(expert, remat, stage))
     model, loss = resolve_model(config)
     with as_on(platform, TARGETS[platform].chip.capability):
         program = build_program(config, model, loss, devices=jax.devices())
-        batch = {"tokens": jax.ShapeDtypeStruct((8 * MICRO, SEQ + 1), jnp.int32)}
-        return read_step(program, batch, platform)
+        return read_step(program, BATCH, platform)
 
 
 def exchanged(found: Any) -> Counter[int]:
@@ -136,3 +142,22 @@ def test_experts_gradients_are_reduced_over_the_other_data_axes():
         if m.communication.kind == "reduce-scatter" and m.communication.axes == ("data",)
     )
     assert scattered == experts
+
+
+def test_the_searchs_costs_know_experts():
+    """State by the placement tables' bytes; rows of which each token has as many as experts."""
+
+    def found(expert: int, stage: int) -> tuple[Any, Any, float]:
+        source = source_of(settings(expert, stage=stage))
+        program, _ = Job(source, BATCH)(None)
+        problem = search_problem(source, program, BATCH, TARGETS["cuda"])
+        stored = sum(device for _, device in program.table.bytes_by_role().values())
+        return problem.base, problem, stored
+
+    cost = cost_model(found(1, 0)[1])
+    for stage in (0, 1, 2):
+        (alone, _, before), (sharded, _, after) = found(1, stage), found(8, stage)
+        difference = cost(alone).device - cost(sharded).device
+        assert difference == pytest.approx(before - after, rel=0.02, abs=1e4), stage
+    assert cost.sizes.sharded == {"expert": LAYERS * 3 * EXPERTS * EMBED * INNER}
+    assert cost.sizes.expert_rows == LAYERS * SEQ * TOP * EMBED * 2  # in bf16

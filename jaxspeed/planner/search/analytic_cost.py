@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxspeed.axes import SEQ, TENSOR, copying_axes, storing_axes
+from jaxspeed.axes import EXPERT, SEQ, TENSOR, copying_axes, storing_axes
 from jaxspeed.hardware.targets import Target
 from jaxspeed.planner.memory.components import MAY_BE_BELOW
 from jaxspeed.planner.search.candidate import NONE, Choice
@@ -61,13 +61,15 @@ class CostModel:
 
     def _state(self, at: Choice) -> tuple[float, float]:
         """Parameters, masters, moments and gradients: bytes (on device, in host memory)."""
-        s, shard = self.sizes, at.shards
-        each = s.parameters / (at.pipe * at.tensor)
-        param = s.compute_bytes / (shard if at.stage == 3 else 1)
+        s = self.sizes
+        parts = self._parts(at)
+        each = sum(count for count, _ in parts)
+        stored = sum(count / shards for count, shards in parts)
+        param = s.compute_bytes * (stored if at.stage == 3 else each)
         if at.stage == 3 and not at.offload_optimizer and s.state_bytes > 8:
             param = 0.0  # gathered from the masters
-        state = s.state_bytes / (shard if at.stage >= 1 else 1)
-        grad = s.grad_bytes / (shard if at.stage >= 2 else 1)
+        state = s.state_bytes * (stored if at.stage >= 1 else each)
+        grad = s.grad_bytes * (stored if at.stage >= 2 else each)
         placed = (
             (param, at.offload_parameters),
             (state, at.offload_optimizer),
@@ -75,7 +77,7 @@ class CostModel:
         )
         device = [x for x, offloaded in placed if not offloaded]
         host = [x for x, offloaded in placed if offloaded]
-        unit = s.in_units / max(s.units, 1) / at.tensor
+        unit = s.in_units / max(s.units, 1) * at.pipe * each / s.parameters
         working = unit * (2 * s.compute_bytes + s.grad_bytes) if at.stage == 3 else 0.0
         if at.stage == 3 and at.pipe > 1 and at.gather == "step":
             working = each * s.compute_bytes
@@ -84,7 +86,17 @@ class CostModel:
             working += each * (s.compute_bytes + s.grad_bytes)
         elif at.accumulation(self.samples) > 1 and at.stage < 3:  # one micro-batch's gradients
             working += each * s.compute_bytes
-        return each * sum(device) + working, each * sum(host)
+        return sum(device) + working, sum(host)
+
+    def _parts(self, at: Choice) -> list[tuple[float, int]]:
+        """(number of parameters on a device before ZeRO's sharding, ZeRO's shards of them).
+
+        The first are those that only `pipe` and `tensor` shard.
+        """
+        counts = {axis: n for axis, n in self.sizes.sharded.items() if at.sizes[axis] > 1}
+        common = self.sizes.parameters - sum(counts.values())
+        parts = [(common, 1)] + [(n, at.sizes[axis]) for axis, n in counts.items()]
+        return [(n / (at.pipe * at.tensor * own), at.shards // own) for n, own in parts]
 
     def _activations(self, at: Choice) -> tuple[float, float]:
         """Activations saved from forward to backward: bytes (on device, in host memory)."""
@@ -131,7 +143,7 @@ class CostModel:
             chunks = at.chunks if at.schedule == "interleaved" else 1
             compute *= PIPELINE_OVERHEAD * (1 + (at.pipe - 1) / (micros * chunks))
         exposed = compute + self._of_tensor(at, micros) + self._of_update(at)
-        exposed += self._of_attention(at, micros)
+        exposed += self._of_attention(at, micros) + self._of_experts(at)
         overlapped = max(self._of_data(at, micros), self._of_host(at, micros, saved_host))
         return exposed + max(0.0, overlapped - OVERLAPPED * compute) + 0.1 * overlapped
 
@@ -152,10 +164,17 @@ class CostModel:
         bytes_ = 3 * 4 * size * (at.seq - 1) / at.seq
         return bytes_ / self._speed(at, (SEQ,), at.seq * at.tensor)
 
+    def _of_experts(self, at: Choice) -> float:
+        """Exchanges of rows: two in the forward pass, three in the backward pass."""
+        if at.sizes[EXPERT] == 1:
+            return 0.0
+        size = self.sizes.expert_rows * self.samples / (at.ranks * at.pipe * at.seq)
+        bytes_ = 5 * size * (1 - 1 / at.sizes[EXPERT])
+        return bytes_ / self._speed(at, (EXPERT,), at.sizes[EXPERT] * at.seq * at.tensor)
+
     def _of_data(self, at: Choice, micros: int) -> float:
         """All-gathers of parameters and reductions of gradients."""
         s = self.sizes
-        each = s.parameters / (at.pipe * at.tensor)
         sums, gathers = 1.0, 0.0
         if at.stage in (1, 2):
             gathers = s.compute_bytes
@@ -165,13 +184,14 @@ class CostModel:
             often = 1 if at.gather == "step" and at.pipe > 1 else 2 * micros
             gathers = often * s.compute_bytes
         seconds = 0.0
+        parts = self._parts(at)
         if at.shards > 1:
             factor = 2 if at.stage == 0 else 1
-            part = (at.shards - 1) / at.shards
+            moved = sum(count * (1 - 1 / shards) for count, shards in parts)
             speed = self._speed(at, storing_axes(), at.shards * at.tensor)
-            seconds += each * part * (gathers + factor * sums * s.grad_bytes) / speed
+            seconds += moved * (gathers + factor * sums * s.grad_bytes) / speed
         if at.copies > 1:
-            shared = each / (at.shards if at.stage >= 2 else 1)
+            shared = sum(n / (shards if at.stage >= 2 else 1) for n, shards in parts)
             speed = self._speed(at, copying_axes(), at.ranks * at.tensor)
             seconds += 2 * shared * sums * s.grad_bytes / speed
         return seconds
@@ -180,13 +200,12 @@ class CostModel:
         """Offloaded optimizer state fetched for the update and written back, not overlapped."""
         if not at.offload_optimizer:
             return 0.0
-        shard = at.shards if at.stage >= 1 else 1
-        each = self.sizes.parameters / (at.pipe * at.tensor * shard)
+        each = sum(n / (shards if at.stage >= 1 else 1) for n, shards in self._parts(at))
         return 2 * self.sizes.state_bytes * each / self.target.chip.host_link
 
     def _of_host(self, at: Choice, micros: int, saved_host: float) -> float:
         s, link = self.sizes, self.target.chip.host_link
-        each = s.parameters / (at.pipe * at.tensor * at.shards)
+        each = sum(n / shards for n, shards in self._parts(at))
         moved = 0.0
         if at.offload_parameters:
             moved += micros * 2 * (s.compute_bytes + s.grad_bytes) * each

@@ -1,5 +1,6 @@
 """Sizes of a model that the analytic cost model needs, from the traced loss of one sample."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.axes import AXES, sharding_axes
 from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes, program_flops
+from jaxspeed.jaxpr.primitives import RAGGED_PRODUCTS
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.rows import ROLES
 from jaxspeed.planner.search.candidate import NONE, remat_json
 from jaxspeed.remat.budget import RematCosts, UnitResiduals
 from jaxspeed.remat.resolve import ATTENTION
-from jaxspeed.remat.unit_jaxprs import unit_jaxprs
+from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
 from jaxspeed.train.program import Program
 
 
@@ -32,23 +35,28 @@ class ModelSizes:
 
     Attributes:
       parameters, in_units: number of parameters, and of those inside of units.
+      sharded: {axis: number of parameters}, of the axes that shard dims of parameters and store
+        the state of the others, such as those of experts.
       compute_bytes: per parameter, as layers read it.
       state_bytes: per parameter, of master and moments.
       grad_bytes: per parameter, of the gradient.
       units: number of consecutive units.
       forward: FLOPs of the loss.
       unit_inputs: bytes of the inputs of all units.
+      expert_rows: bytes of the rows that all mixtures send to their experts.
       saved: by `parallel.remat` as JSON; "none" saves all residuals.
     """
 
     parameters: int
     in_units: int
+    sharded: Mapping[str, int]
     compute_bytes: float
     state_bytes: float
     grad_bytes: float
     units: int
     forward: float
     unit_inputs: int
+    expert_rows: float
     saved: Mapping[str, SavedBytes]
 
     def saved_by(self, remat: str) -> SavedBytes:
@@ -77,17 +85,45 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
     return ModelSizes(
         parameters,
         min(in_units, parameters),
+        _sharded(program),
         param / parameters,
         (master + opt) / parameters,
         grad / parameters,
         sum(each.times for each in found),
         float(program_flops(jaxpr, count_all)),
         costs.input_bytes,
+        sum(each.times * _expert_rows(each) for each in found),
         dict(_by_policy(costs)),
     )
 
 
-def _weights(unit: Any) -> int:
+def _sharded(program: Program) -> dict[str, int]:
+    axis_of = sharding_axes()
+    found: dict[str, int] = {}
+    for row in program.table:
+        for axis in {axis_of.get(name or "") for name in row.leaf.names}:
+            if axis is not None and AXES[axis].stores:
+                found[axis] = found.get(axis, 0) + int(np.prod(row.leaf.shape))
+    return found
+
+
+def _expert_rows(unit: UnitJaxpr) -> float:
+    """Bytes of the rows of a unit's grouped products, each as wide as what enters the unit."""
+
+    def rows(eqn: Any) -> int:
+        is_product = eqn.primitive.name in RAGGED_PRODUCTS
+        return math.prod(eqn.invars[0].aval.shape[:-1]) if is_product else 0
+
+    products = program_flops(unit.jaxpr, lambda eqn: rows(eqn) > 0)
+    if not products:
+        return 0.0
+    pairs = zip(unit.jaxpr.invars, unit.is_activation, strict=True)
+    widest = max((v.aval for v, moves in pairs if moves), key=nbytes)
+    row = widest.shape[-1] * widest.dtype.itemsize
+    return program_flops(unit.jaxpr, rows) / products * row
+
+
+def _weights(unit: UnitJaxpr) -> int:
     """Elements of the arrays that a unit reads and that are no activations."""
     pairs = zip(unit.jaxpr.invars, unit.is_activation, strict=True)
     real = (v.aval for v, own in pairs if not own and jnp.issubdtype(v.aval.dtype, jnp.floating))
