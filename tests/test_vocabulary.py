@@ -13,6 +13,7 @@ FILES = [
     *sorted((ROOT / "models").rglob("*.py")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "configs").iterdir()),
+    *sorted((ROOT / "examples").iterdir()),
     ROOT / "README.md",
 ]
 
