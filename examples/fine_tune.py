@@ -1,8 +1,8 @@
 """Fine-tune a Hugging Face folder with LoRA, and export the adapter and the merged weights.
 
 The folder is one that the script makes itself, a Llama with random weights; any other folder, or
-what `transformers` saved, is read alike. The adapter learns to count upwards, modulo 64, while the
-base stays frozen. The merged folder has no trace of jaxspeed or of LoRA: read again, it has the
+what `transformers` saved, is read alike. Adapter and head learn to count, modulo 64, while the
+rest stays frozen. The merged folder has no trace of jaxspeed or of LoRA: read again, it has the
 same loss as the base with its adapter.
 
     python examples/fine_tune.py
@@ -41,7 +41,7 @@ engine = jaxspeed.initialize(
     model=from_pretrained(folder / "base"),
     config={
         **run,
-        "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "lora": {"r": 8, "lora_alpha": 16, "modules_to_save": ["head"]},
         "zero_optimization": {"stage": 3},
     },
 )

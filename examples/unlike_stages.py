@@ -7,7 +7,6 @@ between. The script prints the schedule and compares a step with the same step o
     python examples/unlike_stages.py
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -20,8 +19,6 @@ WIDTH, WORDS = 32, 16
 
 
 class Reader(nnx.Module):
-    """Attention over `memory` and a feed-forward."""
-
     def __init__(self, rngs: nnx.Rngs, hidden: int):
         self.query, self.key, self.out = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3))
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -30,7 +27,7 @@ class Reader(nnx.Module):
 
     def __call__(self, x, memory):
         scores = jnp.einsum("bqe,bke->bqk", self.query(x), self.key(memory)) / WIDTH**0.5
-        x = x + self.out(jax.nn.softmax(scores) @ memory)
+        x = x + self.out(nnx.softmax(scores) @ memory)
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
@@ -54,7 +51,7 @@ def loss_fn(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
 
 
-source = np.random.default_rng(0).integers(1, WORDS, (128, 8))
+source = np.random.default_rng(0).integers(1, WORDS, (128, 8), np.int32)
 batch = {"source": source, "target": np.pad(source[:, ::-1], ((0, 0), (1, 0)))}  # backwards
 engine = jaxspeed.initialize(
     model=lambda rngs: Translator(rngs),
