@@ -46,10 +46,14 @@ engine = jaxspeed.initialize(
             },
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 150, "warmup_num_steps": 10},
+        },
         "zero_optimization": {"stage": 3},
     }
 )
-losses = [float(engine.train_batch(batch_of(step))["loss"]) for step in range(80)]
+losses = [float(engine.train_batch(batch_of(step))["loss"]) for step in range(150)]
 print(f"loss {losses[0]:.2f} to {losses[-1]:.2f} nats per byte")
 
 text = ""
