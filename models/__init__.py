@@ -52,6 +52,8 @@ FAMILIES: dict[str, str] = {
     "gpt_oss": "jaxspeed.models.gpt_oss",
     "llama_classifier": "jaxspeed.models.llama_classifier",
     "bert": "jaxspeed.models.bert",
+    "modernbert": "jaxspeed.models.modernbert",
+    "t5": "jaxspeed.models.t5",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -89,13 +91,15 @@ MODEL_TYPES: dict[str, str] = {
     "deepseek_v3": "deepseek",
     "gpt_oss": "gpt_oss",
     "bert": "bert",
+    "modernbert": "modernbert",
+    "t5": "t5",  # and FLAN-T5
     "vit": "vit",
 }
 # Models with images, of which the language model is read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 # The families of classifiers (SCORED) of these types.
 CLASSIFIERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama_classifier")
-CLASSIFIERS["bert"] = "bert"
+CLASSIFIERS |= {name: name for name in ("bert", "modernbert")}
 SCORED = "ForSequenceClassification"
 # Families with a form in Hugging Face's files.
 HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))

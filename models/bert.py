@@ -1,8 +1,10 @@
 """BERT (arXiv:1810.04805): an encoder with a norm after each sum, for masked tokens or for labels.
 
 A batch has `tokens` [batch, seq] and may have `mask`, 1 where a token is no padding, and
-`token_types`, all [batch, seq]. `labels` are [batch, seq] without `num_labels`: the tokens that
-`masked` replaced, and -100 elsewhere. Those of a classifier are [batch] or real [batch, classes].
+`token_types`, all [batch, seq]; packed ones `segment_ids` and `positions`. `labels` are [batch, seq] without
+`num_labels`: the tokens to be predicted, and -100 elsewhere. They are drawn in the loss, with the
+tokens that replace them, if a batch has none and the config has a `mask_token_id`. Those of a
+classifier are [batch] or real [batch, classes].
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Initializer
 
@@ -33,10 +34,11 @@ from .layers import (
     stacked,
     zeros,
 )
+from .masking import CONTEXT, Masking, masked_batch, segments_of
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Masking):
     """BERT's sizes; the defaults are those of BERT base, uncased."""
 
     hidden_size: int = 768
@@ -53,6 +55,7 @@ class Config:
     unroll: int | bool = 1  # of the scan over layers
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_heads(self.hidden_size, self.num_attention_heads)
 
     @property
@@ -125,11 +128,14 @@ class Bert(nnx.Module):
         *,
         mask: jax.Array | None = None,
         token_types: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         """The last block's output, [batch, seq, embed]."""
         types = jnp.zeros_like(tokens) if token_types is None else token_types
-        x = self.embed(tokens) + self.types(types) + self.positions(jnp.arange(tokens.shape[1]))
-        segments = None if mask is None else (mask != 0).astype(jnp.int32)
+        read = jnp.arange(tokens.shape[1]) if positions is None else positions
+        x = self.embed(tokens) + self.types(types) + self.positions(read)
+        segments = segments_of(mask, segment_ids)
         x = self.dropout(self.embed_norm(x))
         return scan_blocks(self.blocks, x, (), segments, unroll=self.config.unroll)
 
@@ -151,33 +157,16 @@ def build(config: Config, rngs: nnx.Rngs) -> Bert:
     return Bert(config, rngs=rngs)
 
 
-def loss(model: Bert, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
+def loss(
+    model: Any,
+    batch: Mapping[str, jax.Array],
+    train: bool | None = None,
+    rng: jax.Array | None = None,
+) -> Any:
     """(sum, weight) of the cross-entropy of masked tokens, or the loss of a classifier's labels."""
-    context = {name: batch[name] for name in ("mask", "token_types") if name in batch}
-    logits, labels = model(batch["tokens"], **context), batch["labels"]
-    if model.config.num_labels is None:
-        return ops.cross_entropy(logits, labels)
-    return label_loss(logits, labels, train)
-
-
-def masked(
-    tokens: np.ndarray,
-    rng: np.random.Generator,
-    *,
-    mask_token: int,
-    vocab_size: int,
-    special: tuple[int, ...] = (),
-    share: float = 0.15,
-) -> dict[str, np.ndarray]:
-    """A batch of `tokens` of which a share is to be predicted, as the paper has it.
-
-    Of these, 80% become the mask's token and 10% any token; those in `special` are never chosen.
-    """
-    chosen = (rng.random(tokens.shape) < share) & ~np.isin(tokens, special)
-    kind = rng.random(tokens.shape)
-    drawn = rng.integers(0, vocab_size, tokens.shape, dtype=tokens.dtype)
-    replaced = np.where(kind < 0.8, mask_token, np.where(kind < 0.9, drawn, tokens))
-    return {
-        "tokens": np.where(chosen, replaced, tokens).astype(tokens.dtype),
-        "labels": np.where(chosen, tokens, -100),
-    }
+    config = model.config
+    context = {name: batch[name] for name in CONTEXT if name in batch}
+    if config.num_labels is not None:
+        return label_loss(model(batch["tokens"], **context), batch["labels"], train)
+    tokens, labels = masked_batch(config, config.vocab_size, batch, rng)
+    return ops.cross_entropy(model(tokens, **context), labels)

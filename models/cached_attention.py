@@ -69,6 +69,16 @@ class CachedAttention(nnx.Module):
             **options,
         )
 
+    def stored(self, *new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of another sequence: the new ones, or those of the cache."""
+        if self.cached_key is None or self.cached_value is None or new:
+            for cache, x in zip((self.cached_key, self.cached_value), new):
+                if cache is not None:
+                    _write(cache, _read(cache).at[:, : x.shape[1]].set(x))
+            k, v = new
+            return k, v
+        return _read(self.cached_key), _read(self.cached_value)
+
 
 def _read(cache: nnx.Cache) -> jax.Array:
     value = cache.get_value()

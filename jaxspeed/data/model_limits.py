@@ -11,7 +11,7 @@ class ModelLimits:
     """Shapes and ranges that a model can read; None is unknown, and no limit.
 
     `targets` is whether samples of tokens are inputs and targets [seq], which an axis can shard
-    evenly, instead of tokens [seq + 1].
+    evenly and a loss can mask, instead of tokens [seq + 1].
     """
 
     sample: Kind | None = None
@@ -37,5 +37,8 @@ def limits_of(sizes: Any, targets: bool = False) -> ModelLimits:
         )
     if size("vocab_size") is not None:
         limits = size("max_position_embeddings"), size("vocab_size")
-        return ModelLimits("tokens", *limits, targets=targets)
+        corrupts = size("corrupts_inputs")  # None: a decoder
+        if corrupts is False:  # samples have labels
+            return ModelLimits(None, *limits)
+        return ModelLimits("tokens", *limits, targets=targets or bool(corrupts))
     return ModelLimits()

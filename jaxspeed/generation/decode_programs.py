@@ -39,7 +39,8 @@ class ForwardPrograms:
     """The programs for batches of one number of sequences, and caches of one length.
 
     A batch has `tokens` [rows, seq], `positions` as they are, and in `at` [rows] the place of the
-    token whose successor is drawn.
+    token whose successor is drawn. For an encoder it has `inputs` and their `mask` [rows, in_seq],
+    but none for `decode`: what is read of them is in the caches.
     """
 
     def __init__(self, once: GatherOnce, cached: CachedModel | None) -> None:
@@ -191,7 +192,8 @@ def rows_for_jit(program: Program, *rows: Any) -> Any:
 def _logits(model: Any, batch: Any) -> Outputs:
     """The logits [rows, vocab] after the token of each sequence that `at` names."""
     accepted = call_parameters(model)
-    given = {name: batch[name] for name in ("at", "positions") if name in accepted}
+    names = {*batch} & {"at", "positions", "inputs", "mask"} & {*accepted}
+    given: dict[str, Any] = {name: batch[name] for name in sorted(names)}
     if "decode" in accepted and batch["tokens"].shape[1] == 1:
         given["decode"] = True
     found = model(batch["tokens"], **given)

@@ -112,10 +112,11 @@ class TextPiece(NamedTuple):
 
 
 class BatchRow:
-    """One sequence of a batch: a prompt and what has followed it."""
+    """One sequence of a batch: a prompt and what has followed it, and what an encoder reads."""
 
-    def __init__(self, ids: list[int], request: Request) -> None:
+    def __init__(self, ids: list[int], request: Request, inputs: Sequence[int] = ()) -> None:
         self.ids, self._prompt, self._request = ids, len(ids), request
+        self.inputs = inputs
         tokenizer = request.tokenizer
         self._ends = {end_of(tokenizer), *request.stop_tokens}
         self._stream = None if tokenizer is None else TextStream(tokenizer, ids, request.stop)
@@ -192,7 +193,7 @@ class Generation:
 
     def _seen(self, row: BatchRow) -> Seen:
         start = first_seen(len(row.ids), self._context)
-        return Seen(start, row.ids[start:])
+        return Seen(start, row.ids[start:], row.inputs)
 
     def _draws(self) -> dict[str, Any]:
         drawn = np.asarray([row.drawn for row in self._rows], np.int32)
@@ -220,11 +221,14 @@ class Generator:
         prompts = request.encoded()
         ranks, count = self.program.ranks, len(prompts)
         prompts += [[0]] * (-count % ranks)
-        rows = [BatchRow(ids, request) for ids in prompts]
-        longest = max(map(len, prompts)) + request.tokens
+        inputs: list[list[int]] = [[] for _ in prompts]
+        if self._begin is not None:  # of a decoder, whose encoder reads the prompts
+            inputs, prompts = self._ended(prompts, request), [[self._begin] for _ in prompts]
+        rows = [BatchRow(ids, request, read) for ids, read in zip(prompts, inputs)]
+        longest, read = max(map(len, prompts)) + request.tokens, max(map(len, inputs))
         context = request.context or self.context or longest
         rules = request.sampling.rules
-        length = bucket(min(context, longest), context)
+        length = bucket(max(min(context, longest), read), max(context, read))
         steps = self._steps(len(rows), length, state, rules, short_start(request.tokens))
         text = "repetition_penalty" in rules
         return Generation(rows, count, steps, context, seed=request.seed, text=text)
@@ -233,6 +237,21 @@ class Generator:
     def context(self) -> int | None:
         """The tokens that the model sees at most, if its config says so."""
         return getattr(sizes_of(self.program.source.model), "max_position_embeddings", None)
+
+    @cached_property
+    def _begin(self) -> int | None:
+        """The token with which a decoder begins that has an encoder."""
+        return getattr(sizes_of(self.program.source.model), "decoder_start_token_id", None)
+
+    def _ended(self, prompts: list[list[int]], request: Request) -> list[list[int]]:
+        """The prompts, of which texts end as an encoder's inputs do."""
+        end = getattr(sizes_of(self.program.source.model), "eos_token_id", None)
+        texts = [isinstance(prompt, str) for prompt in request.prompts]
+        texts += [False] * (len(prompts) - len(texts))
+        return [
+            [*ids, end] if is_text and end is not None and ids[-1] != end else ids
+            for ids, is_text in zip(prompts, texts)
+        ]
 
     @cached_property
     def _once(self) -> GatherOnce:

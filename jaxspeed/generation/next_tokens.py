@@ -24,6 +24,7 @@ class Seen(NamedTuple):
 
     start: int
     tokens: Sequence[int]
+    inputs: Sequence[int] = ()  # of the encoder
 
 
 def first_seen(length: int, context: int) -> int:
@@ -119,7 +120,8 @@ class Cached:
         return tokens
 
     def _is_short(self, seen: Sequence[Seen]) -> bool:
-        return max(len(row.tokens) for row in seen) <= self._short
+        most = self._short if not any(row.inputs for row in seen) else 0  # `prefill` encodes
+        return max(len(row.tokens) for row in seen) <= most
 
 
 class OneByOne:
@@ -183,13 +185,22 @@ class Runs:
 
 def padded(seen: Sequence[Seen], most: int) -> dict[str, np.ndarray]:
     """A batch with the sequences' starts, padded to a length for which programs are compiled."""
-    length = bucket(max(len(row.tokens) for row in seen), most)
-    tokens = np.zeros((len(seen), length), np.int32)
-    for row, (_, ids) in enumerate(seen):
-        tokens[row, : len(ids)] = ids
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    at = np.asarray([len(ids) - 1 for _, ids in seen], np.int32)
-    return {"tokens": tokens, "positions": positions, "at": at}
+    tokens, _ = _filled_up([row.tokens for row in seen], most)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    at = np.asarray([len(row.tokens) - 1 for row in seen], np.int32)
+    batch = {"tokens": tokens, "positions": positions, "at": at}
+    if any(row.inputs for row in seen):
+        batch["inputs"], batch["mask"] = _filled_up([row.inputs for row in seen], most)
+    return batch
+
+
+def _filled_up(texts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [texts, length], 1 where a text has one)."""
+    tokens = np.zeros((len(texts), bucket(max(map(len, texts)), most)), np.int32)
+    mask = np.zeros_like(tokens)
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, 1
+    return tokens, mask
 
 
 def ready(tokens: jax.Array, rows: Any) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """Attention for all models, with the kernel of the platform that the program is lowered for.
 
-    out = softmax(cap(scale q k^T) + mask) v,   cap(s) = soft_cap tanh(s / soft_cap), if given
+    out = softmax(cap(scale q k^T) + bias + mask) v,   cap(s) = soft_cap tanh(s / soft_cap), if given
 
 | lowered for | kernel | supports |
 |---|---|---|
@@ -35,6 +35,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -99,6 +100,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention with grouped heads.
@@ -115,13 +117,15 @@ def attention(
         scale: of the scores; 1 / sqrt(head_dim) by default.
         soft_cap: bound of the scores, as in Gemma 2 (arXiv:2408.00118).
         sinks: [heads], a score of each head that no key has.
+        bias: [heads, seq, kv_seq] or [batch, heads, seq, kv_seq], added to the scores; no kernel
+            takes one, so that the scores are materialized.
         implementation: forces a kernel, for tests and comparisons.
 
     Returns:
         [batch, seq, heads, head_dim of v] in the dtype of q, with the checkpoint name "attention"
         for rematerialization policies.
     """
-    _check(q, k, v, window, segment_ids, kv_segment_ids, sinks)
+    _check(q, k, v, window, segment_ids, kv_segment_ids, sinks, bias)
     if (low := _autocast.get()) is not None and q.dtype == jnp.float32:
         out = attention(
             *(x.astype(low) for x in (q, k, v)),
@@ -132,6 +136,7 @@ def attention(
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            bias=bias,
             implementation=implementation,
         )
         return out.astype(jnp.float32)
@@ -144,7 +149,7 @@ def attention(
         form_of_call = AttentionForm(
             scale, mask, soft_cap, segments=segments is not None, sinks=sinks is not None
         )
-        return _one_call(form_of_call, q, k, v, segments, sinks)
+        return _one_call(form_of_call, q, k, v, segments, sinks, bias)
 
     k, v = repeated_for_sharding(q, k, v)
     form: dict[str, Any] = {"mask": mask, "scale": scale}
@@ -157,11 +162,15 @@ def attention(
             raise ModelError(f"implementation {implementation!r} is none of {['plain', *KERNELS]}")
         if implementation == "cudnn" and soft_cap is not None:
             raise ModelError("cudnn has no soft cap")
+        if implementation != "plain" and bias is not None:
+            raise ModelError(f"{implementation} has no bias")
         if implementation == "plain":
-            return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks), NAME)
+            return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks, bias=bias), NAME)
         attend = in_two_passes(*_two_passes(KERNELS[implementation], form))
         return attend(q, k, v, segments, sinks)
 
+    if bias is not None:
+        return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks, bias=bias), NAME)
     fast: dict[str, Any] = {}
     if splash.supports(q, k):
         fast["tpu"] = splash
@@ -191,19 +200,25 @@ def _one_call(
     v: jax.Array,
     segments: Segments | None,
     sinks: jax.Array | None,
+    bias: jax.Array | None,
 ) -> jax.Array:
     """Attention as one equation, which a pass replaces: sequences are sharded here."""
+    given = [*(segments or ()), *(x for x in (sinks, bias) if x is not None)]
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
-        ids = Segments(*others[:2]) if form.segments else None
+        rest = iter(others)
+        ids = None if segments is None else Segments(next(rest), next(rest))
         more: dict[str, Any] = {"mask": form.mask, "scale": form.scale, "soft_cap": form.soft_cap}
+        more |= {"sinks": None if sinks is None else next(rest)}
+        more |= {"bias": None if bias is None else next(rest)}
         k, v = repeated_for_sharding(q, k, v)
-        of_heads = others[-1] if form.sinks else None
-        return checkpoint_name(plain(q, k, v, ids, sinks=of_heads, **more), NAME)
+        return checkpoint_name(plain(q, k, v, ids, **more), NAME)
 
-    return attention_call(
-        form, body, q, k, v, *(segments or ()), *([] if sinks is None else [sinks])
-    )
+    if bias is not None:  # a general mask: only this program computes it
+        of_others = [1, None] * (segments is not None) + [None] * (sinks is not None)
+        rows = (*of_others, bias.ndim - 2)
+        form = replace(form, segments=False, sinks=False, rows=rows)
+    return attention_call(form, body, q, k, v, *given)
 
 
 def _by_platform(kernels: Mapping[str, Any], form: Mapping[str, Any]) -> Attend:
@@ -261,6 +276,7 @@ def plain(
     scale: float,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Attention in XLA operations: scores and softmax in fp32, or fp64 for fp64 operands.
 
@@ -275,7 +291,8 @@ def plain(
             q,
             k,
             v,
-            mask=same,
+            None if bias is None else bias.reshape(-1, *bias.shape[-3:]).astype(jnp.float32),
+            same,
             scale=scale,
             is_causal=mask.causal,
             local_window_size=mask.sides(),
@@ -287,6 +304,8 @@ def plain(
     scores = scale * jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=dtype)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias.reshape(-1, *scores.shape[1:]).astype(dtype)
     seen = mask.dense(seq, kv_seq)
     seen = seen if same is None else seen & same[:, None]
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
@@ -306,6 +325,7 @@ def _check(
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
     sinks: jax.Array | None,
+    bias: jax.Array | None,
 ) -> None:
     ranks = q.ndim, k.ndim, v.ndim
     if ranks != (4, 4, 4) or k.shape[:3] != v.shape[:3] or k.shape[3] < v.shape[3]:
@@ -323,6 +343,9 @@ def _check(
         raise ModelError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if sinks is not None and sinks.shape != (heads,):
         raise ModelError(f"sinks is {sinks.shape}, should be {(heads,)}, one score a query head")
+    of_scores = heads, seq, k.shape[1]
+    if bias is not None and bias.shape not in (of_scores, (batch, *of_scores)):
+        raise ModelError(f"bias is {bias.shape}, should be {of_scores}, or of each sample")
     if window is not None and window < 1:
         raise ModelError(f"window is {window}: it counts the visible keys, at least 1 (itself)")
     if segment_ids is None:

@@ -70,6 +70,11 @@ BERT = {"pad_token_id": None} | {
         "vocab_size", "max_position_embeddings", "initializer_range",
     )
 }  # fmt: skip
+MODERNBERT = BERT | {"num_hidden_layers": 5, "local_attention": 60}
+T5 = {
+    "d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
+    "vocab_size": VOCAB, "initializer_factor": 2.0, "decoder_start_token_id": 0,
+}  # fmt: skip
 LATENT = SIZES | {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
@@ -265,6 +270,24 @@ CASES = {
     }),
     "bert": ("Bert", "BertForMaskedLM", BERT),
     "bert classifier": ("Bert", "BertForSequenceClassification", BERT | {"num_labels": 7}),
+    "modernbert": ("ModernBert", "ModernBertForMaskedLM", MODERNBERT),
+    "modernbert, with biases": ("ModernBert", "ModernBertForMaskedLM", MODERNBERT | {
+        "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True,
+        "decoder_bias": False, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+    }),
+    "modernbert classifier": ("ModernBert", "ModernBertForSequenceClassification", MODERNBERT | {
+        "num_labels": 7,
+    }),
+    "modernbert classifier of means": (
+        "ModernBert", "ModernBertForSequenceClassification",
+        MODERNBERT | {"num_labels": 7, "classifier_pooling": "mean"},
+    ),
+    "t5": ("T5", "T5ForConditionalGeneration", T5),
+    "t5, gated, untied": ("T5", "T5ForConditionalGeneration", T5 | {
+        "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+        "relative_attention_num_buckets": 16, "relative_attention_max_distance": 200,
+    }),
     "vit": ("ViT", "ViTForImageClassification", {
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_labels": 7,
@@ -302,8 +325,17 @@ def inputs(case, batch=2, seq=SEQ):
         return theirs, {"images": images, "labels": labels}, images
     tokens = rng.integers(0, VOCAB, (batch, seq))
     theirs = {"input_ids": tokens, "labels": tokens}
-    if case.startswith("bert"):
-        context = {"token_types": rng.integers(0, 2, (batch, seq))}
+    if case.startswith("t5"):
+        mask = (np.arange(seq) < [[seq], [seq // 3]][:batch]).astype(int)
+        targets = rng.integers(0, VOCAB, (batch, seq // 2))
+        targets[:, -5:] = -100
+        read = np.concatenate([np.zeros((batch, 1), int), np.maximum(targets, 0)[:, :-1]], axis=1)
+        theirs = {"input_ids": tokens, "attention_mask": mask, "labels": targets}
+        pair = {"inputs": tokens, "mask": mask}
+        return theirs, {**pair, "targets": targets}, {**pair, "tokens": read}
+    if "bert" in case:
+        has_types = case.startswith("bert")
+        context = {"token_types": rng.integers(0, 2, (batch, seq))} if has_types else {}
         labels = np.where(rng.random((batch, seq)) < 0.15, tokens, -100)
         if "classifier" in case:  # their logits of padding are of what is not padding
             context["mask"] = (np.arange(seq) < [[seq], [seq // 3]][:batch]).astype(int)
@@ -395,7 +427,7 @@ def theirs_by_name(pretrained, values):
 @cases
 def test_greedy_tokens_are_theirs(references, folder_of, case):
     """Prompts that differ in length, and texts beyond the windows of 77 and 100 tokens."""
-    if case.startswith(("vit", "bert")) or "classifier" in case:
+    if case.startswith("vit") or "bert" in case or "classifier" in case:
         pytest.skip("it generates no text")
     folder = folder_of(case)
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "mesh": {"tensor": 2}}
@@ -405,7 +437,9 @@ def test_greedy_tokens_are_theirs(references, folder_of, case):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (90, 7)]
     # With random weights and a tied head, some repeat one token.
-    repeats = "gemma" in case or case.startswith(("granite, tied", "cohere", "falcon", "starcoder"))
+    repeats = "gemma" in case or case.startswith(
+        ("granite, tied", "cohere", "falcon", "starcoder", "t5")
+    )
     rules = {"repetition_penalty": 1e3} if repeats else {}
     found = engine.generate(prompts, 40, temperature=0, **rules)
     theirs = references.call(

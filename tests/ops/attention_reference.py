@@ -19,11 +19,11 @@ def seen(seq, kv_seq, *, causal, window, segments, kv_segments=None, offset=0):
     return mask
 
 
-def attention_and_gradients(q, k, v, d_out, mask, scale, soft_cap=None, sinks=None):
+def attention_and_gradients(q, k, v, d_out, mask, scale, soft_cap=None, sinks=None, bias=0.0):
     """(out, dq, dk, dv) of softmax(scale q k^T) v for the cotangent d_out, heads grouped.
 
     With a soft cap c the scores s are c tanh(s / c); with sinks [heads] each softmax has one more
-    score, and the gradient of the sinks comes last.
+    score, and the gradient of the sinks comes last, or that of a bias [heads, seq, kv_seq].
     """
     q, k, v, d_out = (np.asarray(x).astype(np.float64) for x in (q, k, v, d_out))
     group = q.shape[2] // k.shape[2]
@@ -33,7 +33,7 @@ def attention_and_gradients(q, k, v, d_out, mask, scale, soft_cap=None, sinks=No
     if soft_cap is not None:
         slope = 1 - np.tanh(scores / soft_cap) ** 2
         scores = soft_cap * np.tanh(scores / soft_cap)
-    scores = np.where(mask[:, None], scores, -np.inf)
+    scores = np.where(mask[:, None], scores + np.asarray(bias, np.float64), -np.inf)
     if sinks is not None:
         last = np.asarray(sinks, np.float64)[:, None, None]
         scores = np.concatenate([scores, np.broadcast_to(last, (*scores.shape[:3], 1))], -1)
@@ -52,4 +52,6 @@ def attention_and_gradients(q, k, v, d_out, mask, scale, soft_cap=None, sinks=No
         return x.reshape(*k.shape[:3], group, -1).sum(3) if group > 1 else x
 
     found = (out, dq, of_group(dk), of_group(dv))
+    if np.ndim(bias):
+        return (*found, d_scores if np.ndim(bias) == 4 else d_scores.sum(0))
     return found if sinks is None else (*found, -(sink_shares * mean).sum((0, 2, 3)))

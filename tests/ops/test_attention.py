@@ -105,6 +105,25 @@ def test_attention_equals_the_formula(name, dtype):
     assert_close(found, wanted, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["of heads", "of samples"])
+@pytest.mark.parametrize("name", ["causal", "window in segments, grouped"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_bias_is_added_to_the_scores(name, each, dtype):
+    (q, k, v, d_out), segments, options, _ = case(name, dtype)
+    shape = (2, 4, 64, 64) if each else (4, 64, 64)
+    bias = jax.random.normal(jax.random.key(1), shape)
+    ids = None if segments is None else segments.q
+    f = functools.partial(attention, segment_ids=ids, **options)
+
+    def biased(q, k, v, bias):
+        return f(q, k, v, bias=bias)
+
+    dense = seen(64, 64, causal=True, window=options["window"], segments=ids)
+    wanted = attention_and_gradients(q, k, v, d_out, dense, 32**-0.5, bias=bias)
+    found = jax.jit(functools.partial(with_gradients, biased))(q, k, v, d_out, bias)
+    assert_close(found, wanted, TOLERANCE[dtype])
+
+
 def test_attention_in_fp64_is_fp64_throughout():
     with jax.enable_x64(True):
         args = inputs(seq=32, kv_heads=2, dtype="float64")
@@ -315,6 +334,8 @@ BAD = {
     "window": ({}, {"window": 0}, "window is 0"),
     "sinks": ({}, {"sinks": np.zeros(2)}, r"sinks is \(2,\), should be \(4,\)"),
     "soft cap": ({}, {"soft_cap": 1.0, "implementation": "cudnn"}, "cudnn has no soft cap"),
+    "bias": ({}, {"bias": np.zeros((4, 8, 7))}, r"bias is \(4, 8, 7\), should be \(4, 8, 8\)"),
+    "no bias": ({}, {"bias": np.zeros((4, 8, 8)), "implementation": "splash"}, "splash has no bia"),
     "kernel": ({}, {"implementation": "flash"}, "'flash' is none of"),
 }
 

@@ -26,6 +26,9 @@ def _cached_model(case: str) -> Any:
     fields = {"attn_implementation": "eager", **fields}
     config = getattr(transformers, f"{configuration}Config")(**fields)
     model = getattr(transformers, name)(config).eval()
+    if not getattr(model.config, "scale_decoder_outputs", True):  # T5 1.1, tied in memory
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.config.tie_word_embeddings = False
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or parameter.ndim == 1:  # neither zeros nor ones
             mean = parameter.detach().mean().round()
@@ -69,7 +72,7 @@ def greedy_tokens(
         _model(case).generate(
             torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=-1,
             pad_token_id=0, **rules,
-        )[0, len(prompt) :].tolist()
+        )[0, 1 if case[0] == "T5" else len(prompt) :].tolist()
         for prompt in prompts
     ]  # fmt: skip
 

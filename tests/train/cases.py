@@ -69,6 +69,16 @@ def cloze(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     return {"tokens": np.where(chosen, 0, tokens), "labels": labels.astype(np.int32)}
 
 
+def pairs(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
+    """Each target is the input plus one; inputs have padding, and of some samples none counts."""
+    inputs = rng.integers(1, VOCAB, (samples, SEQ))
+    mask = np.arange(SEQ) < rng.integers(2, SEQ + 1, (samples, 1))
+    targets = (inputs + 1) % VOCAB
+    targets = np.where(mask & (rng.random((samples, 1)) < 0.9), targets, -100)[:, : SEQ - 2]
+    found = {"inputs": inputs, "mask": mask, "targets": targets}
+    return {name: x.astype(np.int32) for name, x in found.items()}
+
+
 def sequences(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     """The label is the last token's, before padding of 0, by its range in the vocabulary."""
     tokens = rng.integers(1, VOCAB, (samples, SEQ))

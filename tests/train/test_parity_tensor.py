@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.covering import covering
-from tests.train.cases import cloze, family, language, pictures, sequences
+from tests.train.cases import cloze, family, language, pairs, pictures, sequences
 from tests.train.parity import (
     assert_loss_fell,
     assert_losses_equal,
@@ -64,6 +64,7 @@ CASES = {
 }
 STARCODER2 = {"num_key_value_heads": 4, "intermediate_size": 64, "sliding_window": 3} | TEXT
 GROUPED = {"num_key_value_heads": 4, "intermediate_size": 32} | TEXT
+T5 = {"hidden_size": 32, "num_attention_heads": 8, "num_hidden_layers": 2}
 COMPOSED = {  # of the parts in models/blocks.py
     "phi3": family("phi3", language, partial_rotary_factor=0.5, **GROUPED),
     "granite": family("granite", language, residual_multiplier=0.7, logits_scaling=1.6, **GROUPED),
@@ -116,6 +117,35 @@ COMPOSED = {  # of the parts in models/blocks.py
     "bert": family("bert", cloze, zero=("k_proj/bias",), intermediate_size=64, **TEXT),
     "bert classifier": family(
         "bert", sequences, zero=("k_proj/bias",), num_labels=4, intermediate_size=64, **TEXT
+    ),
+    "modernbert": family(
+        "modernbert",
+        cloze,
+        num_hidden_layers=4,
+        intermediate_size=32,
+        local_attention=4,
+        **TEXT,
+    ),
+    "modernbert classifier": family(
+        "modernbert",
+        sequences,
+        num_hidden_layers=4,
+        intermediate_size=32,
+        num_labels=4,
+        mean_pooling=True,
+        **TEXT,
+    ),
+    "t5": family("t5", pairs, head_dim=8, intermediate_size=64, vocab_size=32, **T5),
+    "t5, gated, untied": family(
+        "t5",
+        pairs,
+        head_dim=8,
+        intermediate_size=64,
+        vocab_size=32,
+        activation="gelu_new",
+        gated=True,
+        tie_word_embeddings=False,
+        **T5,
     ),
     "llama classifier": family(
         "llama_classifier", sequences, num_labels=4, pad_token_id=0, **GROUPED
