@@ -1,7 +1,7 @@
 """BERT (arXiv:1810.04805): an encoder with a norm after each sum, for masked tokens or for labels.
 
-A batch has `tokens` [batch, seq] and may have `mask`, 1 where a token is no padding, and
-`token_types`, all [batch, seq]; packed ones `segment_ids` and `positions`. `labels` are [batch, seq] without
+A batch has `tokens` and may have `mask`, 1 where a token is no padding, and `token_types`, all
+[batch, seq]; packed ones `segment_ids` and `positions`. `labels` are [batch, seq] without
 `num_labels`: the tokens to be predicted, and -100 elsewhere. They are drawn in the loss, with the
 tokens that replace them, if a batch has none and the config has a `mask_token_id`. Those of a
 classifier are [batch] or real [batch, classes].

@@ -9,6 +9,7 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
+from .blocks import ACTIVATIONS
 from .classification_hf import PROBLEMS, count_labels, write_labels
 from .decoder_hf import GLOBAL, LOCAL, global_layers, norm_rules, read_rope_of_kinds, rope_of_kinds
 from .modernbert import Config
@@ -30,12 +31,12 @@ FIELDS: tuple[Field | Fixed | Read, ...] = (
     Field("mlp_bias", "mlp_bias", bool, False),
     Field("classifier_bias", "head_bias", bool, False),
     Field("decoder_bias", "decoder_bias", bool, True),
-    Field("hidden_activation", "activation", str, "gelu"),
     Field("initializer_range", "initializer_range", float, 0.02),
     *map(Read, ("global_attn_every_n_layers", "layer_types", "rope_parameters", "rope_scaling")),
     *map(Read, ("global_rope_theta", "local_rope_theta", "rope_theta")),
     *map(Read, ("classifier_pooling", "classifier_activation", "original_max_position_embeddings")),
     *map(Read, ("id2label", "num_labels", "partial_rotary_factor")),
+    Fixed("hidden_activation", ("gelu", *ACTIVATIONS)),
     Fixed("tie_word_embeddings", (True,)),
     PROBLEMS,
 )
@@ -48,10 +49,9 @@ def read_config(values: Mapping[str, Any]) -> Config:
         raise PretrainedError(
             f"config.json: {kind} is not supported; ModernBertForMaskedLM and {CLASSIFIER} are"
         )
-    activation, pooling = (
-        values.get("classifier_activation", "gelu"),
-        values.get("classifier_pooling", "cls"),
-    )
+    activation = values.get("classifier_activation", "gelu")
+    pooling = values.get("classifier_pooling", "cls")
+    found["activation"] = values.get("hidden_activation", "gelu")
     if activation != found["activation"] or pooling not in _POOLING:
         raise PretrainedError(
             f"config.json: classifier_activation is {activation!r} and classifier_pooling "
@@ -80,6 +80,7 @@ def write_config(config: Config) -> dict[str, Any]:
     written = {
         "model_type": "modernbert",
         **write_fields(c, FIELDS),
+        "hidden_activation": c.activation,
         "classifier_activation": c.activation,
         "classifier_pooling": _POOLING[c.mean_pooling],
         "layer_types": [GLOBAL if each else LOCAL for each in c.is_global],
@@ -123,13 +124,14 @@ def table(config: Config) -> MappingTable:
 def _block_rules(theirs: str, ours: str, stack: str, first: Mapping[str, int]) -> list[TensorRule]:
     def rule(tensor: str, paths: str, part: str, layout: str) -> TensorRule:
         inside = tuple(f"{ours}/{path}/{part}" for path in paths.split())
-        return TensorRule(
-            f"{theirs}.{tensor}", inside, layout.replace("->", f"-> {stack}"), first=first
-        )
+        layout = layout.replace("-> ", f"-> {stack}")
+        where = inside if len(inside) > 1 else inside[0]
+        return TensorRule(f"{theirs}.{tensor}", where, layout, first=first)
 
     qkv, gated = "attn/q_proj attn/k_proj attn/v_proj", "mlp/gate mlp/up"
+    heads = "(part heads dim) embed -> embed heads dim"
     weights = (
-        ("attn.Wqkv", qkv, "(part heads dim) embed -> embed heads dim", "(part heads dim) -> heads dim"),
+        ("attn.Wqkv", qkv, heads, "(part heads dim) -> heads dim"),
         ("attn.Wo", "attn/o_proj", "embed (heads dim) -> heads dim embed", "embed -> embed"),
         ("mlp.Wi", gated, "(part out) in -> in out", "(part out) -> out"),
         ("mlp.Wo", "mlp/down", "out in -> in out", "out -> out"),

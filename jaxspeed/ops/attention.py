@@ -1,6 +1,8 @@
 """Attention for all models, with the kernel of the platform that the program is lowered for.
 
-    out = softmax(cap(scale q k^T) + bias + mask) v,   cap(s) = soft_cap tanh(s / soft_cap), if given
+    out = softmax(cap(scale q k^T) + bias + mask) v,   cap(s) = soft_cap tanh(s / soft_cap)
+
+where a soft cap and a bias may be given.
 
 | lowered for | kernel | supports |
 |---|---|---|

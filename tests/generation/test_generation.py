@@ -409,4 +409,5 @@ def test_every_language_family_is_generated_from():
         return named or family.loss is models.family("llama").loss
 
     own = {name for name in models.FAMILIES if makes_text(models.family(name))}
-    assert own == {family for family, _ in FAMILIES.values()}
+    with_encoders = {"t5"}  # tests/models/test_t5.py
+    assert own - with_encoders == {family for family, _ in FAMILIES.values()}

@@ -58,6 +58,15 @@ PUBLISHED = {
     ("deepseek", "deepseek-v3"): 671_026_404_352,
     ("gpt_oss", "gpt-oss-20b"): 20_914_757_184,
     ("gpt_oss", "gpt-oss-120b"): 116_829_156_672,
+    ("bert", "bert-base"): 109_514_298,
+    ("bert", "bert-large"): 335_174_458,
+    ("modernbert", "modernbert-base"): 149_655_232,
+    ("modernbert", "modernbert-large"): 395_881_664,
+    ("t5", "t5-small"): 60_506_624,
+    ("t5", "t5-base"): 222_903_552,
+    ("t5", "t5-large"): 737_668_096,
+    ("t5", "t5-v1.1-base"): 247_577_856,
+    ("t5", "t5-v1.1-large"): 783_150_080,
     ("vit", "vit-ti16"): 5_717_416,
     ("vit", "vit-s16"): 22_050_664,
     ("vit", "vit-b16"): 86_567_656,
@@ -98,7 +107,8 @@ def test_every_dim_of_every_parameter_is_named(family):
         names = variable.get_metadata()["logical_axes"]
         assert len(names) == len(variable.shape), path
         assert set(names) <= known, path
-        assert (names[0] == "layers") == (path[0] in ("blocks", "dense_blocks")), path
+        stacks = ("blocks", "dense_blocks", "encoder", "decoder")
+        assert (names[0] == "layers") == (path[0] in stacks), path
 
 
 def test_names_stand_at_the_dims_they_mean():
