@@ -73,7 +73,7 @@ BERT = {"pad_token_id": None} | {
 MODERNBERT = BERT | {"num_hidden_layers": 5, "local_attention": 60}
 T5 = {
     "d_model": 64, "d_kv": 24, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
-    "vocab_size": VOCAB, "initializer_factor": 2.0, "decoder_start_token_id": 0,
+    "vocab_size": VOCAB, "decoder_start_token_id": 0,
 }  # fmt: skip
 LATENT = SIZES | {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
