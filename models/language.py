@@ -31,16 +31,8 @@ IGNORED = -100
 LanguageBatch = Mapping[str, jax.Array]
 
 
-class LanguageModel(Protocol):
-    """Interface for a loss without full logits: hidden states and the head's weight."""
-
-    def hidden(
-        self,
-        tokens: jax.Array,
-        *,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array: ...
+class Head(Protocol):
+    """What logits are computed with from the hidden states."""
 
     @property
     def head_weight(self) -> jax.Array: ...
@@ -50,6 +42,18 @@ class LanguageModel(Protocol):
 
     @property
     def logit_soft_cap(self) -> float | None: ...
+
+
+class LanguageModel(Head, Protocol):
+    """Interface for a loss without full logits: hidden states and the head's weight."""
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array: ...
 
 
 class Decoder(nnx.Module):
@@ -87,10 +91,7 @@ class Decoder(nnx.Module):
 
         With `at` [batch], those of one token of each sequence, [batch, 1, vocab].
         """
-        hidden = self.hidden(tokens, positions=positions, **context)
-        if at is not None:
-            hidden = jnp.take_along_axis(hidden, at[:, None, None], axis=1)
-        return logits(self, hidden)
+        return logits(self, self.hidden(tokens, positions=positions, **context), at)
 
 
 class Prediction(NamedTuple):
@@ -127,7 +128,7 @@ def next_token_loss(model: LanguageModel, batch: LanguageBatch) -> tuple[jax.Arr
 
 
 def cross_entropy(
-    model: LanguageModel, hidden: jax.Array, targets: jax.Array
+    model: Head, hidden: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(sum, weight) of the cross-entropy of `targets`, from the head's input."""
     return ops.linear_cross_entropy(
@@ -140,8 +141,13 @@ def cross_entropy(
     )
 
 
-def logits(model: LanguageModel, hidden: jax.Array) -> jax.Array:
-    """hidden [batch, seq, embed] to logits [batch, seq, vocab], in fp32."""
+def logits(model: Head, hidden: jax.Array, at: jax.Array | None = None) -> jax.Array:
+    """hidden [batch, seq, embed] to logits [batch, seq, vocab], in fp32.
+
+    With `at` [batch], those of one token of each sequence, [batch, 1, vocab].
+    """
+    if at is not None:
+        hidden = jnp.take_along_axis(hidden, at[:, None, None], axis=1)
     weight = model.head_weight
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.einsum("bse,ve->bsv", hidden, weight, preferred_element_type=dtype)

@@ -162,9 +162,13 @@ class ModernBert(nnx.Module):
         self.norm = norm(c, rngs)
         self.transform = Linear(embed, embed, init=c.init, bias=c.head_bias, rngs=rngs)
         self.head_norm = norm(c, rngs)
-        labels, has_bias = c.num_labels, c.num_labels is None and c.decoder_bias
+        has_bias = c.num_labels is None and c.decoder_bias
         self.head_bias = param(rngs, zeros, {"vocab": c.vocab_size}) if has_bias else None
-        self.score = labels and Linear(embed, {"classes": labels}, init=c.init, rngs=rngs)
+        self.score = (
+            None
+            if c.num_labels is None
+            else Linear(embed, {"classes": c.num_labels}, init=c.init, rngs=rngs)
+        )
 
     def hidden(
         self,

@@ -140,7 +140,7 @@ def _block_rules(theirs: str, ours: str, stack: str, first: Mapping[str, int]) -
     for tensor, paths, weight, bias in weights:
         rules.append(rule(f"{tensor}.weight", paths, "kernel", weight))
         rules.append(rule(f"{tensor}.bias", paths, "bias", bias))
-    for name in ("attn_norm", "mlp_norm"):
+    for name in ("attn_norm", "mlp_norm") if first else ("mlp_norm",):
         rules.append(rule(f"{name}.weight", name, "scale", "embed -> embed"))
         rules.append(rule(f"{name}.bias", name, "bias", "embed -> embed"))
     return rules

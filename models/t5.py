@@ -238,16 +238,16 @@ def norm(config: Config, rngs: nnx.Rngs) -> RMSNorm:
 
 def feed_forward(config: Config, rngs: nnx.Rngs) -> FeedForward | GatedFeedForward:
     c, activation = config, ACTIVATIONS[config.activation]
-    inits = {"init": c.init(1 / c.hidden_size), "out_init": c.init(1 / c.intermediate_size)}
     sizes = c.hidden_size, c.intermediate_size
+    init, out = c.init(1 / c.hidden_size), c.init(1 / c.intermediate_size)
     if not c.gated:
-        return FeedForward(*sizes, activation, **inits, bias=False, rngs=rngs)
+        return FeedForward(*sizes, activation, init=init, out_init=out, bias=False, rngs=rngs)
 
     @ops.saves_inputs
     def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
         return activation(gate) * up
 
-    return GatedFeedForward(*sizes, gated, **inits, rngs=rngs)
+    return GatedFeedForward(*sizes, gated, init=init, out_init=out, rngs=rngs)
 
 
 class T5(language.Decoder):
@@ -297,18 +297,21 @@ class T5(language.Decoder):
 
         Without inputs, those of the cache.
         """
+        if inputs is None and self.cached_mask is None:
+            raise ValueError(
+                "T5 is called with the inputs of its encoder: model(tokens, inputs=...)"
+            )
         source = None if inputs is None else self.encode(inputs, mask)
+        queries = keys = jnp.arange(tokens.shape[1])
         if self.cached_mask is not None:
+            if tokens.shape[1] == 1 and positions is not None:
+                queries, keys = positions, jnp.arange(self.cached_mask.shape[1])
             if inputs is not None:
                 empty = self.cached_mask.get_value()
                 counts = 1 if mask is None else mask.astype(empty.dtype)
                 self.cached_mask.set_value(empty.at[:, : inputs.shape[1]].set(counts))
             else:
                 mask = self.cached_mask.get_value()
-        one_by_one = self.cached_mask is not None and tokens.shape[1] == 1
-        queries = keys = jnp.arange(tokens.shape[1])
-        if one_by_one and positions is not None:
-            queries, keys = positions, jnp.arange(self.decoder.attn.cached_key.shape[2])
         bias = self.decoder_bias(queries, keys)
         ids = None if mask is None else (mask != 0).astype(jnp.int32)
         x = self.dropout(self.embed(tokens))
@@ -329,7 +332,8 @@ class T5(language.Decoder):
         at: jax.Array | None = None,
     ) -> jax.Array:
         """Logits [batch, seq, vocab] of the decoder's tokens; see `hidden` and `Decoder`."""
-        return super().__call__(tokens, positions=positions, at=at, inputs=inputs, mask=mask)
+        hidden = self.hidden(tokens, positions=positions, inputs=inputs, mask=mask)
+        return language.logits(self, hidden, at)
 
 
 def build(config: Config, rngs: nnx.Rngs) -> T5:

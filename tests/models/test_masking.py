@@ -8,6 +8,8 @@ from jaxspeed.models import masking
 
 import jaxspeed
 from jaxspeed import models
+from jaxspeed.data import ModelLimits, limits_of
+from jaxspeed.run import train
 
 KEY = jax.random.key(3)
 
@@ -105,3 +107,41 @@ def test_what_is_masked_depends_on_the_step_and_not_on_the_mesh(family, fields):
     assert first != second
     found = losses(family, {"data": 2, "tensor": 4}, 4, **fields)
     np.testing.assert_allclose(found, [first, second], rtol=1e-5)
+
+
+def test_rows_of_tokens_are_the_samples_where_the_loss_corrupts_them():
+    def reads(family, **fields):
+        return limits_of(models.build(family, "tiny", fields).config)
+
+    assert reads("bert", mask_token_id=255) == ModelLimits("tokens", 128, 256, targets=True)
+    assert reads("t5", first_sentinel_id=255) == ModelLimits("tokens", None, 256, targets=True)
+    for family in ("bert", "modernbert", "t5"):  # records with labels, or pairs
+        assert reads(family).sample is None
+    assert reads("gpt2").sample == "tokens"
+    assert not reads("gpt2").targets
+
+
+PAIRS = [
+    {"inputs": np.arange(i, i + 9) % 200, "targets": np.arange(i, i + 5) % 200} for i in range(32)
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "fields", "source"),
+    [
+        ("bert", {"mask_token_id": 255, "special_token_ids": [0]}, "synthetic"),
+        ("t5", {"first_sentinel_id": 255}, "synthetic"),
+        ("t5", {}, f"{__name__}:PAIRS"),
+    ],
+)
+def test_a_run_trains_on_each_form(tmp_path, monkeypatch, family, fields, source):
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": {"family": family, "preset": "tiny", "config": fields},
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "data": {"source": source, "seq_len": 64, "held_out": 0.25},
+        "run": {"output": str(tmp_path / "run"), "steps": 6, "sample_tokens": 0},
+    }
+    train(config)

@@ -88,6 +88,17 @@ def sequences(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens.astype(np.int32), "labels": labels.astype(np.int32)}
 
 
+def topics(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
+    """All tokens of a sample but its padding are of one range of the vocabulary, the label."""
+    labels = rng.integers(0, 4, samples)
+    mask = np.arange(SEQ) < rng.integers(2, SEQ + 1, (samples, 1))
+    tokens = np.where(
+        mask, labels[:, None] * VOCAB // 4 + rng.integers(0, VOCAB // 4, mask.shape), 0
+    )
+    found = {"tokens": tokens, "mask": mask, "labels": labels}
+    return {name: x.astype(np.int32) for name, x in found.items()}
+
+
 def pictures(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     """The label is the colour that is brighter, or that none is."""
     labels = rng.integers(0, 4, samples)

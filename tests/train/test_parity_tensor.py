@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.covering import covering
-from tests.train.cases import cloze, family, language, pairs, pictures, sequences
+from tests.train.cases import cloze, family, language, pairs, pictures, sequences, topics
 from tests.train.parity import (
     assert_loss_fell,
     assert_losses_equal,
@@ -128,7 +128,7 @@ COMPOSED = {  # of the parts in models/blocks.py
     ),
     "modernbert classifier": family(
         "modernbert",
-        sequences,
+        topics,
         num_hidden_layers=4,
         intermediate_size=32,
         num_labels=4,
