@@ -5,7 +5,7 @@ A class states a property of the operations; consumers compose their sets from t
 
 # -- with inner programs, which `traverse.bodies` lists --------------------------------------------
 
-INLINED = ("jit", "pjit", "closed_call", "core_call")
+INLINED = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # the last from jax 0.12
 CHECKPOINTS = ("checkpoint", "remat2")
 # Custom derivatives: an equation inserted into one pass would be missing in the other.
 CUSTOM_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
