@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import WeightDims, squared_norms
+from jaxspeed.axes import position_axes, product
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.autocast import Autocast
@@ -25,13 +26,14 @@ from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.loss_weight import weight_of
 from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.objective.traced_loss import LossTraces
-from jaxspeed.ops.free_axes import free_sample_shards
+from jaxspeed.ops.free_axes import free_axes, free_sample_shards
 from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.remat.budget import ActivationShards
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
@@ -218,7 +220,7 @@ class Objective:
             recompute = replace(recompute, partition=False)
         units = self._units(program)
         found = self._unit_jaxprs(program)
-        residuals = resolve_policy(recompute, found, *self._shared_by())
+        residuals = resolve_policy(recompute, found, *self._shared_by(program))
         own = frozenset(program.batch)
         return EvalContext(units, residuals=residuals, activations=own, exchange=self.exchange)
 
@@ -226,19 +228,21 @@ class Objective:
         """Report the residuals of a micro-batch of these shapes; None without a residual policy."""
         if not self.recompute:
             return None
-        found = self._units_of(variables, batch)
-        return residual_report(self.recompute, found, *self._shared_by())
+        program = self._of(variables, batch)
+        found = self._unit_jaxprs(program)
+        return residual_report(self.recompute, found, *self._shared_by(program))
 
     def recomputes(self, variables: Arrays, batch: Any) -> bool:
         """Whether a unit has a backward pass: none has if only what follows them is trained."""
-        return any(unit.differentiated for unit in self._units_of(variables, batch))
+        found = self._unit_jaxprs(self._of(variables, batch))
+        return any(unit.differentiated for unit in found)
 
-    def _units_of(self, variables: Arrays, batch: Any) -> tuple[UnitJaxpr, ...]:
-        """The units of a micro-batch of these shapes."""
+    def _of(self, variables: Arrays, batch: Any) -> LossProgram:
+        """The rewritten loss of a micro-batch of these shapes."""
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
         program = self.trace((variables, batch, first, first), train=True)
-        return self._unit_jaxprs(self._rewritten(program))
+        return self._rewritten(program)
 
     def _unit_jaxprs(self, program: LossProgram) -> tuple[UnitJaxpr, ...]:
         trained = None  # in a part of the loss, activations may have gradients too
@@ -257,9 +261,12 @@ class Objective:
         alone = self.recompute and not on_host and not program.units.serials
         return program.outermost if alone else program.units
 
-    def _shared_by(self) -> tuple[int, str]:
-        """(number of shards of activations over data ranks, device kind)."""
-        return free_sample_shards(), self.table.mesh.devices.flat[0].device_kind
+    def _shared_by(self, program: LossProgram) -> tuple[ActivationShards, str]:
+        """(the shards of a program's activations, device kind)."""
+        positions = product(position_axes(), free_axes())
+        lengths = (program.loss or program).lengths if positions > 1 else frozenset[int]()
+        shards = ActivationShards(free_sample_shards(), positions if lengths else 1, lengths)
+        return shards, self.table.mesh.devices.flat[0].device_kind
 
     def _as_stored(self, written: Arrays) -> Arrays:
         """Convert what the loss wrote, parameters to the table's storage.

@@ -26,6 +26,28 @@ Choice = tuple[frozenset[str], frozenset[str]]  # saved, offloaded
 
 
 @dataclass(frozen=True)
+class ActivationShards:
+    """The number of shards of activations.
+
+    Attributes:
+      samples: over the axes that shard samples.
+      positions: over those that shard sequences, of arrays with a dim of one of the `lengths`.
+    """
+
+    samples: int = 1
+    positions: int = 1
+    lengths: frozenset[int] = frozenset()
+
+    def bytes_of(self, variables: Iterable[Any]) -> int:
+        """Bytes per device."""
+        return sum(nbytes(v.aval) // self._shards(v.aval.shape) for v in variables)
+
+    def _shards(self, shape: Sequence[int]) -> int:
+        is_sequence = not self.lengths.isdisjoint(shape[1:])
+        return self.samples * (self.positions if is_sequence else 1)
+
+
+@dataclass(frozen=True)
 class UnitResiduals:
     """One unit's forward pass, with every residual that its derivative could save."""
 
@@ -33,7 +55,7 @@ class UnitResiduals:
     residuals: frozenset[Any]  # variables that the backward pass reads
     inputs: frozenset[Any]
     times: int
-    input_bytes: int  # of the unit's input activations
+    activations: tuple[Any, ...]  # the unit's inputs that are saved
 
     @classmethod
     def of(cls, unit: UnitJaxpr) -> "UnitResiduals":
@@ -62,10 +84,10 @@ class UnitResiduals:
         flat = jax.make_jaxpr(lambda *a: evaluate(closed.jaxpr, closed.consts, a))(*args).jaxpr
         saved = flat.outvars[len(jax.tree.leaves(shape[0])) :]
         inputs = zip(unit.jaxpr.invars, unit.is_activation, strict=True)
-        size = sum(nbytes(v.aval) for v, on in inputs if on and len(v.aval.shape) > 1)
+        activations = tuple(v for v, on in inputs if on and len(v.aval.shape) > 1)
         known = frozenset([*flat.invars, *flat.constvars])
         residuals = frozenset(v for v in saved if is_var(v))
-        return cls(flat, residuals, known, unit.times, size)
+        return cls(flat, residuals, known, unit.times, activations)
 
     @cached_property
     def named(self) -> dict[str, list[Any]]:
@@ -101,12 +123,12 @@ class RematCosts:
     """Bytes and FLOPs of choices, summed over all units, per device.
 
     Attributes:
-      num_shards: shards of an activation.
+      shards: of activations.
       flops_per_byte: FLOPs of a device during the transfer of one byte to its host or back.
     """
 
     units: tuple[UnitResiduals, ...]
-    num_shards: int = 1
+    shards: ActivationShards = ActivationShards()
     flops_per_byte: float = 0.0
 
     @cached_property
@@ -119,14 +141,13 @@ class RematCosts:
         found = dict.fromkeys(self.names, 0)
         for unit in self.units:
             for name, variables in unit.named.items():
-                size = sum(nbytes(v.aval) for v in variables)
-                found[name] += unit.times * size // self.num_shards
+                found[name] += unit.times * self.shards.bytes_of(variables)
         return found
 
     @cached_property
     def input_bytes(self) -> int:
         """Bytes of the units' inputs, which are always saved."""
-        return sum(unit.times * unit.input_bytes for unit in self.units) // self.num_shards
+        return sum(unit.times * self.shards.bytes_of(unit.activations) for unit in self.units)
 
     @cached_property
     def _recomputed(self) -> dict[frozenset[str], int]:
@@ -136,7 +157,7 @@ class RematCosts:
         """FLOPs that the backward pass recomputes if only these names are saved."""
         if saved not in self._recomputed:
             total = sum(unit.recomputed_flops(saved) for unit in self.units)
-            self._recomputed[saved] = total // self.num_shards
+            self._recomputed[saved] = total // (self.shards.samples * self.shards.positions)
         return self._recomputed[saved]
 
     def flops(self, choice: Choice) -> float:

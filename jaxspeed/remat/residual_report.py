@@ -9,7 +9,7 @@ from rich.text import Text
 
 from jaxspeed.config.remat import Recompute
 from jaxspeed.placement.show import bytes_text, scaled_text, titled
-from jaxspeed.remat.budget import Choice, RematCosts
+from jaxspeed.remat.budget import ActivationShards, Choice, RematCosts
 from jaxspeed.remat.resolve import (
     ATTENTION,
     choice_within,
@@ -82,12 +82,12 @@ class ResidualReport:
 
 
 def residual_report(
-    config: Recompute, units: Sequence[UnitJaxpr], num_shards: int, device_kind: str
+    config: Recompute, units: Sequence[UnitJaxpr], shards: ActivationShards, device_kind: str
 ) -> ResidualReport | None:
     """The residuals under the config; None without a policy, or if it has no names (`dots`)."""
     if not config or config.policy == "dots" or not units:
         return None
-    costs = remat_costs(units, num_shards, device_kind)
+    costs = remat_costs(units, shards, device_kind)
     saved, offloaded = _choice(config, costs)
     ratio = config.host_ratio
     if config.budget is not None:

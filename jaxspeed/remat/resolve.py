@@ -14,7 +14,13 @@ from jaxspeed.hardware.chip import host_link, peak_flops
 from jaxspeed.ops.free_axes import TENSOR
 from jaxspeed.ops.moe.routing import DECISION
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.remat.budget import Choice, RematCosts, UnitResiduals, cheapest
+from jaxspeed.remat.budget import (
+    ActivationShards,
+    Choice,
+    RematCosts,
+    UnitResiduals,
+    cheapest,
+)
 from jaxspeed.remat.host_share import LARGEST_ERROR, fetched, offloaded
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 from jaxspeed.zero3.residual_policy import ResidualPolicy
@@ -29,14 +35,14 @@ Move = Callable[[Any, bool], Any]
 
 
 def resolve_policy(
-    config: Recompute, units: Sequence[UnitJaxpr], num_shards: int, device_kind: str
+    config: Recompute, units: Sequence[UnitJaxpr], shards: ActivationShards, device_kind: str
 ) -> ResidualPolicy | None:
     """The residual policy of a program's units; None: every residual is saved.
 
     Args:
       config: the remat keys.
       units: of the program.
-      num_shards: shards of the units' activations.
+      shards: of the units' activations.
       device_kind: of the devices that will run it.
 
     Raises:
@@ -53,7 +59,7 @@ def resolve_policy(
     # A router's choice is small, and recomputed it could be another one, by rounding.
     always = [DECISION] if any(DECISION in unit.names for unit in units) else []
     if config.budget is not None:
-        costs = remat_costs(units, num_shards, device_kind)
+        costs = remat_costs(units, shards, device_kind)
         save, offload = choice_within(config.budget, costs)
         policy: Callable[..., Any] | None = names_policy({*save, *always} - offload, offload)
         put, get = _moves(config.partition, input_share(config.budget, costs))
@@ -80,11 +86,13 @@ def _policy(
     return names_policy(always, ()) if always else None
 
 
-def remat_costs(units: Sequence[UnitJaxpr], num_shards: int, device_kind: str) -> RematCosts:
+def remat_costs(
+    units: Sequence[UnitJaxpr], shards: ActivationShards, device_kind: str
+) -> RematCosts:
     """Costs of the choices among the units' named activations on devices of a kind."""
     rate = peak_flops(device_kind) or _UNKNOWN_PEAK
     residuals = tuple(UnitResiduals.of(unit) for unit in units if unit.differentiated)
-    return RematCosts(residuals, num_shards, rate / host_link(device_kind))
+    return RematCosts(residuals, shards, rate / host_link(device_kind))
 
 
 def choice_within(budget: int, costs: RematCosts) -> Choice:

@@ -40,5 +40,3 @@ def test_only_ulysses_and_parameters_are_exchanged_where_a_sequence_is_in_tiles(
     exchanged = sum(c.payload for c in found if (c.kind, c.axes) == ("all-to-all", ("seq",)))
     width = sizes["hidden_size"] // heads
     assert exchanged == layers * passes * SAMPLES * SEQ * width * 4 / 8
-
-

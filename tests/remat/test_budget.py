@@ -57,7 +57,7 @@ def case(family):
     is_activation = tuple(v is program.invars[-1] for v in program.invars)
     active = tuple(v not in closed.jaxpr.constvars for v in program.invars)
     unit = UnitResiduals.of(UnitJaxpr(program, 1, is_activation, active))
-    return block, params, x, RematCosts((unit,), 1, FLOPS_PER_BYTE)
+    return block, params, x, RematCosts((unit,), flops_per_byte=FLOPS_PER_BYTE)
 
 
 def room_of(costs, share):

@@ -10,6 +10,9 @@ from jaxspeed.models import gpt2
 from jaxspeed.config import Config
 from jaxspeed.engine import compiled_report
 from jaxspeed.placement.show import as_text
+from jaxspeed.planner.trace import read_step
+from jaxspeed.planner.trace.trace_ir import all_ops
+from jaxspeed.remat.budget import ActivationShards
 from jaxspeed.train.build import build_program
 
 LAYERS, EMBED, SEQ, MICRO, DEVICES = 4, 32, 16, 2, 4
@@ -56,6 +59,31 @@ def test_bytes_are_those_of_the_activations_shapes(accumulation):
     assert sizes["query"] == sizes["key"] == sizes["attn_out"] == ONE
     assert sizes["mlp_up"] == sizes["mlp_hidden"] == 4 * ONE
     assert {place for _, place in found.names.values()} == {"recomputed"}
+
+
+@pytest.mark.parametrize("seq", [2, 4])
+def test_bytes_are_those_of_a_shard_of_each_sequence(seq):
+    """As the traced step has them: what its forward loop stacks, by the shardings in it."""
+    made = program({"save": ["query", "mlp_up"]}, mesh={"seq": seq, "data": DEVICES // seq})
+    step = read_step(made, batch_of(made))
+    stacked = [
+        out
+        for op in all_ops(step.scope)
+        if op.name == "scan" and not op.backward
+        for out in op.outs
+        if out.shape[:3] == (LAYERS, made.batch.train, SEQ)
+    ]
+    assert len(stacked) == 3
+    assert made.kept_report(batch_of(made)).on_device == sum(map(step.sizes.plain, stacked))
+
+
+def test_what_has_no_positions_is_not_divided_by_the_axis():
+    shards = ActivationShards(samples=2, positions=4, lengths=frozenset([SEQ]))
+    shapes = [(8, SEQ, EMBED), (8, 4, SEQ), (8, EMBED), (SEQ, EMBED)]
+    jaxpr = jax.make_jaxpr(lambda *x: x)(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes))
+    found = [shards.bytes_of([v]) for v in jaxpr.jaxpr.invars]
+    parts = [8, 8, 2, 2]
+    assert found == [np.prod(s) * 4 // n for s, n in zip(shapes, parts, strict=True)]
 
 
 def test_lists_determine_where_each_name_is_saved():

@@ -8,6 +8,7 @@ import jax
 
 from jaxspeed.hlo.parser import parse
 from jaxspeed.hlo.trip_counts import walk
+from jaxspeed.remat.budget import ActivationShards
 from jaxspeed.remat.resolve import remat_costs
 from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.train.program import Program
@@ -106,7 +107,7 @@ def _range(program: Program, batch: Any) -> tuple[int, int]:
     with jax.set_mesh(program.mesh):
         traced = objective.trace(rest, train=True)
     found = tuple(unit_jaxprs(traced.closed.jaxpr, traced.batch, traced.units))
-    costs = remat_costs(found, 1, devices_kind(program))
+    costs = remat_costs(found, ActivationShards(), devices_kind(program))
     return costs.input_bytes, costs.input_bytes + sum(costs.bytes.values())
 
 
