@@ -1,4 +1,4 @@
-"""Memory precheck: warn if a step is not expected to fit its devices, before allocation."""
+"""Checks of a step before allocation: attention that is refused, memory that does not suffice."""
 
 import logging
 import math
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxspeed.axes import SEQ
 from jaxspeed.config import Config
 from jaxspeed.data import known_shapes, limits_of
 from jaxspeed.engine.oom_help import device_limit, remedies
@@ -13,6 +14,7 @@ from jaxspeed.hardware import chip_of_kind
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory import Memory, memory_of
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.batches import WithExtra
 from jaxspeed.user_models.config_model import family_sizes
 
 log = logging.getLogger("jaxspeed")
@@ -46,6 +48,28 @@ def warn_of_room(program: Program, batch: Any = None) -> None:
         log.warning("%s", _message(program, found, room))
 
 
+def refuse_attention(program: Program, batch: Any = None) -> None:
+    """Raise ConfigError with all attentions that cannot run over `seq` as the config says.
+
+    Before anything is allocated; only where the batch's shapes are known, as in `warn_of_room`.
+    Otherwise the first step refuses them.
+    """
+    config = program.config
+    if program.mesh.shape[SEQ] == 1 or config.parallel.sequence.kind == "auto":
+        return
+    shapes = _any_shapes(config, program.mesh.shape[SEQ]) if batch is None else batch
+    if shapes is not None and not program.serving:
+        program.attention_report(of_a_step(shapes, program.batch.train))
+
+
+def _any_shapes(config: Config, seq: int) -> Any:
+    """As `shapes_by_config`, of sequences that `seq` divides if the config sets no length."""
+    if family_sizes(config) is not None and config.data.seq_len is None:
+        data = config.data.model_copy(update={"seq_len": 2 * seq})
+        config = config.model_copy(update={"data": data})
+    return shapes_by_config(config)
+
+
 def room_of(program: Program) -> int | None:
     """Memory of one device in bytes: reported by the backend, or of a known chip."""
     limit = device_limit(program)
@@ -57,6 +81,8 @@ def room_of(program: Program) -> int | None:
 
 def of_a_step(batch: Any, samples: int) -> Any:
     """The shapes of a batch with a step's number of samples."""
+    if isinstance(batch, WithExtra):
+        return WithExtra(of_a_step(batch.samples, samples), batch.extra)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]) if x.shape else (), x.dtype), batch
     )

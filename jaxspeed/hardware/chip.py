@@ -3,7 +3,9 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,30 @@ def read_chips(path: str | Path = BUILT_IN) -> dict[str, Chip]:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ConfigError(f"{len(problems)} problem(s) in the hardware file {path}:{lines}")
     return {name: chip for name, chip in chips.items() if chip}
+
+
+_assumed: ContextVar[Chip | None] = ContextVar("chip", default=None)
+
+
+@contextmanager
+def assumed(chip: Chip) -> Iterator[None]:
+    """Context in which programs are traced for this chip, which is absent."""
+    token = _assumed.set(chip)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def chip_for(kind: str) -> Chip | None:
+    """The chip for which a program on devices of a kind is traced; None for CPUs and unknown ones.
+
+    That of `assumed`, if any.
+    """
+    chip = _assumed.get()
+    if chip is None:
+        return chip_of_kind(kind)
+    return chip if chip.platform != "cpu" else None
 
 
 def chip_of_kind(kind: str) -> Chip | None:

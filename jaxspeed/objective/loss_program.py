@@ -12,6 +12,7 @@ from jaxspeed.config import match
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, Var, runs
 from jaxspeed.objective.loss import Loss
+from jaxspeed.sequence_parallel import LeftAlone
 from jaxspeed.tensor_parallel.dim_propagation import propagate_dims, shape_of
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
 from jaxspeed.user_models.own_axes import OwnAxes
@@ -32,6 +33,7 @@ class LossProgram:
       is_sum: the loss function returned (sum, weight).
       own_axes: axis names of the model.
       positions: the sequence dims of those that have one.
+      left_alone: its attention that is not recognized, where an axis shards sequences.
       loss: the traced loss that this is a part of, or was rewritten from.
     """
 
@@ -44,6 +46,7 @@ class LossProgram:
     is_sum: bool = True
     own_axes: OwnAxes = field(default_factory=lambda: OwnAxes((), ()))
     positions: Mapping[Var, int] = field(default_factory=dict)
+    left_alone: tuple[LeftAlone, ...] = ()
     loss: "LossProgram | None" = None
 
     def rewritten(self, jaxpr: Jaxpr) -> "LossProgram":

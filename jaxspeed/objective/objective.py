@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.adapters.products import WeightDims, squared_norms
-from jaxspeed.axes import position_axes, product
+from jaxspeed.axes import SEQ, position_axes, product
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.autocast import Autocast
@@ -24,7 +24,7 @@ from jaxspeed.objective.by_parts import ByParts
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.loss_weight import weight_of
-from jaxspeed.objective.passes import PartContext, after_split
+from jaxspeed.objective.passes import PartContext, after_split, boundaries
 from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.ops.free_axes import free_axes, free_sample_shards
 from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
@@ -37,7 +37,7 @@ from jaxspeed.remat.budget import ActivationShards
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
-from jaxspeed.sequence_parallel import SequenceSettings
+from jaxspeed.sequence_parallel import AttentionNotes, AttentionReport, SequenceSettings
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.protocol import Model
@@ -190,11 +190,25 @@ class Objective:
 
     def _rewritten(self, traced: LossProgram) -> LossProgram:
         """A traced loss, rewritten for this mesh and placement."""
+        return after_split(traced, self._context(traced))
+
+    def _context(self, traced: LossProgram) -> PartContext:
         in_units = bool(self.recompute) or self._gathers
         specs = {row.path: row.read.spec for row in self.table}
         units = self._units(traced) if in_units else None
-        context = PartContext(self.table.mesh, specs, self.style, units, sequence=self.sequence)
-        return after_split(traced, context)
+        return PartContext(self.table.mesh, specs, self.style, units, sequence=self.sequence)
+
+    def attention(self, variables: Arrays, batch: Any) -> AttentionReport | None:
+        """How the attention of such a micro-batch runs; None where no axis shards sequences.
+
+        Raises ConfigError with all problems if it cannot run as the config says.
+        """
+        devices = free_axes().get(SEQ, 1)
+        if devices == 1:
+            return None
+        traced, notes = self._trace_of(variables, batch), AttentionNotes()
+        boundaries(traced, replace(self._context(traced), notes=notes))
+        return notes.report(devices, traced.left_alone)
 
     @property
     def _gathers(self) -> bool:
@@ -239,10 +253,12 @@ class Objective:
 
     def _of(self, variables: Arrays, batch: Any) -> LossProgram:
         """The rewritten loss of a micro-batch of these shapes."""
+        return self._rewritten(self._trace_of(variables, batch))
+
+    def _trace_of(self, variables: Arrays, batch: Any) -> LossProgram:
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
-        program = self.trace((variables, batch, first, first), train=True)
-        return self._rewritten(program)
+        return self.trace((variables, batch, first, first), train=True)
 
     def _unit_jaxprs(self, program: LossProgram) -> tuple[UnitJaxpr, ...]:
         trained = None  # in a part of the loss, activations may have gradients too

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxspeed.adapters.adapt_loss import adapt_loss
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.axes import SEQ
+from jaxspeed.hardware import chip_for
 from jaxspeed.jaxpr.split_scans import in_parts
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
 from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
@@ -26,6 +27,7 @@ from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.paths import listed
 from jaxspeed.sequence_parallel import (
+    AttentionNotes,
     LeftAlone,
     LowProducts,
     SequenceSettings,
@@ -64,6 +66,7 @@ class PartContext:
       units: those by which the program is evaluated; None for none.
       also: axes that shard the samples of this part beside those of all samples.
       sequence: how the axis `seq` shards sequences.
+      notes: filled with how attention runs, for a report.
     """
 
     mesh: Mesh
@@ -72,6 +75,7 @@ class PartContext:
     units: Units | None
     also: tuple[str, ...] = ()
     sequence: SequenceSettings = field(default_factory=SequenceSettings)
+    notes: AttentionNotes | None = None
 
 
 def prune(program: LossProgram, context: TraceContext) -> LossProgram:
@@ -179,7 +183,7 @@ def attention_calls(program: LossProgram, context: TraceContext) -> LossProgram:
     jaxpr, left_alone = with_attention_calls(program.closed, low)
     for each in left_alone:
         _note_left_alone(each)
-    return program.rewritten(jaxpr)
+    return replace(program.rewritten(jaxpr), left_alone=tuple(left_alone))
 
 
 @cache
@@ -211,6 +215,8 @@ def draws(program: LossProgram, context: PartContext) -> LossProgram:
 
 def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
     """Insert the constraints of tensor parallelism and of sequences, and shard attention."""
+    chip = chip_for(context.mesh.devices.flat[0].device_kind)
+    settings, also, notes = context.sequence, context.also, context.notes
     return program.rewritten(
         with_boundary_constraints(
             program.closed.jaxpr,
@@ -220,7 +226,7 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
             context.mesh,
             context.layout,
             context.units.of if context.units else lambda eqn: None,
-            sequences(program.positions, context.sequence, context.also),
+            sequences(program.positions, settings, also, chip, notes),
         )
     )
 

@@ -19,7 +19,7 @@ from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.engine import Batch, Engine, watched
 from jaxspeed.engine.jax_setup import enable_compilation_cache
-from jaxspeed.engine.memory_precheck import warn_of_room
+from jaxspeed.engine.memory_precheck import refuse_attention, warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.jaxpr.paused_collector import paused_collector
@@ -262,6 +262,7 @@ def engine_of(
         if config.run.executable is not None:
             # Reports a bad file before anything is allocated.
             read_identity(config.run.executable, trusted=config.run.trust_executable)
+        refuse_attention(program, example_batch)
         warn_of_room(program, example_batch)
         try:
             state = program.init(config.run.seed)

@@ -22,8 +22,9 @@ from jaxspeed.planner.search_run import Job, Progress, advice_of, search_run
 from jaxspeed.planner.time import time_in
 from jaxspeed.planner.time.torus import refuse_torus
 from jaxspeed.planner.trace import read_step
-from jaxspeed.planner.trace.traced_step import as_on, with_overlap
+from jaxspeed.planner.trace.traced_step import on_chip, with_overlap
 from jaxspeed.run.start import Source
+from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.train.program import Program
 
 
@@ -47,7 +48,7 @@ def plan_run(
     if target is None:
         return _here(source, compiling)
     # JAX caches traces, so even the first is made as on the target.
-    with as_on(target.chip.platform, target.chip.capability):
+    with on_chip(target.chip):
         refuse_torus(target, resolve_sizes(source.config.mesh.model_dump(), target.count))
         program, batch = _program(source, with_overlap(source.config, target.chip.platform))
         if program.serving:
@@ -83,11 +84,14 @@ def plan_run(
 def _here(source: Source, compiling: bool) -> Plan:
     """The plan on the current devices."""
     program, batch = _program(source, source.config)
+    attention = _attention(program, batch)  # before the step is traced: it refuses all at once
     if compiling:
         compiled = compiled_report(program, batch)
-        return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+        found = compiled.pipeline, compiled, compiled.transfer, compiled.kept
+        return Plan(program, *found, attention=attention)
     transfer = None if program.serving else transfer_of(program, batch)
-    return Plan(program, program.pipeline_report(batch), None, transfer, program.kept_report(batch))
+    found = program.pipeline_report(batch), None, transfer, program.kept_report(batch)
+    return Plan(program, *found, attention=attention)
 
 
 def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]]:
@@ -100,6 +104,7 @@ def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]
 
 
 def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Plan:
+    attention = _attention(program, batch)
     transfer = memory = time = None
     known = target.chip.platform != "cpu"
     if known or asks(program):
@@ -118,7 +123,12 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
         target,
         memory=memory,
         time=time,
+        attention=attention,
     )
+
+
+def _attention(program: Program, batch: Mapping[str, Any]) -> AttentionReport | None:
+    return None if program.serving else program.attention_report(batch)
 
 
 def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:

@@ -23,6 +23,7 @@ from jaxspeed.planner.time import Time
 from jaxspeed.planner.time.torus import layout_of, layout_text
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.run.opening import memory_line, on_what
+from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.train.program import Program
 
 WIDTH = 80  # of the plan as text
@@ -44,6 +45,7 @@ class Plan:
     run_tokens: float | None = None  # for the device-hours
     advice: Advice | None = None  # if it does not fit a target
     search: SearchResult | None = None  # among variants of the config
+    attention: AttentionReport | None = None  # if an axis shards sequences
 
     @property
     def fits(self) -> bool | None:
@@ -67,6 +69,8 @@ class Plan:
             parts.append(Group(self.memory, Text("\n".join(self._expected(self.memory, target)))))
         if self.time:
             parts.append(Group(self.time, Text(self._hours(self.time))))
+        if self.attention:
+            parts.append(self.attention)
         if self.pipeline:
             parts.append(self.pipeline.chart() if compiled else self.pipeline)
         if compiled:
@@ -113,6 +117,7 @@ class Plan:
             "time": self.time and self._time_figures(self.time),
             "advice": self.advice and self.advice.figures(),
             "search": self.search and self.search.figures(),
+            "attention": self.attention and self.attention.figures(),
             "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
             "server": _server(self.program),

@@ -42,7 +42,7 @@ from jaxspeed.planner.time import Time, time_in
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.torus import can_hold, split_dims
 from jaxspeed.planner.trace import read_step
-from jaxspeed.planner.trace.traced_step import as_on, with_overlap
+from jaxspeed.planner.trace.traced_step import on_chip, with_overlap
 from jaxspeed.run.start import Source
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.config_model import resolve_model
@@ -99,7 +99,7 @@ class SearchProblem:
         """The estimate of a choice, from its traced step."""
         platform, devices = self.target.chip.platform, jax.devices("cpu")[: self.target.count]
         try:
-            with as_on(platform, self.target.chip.capability):
+            with on_chip(self.target.chip):
                 config = with_overlap(self.config(choice), platform)
                 program, _ = Job(replace(self.source, config=config))(devices)
                 step = read_step(program, self.batch, platform)

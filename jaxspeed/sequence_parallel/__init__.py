@@ -6,6 +6,7 @@ communicates over the axis (`shard_sequence`, `choose_form`); what else mixes po
 XLA. Attention that a model writes itself is recognized (`find_attention`).
 """
 
+from jaxspeed.sequence_parallel.attention_report import AttentionNotes, AttentionReport
 from jaxspeed.sequence_parallel.find_attention import (
     LeftAlone,
     LowProducts,
@@ -14,4 +15,12 @@ from jaxspeed.sequence_parallel.find_attention import (
 from jaxspeed.sequence_parallel.settings import SequenceSettings
 from jaxspeed.sequence_parallel.shard_sequence import sequences
 
-__all__ = ["LeftAlone", "LowProducts", "SequenceSettings", "sequences", "with_attention_calls"]
+__all__ = [
+    "AttentionNotes",
+    "AttentionReport",
+    "LeftAlone",
+    "LowProducts",
+    "SequenceSettings",
+    "sequences",
+    "with_attention_calls",
+]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.hardware import Chip
 from jaxspeed.ops.attention_call import AttentionForm
 from jaxspeed.ops.sequence_attention import Kind, Layout, SequenceForm, refusal
 from jaxspeed.sequence_parallel.settings import SequenceSettings
@@ -28,6 +29,7 @@ def choose_form(
     devices: int,
     tensor: int = 1,
     layout: Layout = "contiguous",
+    chip: Chip | None = None,
 ) -> tuple[SequenceForm, str]:
     """How an attention of q [batch, seq, heads, head_dim] and such k runs, and why.
 
@@ -61,22 +63,70 @@ def choose_form(
     possible = [how for kind in kinds for how in every[kind] if why_not(how) is None]
     if not possible:
         possible = every["gather"]
-    received = {how: _received(heads, keys, devices, how.group(devices)) for how in possible}
-    best = min(possible, key=received.__getitem__)
-    parts = [f"{_name(how)} {bytes_:.3g}" for how, bytes_ in received.items()]
+    received = {how: sum(_received(heads, keys, devices, how.group(devices))) for how in possible}
     short = "" if is_long else f"; fewer than {SHORT} tokens a device make no ring"
-    return best, f"a device receives least (tokens x head_dim: {', '.join(parts)}){short}"
+    if chip is None:
+        parts = [f"{name_of(how)} {bytes_:.3g}" for how, bytes_ in received.items()]
+        why = f"a device receives least (tokens x head_dim: {', '.join(parts)}){short}"
+        return min(possible, key=received.__getitem__), why
+    exposed = {
+        how: _exposed(form, how, (q[1], k[1], q[3]), (heads, keys), devices, tensor, chip)
+        for how in possible
+    }
+    parts = [f"{name_of(how)} {1e3 * seconds:.3g}" for how, seconds in exposed.items()]
+    why = (
+        f"the least exposed time (ms forward per sample on {chip.name}: {', '.join(parts)}){short}"
+    )
+    return min(possible, key=lambda how: (exposed[how], received[how])), why
 
 
 _KINDS: tuple[Kind, ...] = ("gather", "ring", "ulysses")
 
 
-def _name(how: SequenceForm) -> str:
+def name_of(how: SequenceForm) -> str:
     return f"both in groups of {how.ulysses}" if how.kind == "both" else how.kind
 
 
-def _received(heads: int, keys: int, devices: int, group: int) -> float:
-    """What a device receives in the forward pass, with groups of so many that exchange heads."""
+def _received(heads: int, keys: int, devices: int, group: int) -> tuple[float, float]:
+    """What a device receives in the forward pass, with groups of so many that exchange heads.
+
+    By all-to-alls, and as keys and values of others.
+    """
     keys = max(keys, group)
     exchanged = (2 * heads + 2 * keys) / devices * (1 - 1 / group)
-    return exchanged + 2 * keys / group * (1 - group / devices)
+    return exchanged, 2 * keys / group * (1 - group / devices)
+
+
+def _exposed(
+    form: AttentionForm,
+    how: SequenceForm,
+    lengths: tuple[int, int, int],
+    counts: tuple[int, int],
+    devices: int,
+    tensor: int,
+    chip: Chip,
+) -> float:
+    """Seconds of a sample's forward pass in which devices wait, with bf16 operands.
+
+    All-to-alls and gathers do not overlap with compute; a ring's hop does with the block of the one
+    before. Under a causal mask the last of contiguous ranges has most blocks, and the others wait.
+
+    Args:
+      lengths: positions of queries and of keys, head_dim.
+      counts: query and key heads of a tensor shard.
+    """
+    (seq, kv_seq, width), (heads, keys) = lengths, counts
+    is_near = bool(chip.torus_dims) or devices * tensor <= chip.node
+    speed = chip.link * chip.reached["links"] * (1 if chip.torus_dims else chip.links)
+    if not is_near:
+        speed = chip.outside * chip.reached["outside"]
+    group = how.group(devices)
+    exchanged, of_keys = (
+        2 * seq * width * each / speed for each in _received(heads, keys, devices, group)
+    )
+    groups = devices // group
+    flops = 4 * (heads / group) * (seq / groups) * (kv_seq / groups) * width
+    block, hops = flops / (chip.flops["bf16"] * chip.reached["attention"]), groups - 1
+    overlapped = 0.0 if how.kind == "gather" else hops * block * form.mask.share(seq, kv_seq)
+    triangle = form.mask.causal and form.mask.window is None and how.layout == "contiguous"
+    return exchanged + max(0.0, of_keys - overlapped) + hops / 2 * block * triangle

@@ -50,8 +50,8 @@ log = logging.getLogger("jaxspeed")
 
 
 # An attention over the sequence axis: (its equation, whether the dims 1 of its operands are
-# sharded) -> a function of its operands; None leaves it to the compiler.
-Attend = Callable[[JaxprEqn, Sequence[bool]], Callable[..., jax.Array] | None]
+# sharded, the call that runs it) -> a function of its operands; None leaves it to the compiler.
+Attend = Callable[[JaxprEqn, Sequence[bool], CallFrame], Callable[..., jax.Array] | None]
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class _Boundaries(Rewriter[bool]):
         sequence, frame = self.layouts.sequence, program.scope.frame
         if self.attend is None or sequence is None:
             return False
-        attend = self.attend(eqn, [sequence.of(frame, v) == 1 for v in eqn.invars])
+        attend = self.attend(eqn, [sequence.of(frame, v) == 1 for v in eqn.invars], frame)
         if attend is None:
             return False
         operands = [program.as_traced(v, eqn) for v in eqn.invars]

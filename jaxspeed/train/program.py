@@ -26,6 +26,7 @@ from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.remat.residual_report import ResidualReport
+from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.update import Update
@@ -279,6 +280,16 @@ class Program:
         variables, batch = with_extra(self.model.variables, batch)
         one = micro_batch_shapes(batch, self.batch.accumulation)
         made: ResidualReport | None = self.in_mesh(self.objective.kept)(variables, one)
+        return made
+
+    def attention_report(self, batch: Any) -> AttentionReport | None:
+        """How attention runs over `seq`, and why; None where no axis shards sequences.
+
+        Raises ConfigError with all problems if it cannot run as the config says.
+        """
+        variables, batch = with_extra(self.model.variables, batch)
+        one = micro_batch_shapes(batch, self.batch.accumulation)
+        made: AttentionReport | None = self.in_mesh(self.objective.attention)(variables, one)
         return made
 
     def recomputes(self, batch: Any) -> bool:

@@ -1,8 +1,11 @@
 """The choice of how one attention runs over the axis `seq`."""
 
+import re
+
 import pytest
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.hardware import read_chips
 from jaxspeed.ops.attention_call import AttentionForm
 from jaxspeed.ops.mask import Mask
 from jaxspeed.sequence_parallel import SequenceSettings
@@ -11,12 +14,17 @@ from jaxspeed.sequence_parallel.choose_form import choose_form
 pytestmark = pytest.mark.fast
 
 CAUSAL = AttentionForm(1.0, Mask(True, None))
+FULL = AttentionForm(1.0, Mask(False, None))
 GENERAL = AttentionForm(1.0, Mask(False, None), rows=(2,))
 
 
-def chosen(heads, keys, devices, kind="auto", seq=131072, form=CAUSAL, tensor=1):
+V5P, H100 = (read_chips()[name] for name in ("v5p", "h100"))
+
+
+def chosen(heads, keys, devices, kind="auto", seq=131072, form=CAUSAL, tensor=1, chip=None):
     settings = SequenceSettings(kind=kind)
-    return choose_form(form, (1, seq, heads, 128), (1, seq, keys, 128), settings, devices, tensor)
+    q, k = ((1, seq, n, 128) for n in (heads, keys))
+    return choose_form(form, q, k, settings, devices, tensor, chip=chip)
 
 
 def volume(heads, keys, devices):
@@ -35,6 +43,31 @@ def test_auto_receives_least(heads, keys, devices):
     ulysses, ring = volume(heads, keys, devices)
     assert how.kind in ("both", "ulysses" if ulysses <= ring else "ring")
     assert f"{ulysses:.3g}" in why and f"{ring:.3g}" in why
+
+
+@pytest.mark.parametrize(("seq", "kinds"), [(131072, ["ring"]), (2048, ["both", "ulysses"])])
+def test_a_ring_costs_nothing_where_its_hops_take_less_than_their_blocks(seq, kinds):
+    """All-to-alls send fewer bytes here, but never overlap."""
+    assert chosen(32, 8, 8, form=FULL, seq=131072)[0].kind == "ulysses"
+    how, why = chosen(32, 8, 8, form=FULL, seq=seq, chip=V5P)
+    assert how.kind in kinds
+    hop = 2 * 8 * 128 * (seq / 8) * 2 / (V5P.link * V5P.reached["links"])
+    block = 4 * 32 * 128 * (seq / 8) ** 2 / (V5P.flops["bf16"] * V5P.reached["attention"])
+    assert f"ring {1e3 * 7 * max(0, hop - block):.3g}" in why and "v5p" in why
+
+
+def test_devices_of_contiguous_ranges_wait_for_the_last_under_a_causal_mask():
+    assert chosen(32, 8, 8, chip=V5P)[0].kind == "ulysses"
+
+
+def test_over_the_network_bytes_take_longer():
+    """A window is short beside a hop: 16 H100s are two nodes."""
+    window = AttentionForm(1.0, Mask(True, 256))
+    times = [
+        float(re.search(r"ring ([^,)]+)", chosen(32, 8, n, form=window, chip=H100)[1])[1])
+        for n in (8, 16)
+    ]
+    assert times[1] > 4 * times[0] > 0
 
 
 def test_heads_that_the_axis_does_not_divide_make_a_ring():

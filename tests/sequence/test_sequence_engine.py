@@ -3,17 +3,22 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxspeed
 from jaxspeed import models
-from jaxspeed.errors import BatchError
+from jaxspeed.errors import BatchError, ConfigError
 from jaxspeed.hlo import collectives
 from jaxspeed.metrics.mfu import program_model_flops
 from jaxspeed.placement.specs import spec_axes
+from jaxspeed.train_state.state_storage import StateStorage
 from tests.sequence.tiny_llama import (
+    SEQ,
     SIZES,
+    VOCAB,
     assert_equal,
     batches,
     config,
@@ -46,6 +51,54 @@ def test_a_checkpoint_goes_from_seq_to_data_and_back(saved, tmp_path):
             engine.wait()
         found = [float(engine.train_batch(batch)["loss"]) for batch in batches()]
         np.testing.assert_allclose(found, losses, rtol=1e-6)
+
+
+@pytest.fixture
+def nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fresh(self: Any) -> Any:
+        raise AssertionError("allocates")
+
+    monkeypatch.setattr(StateStorage, "fresh", property(fresh))
+
+
+@pytest.mark.usefixtures("nothing_is_allocated")
+def test_a_kind_that_heads_do_not_divide_is_refused_before_anything_is_allocated():
+    model = {"family": "llama", "preset": "tiny", "config": {**SIZES, "num_attention_heads": 6}}
+    model["config"] |= {"head_dim": 4}
+    settings = config(3, mesh={"seq": 8}, parallel={"sequence": {"kind": "ulysses"}}, model=model)
+    with pytest.raises(ConfigError, match="6 query heads do not divide by 8 devices"):
+        jaxspeed.initialize(config=settings)
+
+
+class _Two(nnx.Module):
+    """One attention with a bias, and one of 6 heads."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, 48)))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.table[tokens]
+        a, b = (x.reshape(*x.shape[:2], heads, -1) for heads in (8, 6))
+        place = jnp.arange(x.shape[1])
+        bias = -jnp.abs(place[:, None] - place) / 7
+        a = jax.nn.dot_product_attention(a, a, a, bias=bias[None, None])
+        return a.reshape(x.shape) + jax.nn.dot_product_attention(b, b, b).reshape(x.shape)
+
+
+@pytest.mark.usefixtures("nothing_is_allocated")
+def test_all_attentions_that_a_kind_cannot_have_are_in_one_error():
+    settings = config(0, mesh={"seq": 8}, parallel={"sequence": {"kind": "ulysses"}})
+    del settings["model"]
+    with pytest.raises(ConfigError) as found:
+        jaxspeed.initialize(
+            _Two,
+            lambda model, batch: jnp.mean(model(batch["tokens"]) ** 2),
+            config=settings,
+            example_batch={"tokens": np.zeros((1, SEQ), np.int32)},
+        )
+    text = str(found.value)
+    assert text.startswith("2 problem(s)")
+    assert "6 query heads" in text and "something else between its products" in text
 
 
 def test_evaluation_is_that_of_one_device(saved):

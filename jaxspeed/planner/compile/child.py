@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import JaxspeedError
+from jaxspeed.hardware.chip import assumed
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import report
 from jaxspeed.ops import gpu
@@ -53,7 +54,8 @@ def _compile(job: Job, devices: Sequence[Any], target: Target, folder: Path, kee
     started = time.perf_counter()
     cuda = target.chip.platform == "cuda"
     try:
-        with gpu.assumed(target.chip.capability) if cuda else nullcontext():
+        as_there = gpu.assumed(target.chip.capability) if cuda else nullcontext()
+        with as_there, assumed(target.chip):
             program, batch = job(devices)
             traced = program.step.trace(program.state, program.abstract_batch(batch))
             lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()

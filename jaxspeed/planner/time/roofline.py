@@ -18,7 +18,7 @@ from jaxspeed.planner.trace.materialization import ScopeAnalysis
 from jaxspeed.planner.trace.op_cost import works
 from jaxspeed.planner.trace.tiles import array_text
 from jaxspeed.planner.trace.trace_ir import Scope, Value
-from jaxspeed.planner.trace.traced_step import Step, as_on, read_step
+from jaxspeed.planner.trace.traced_step import Step, on_chip, read_step
 from jaxspeed.train.program import Program
 
 COMBINED = 1 << 20  # bytes below which collectives of the same kind and axes are combined
@@ -31,7 +31,7 @@ def time_of(program: Program, batch: Any, target: Target) -> Time:
       program: on as many devices as the target has, simulated ones too.
       batch: arrays or their shapes, of an entire step.
     """
-    with as_on(target.chip.platform, target.chip.capability):
+    with on_chip(target.chip):
         return time_in(read_step(program, batch, target.chip.platform), target)
 
 

@@ -1,7 +1,7 @@
 """The traced and partitioned step that the estimates of memory and time read."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxspeed.config import Config
+from jaxspeed.hardware.chip import Chip, assumed
 from jaxspeed.jaxpr.primitives import GROUPED_PRODUCTS
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.moe.dispatch import SLACK
@@ -132,6 +133,13 @@ def as_on(platform: str, capability: gpu.Capability | None = None) -> AbstractCo
     if platform == "tpu":
         return splash.assumed(capability[0] if capability else None)
     return gpu.assumed(capability) if platform == "cuda" else nullcontext()
+
+
+@contextmanager
+def on_chip(chip: Chip) -> Iterator[None]:
+    """Trace inside as for an absent chip."""
+    with as_on(chip.platform, chip.capability), assumed(chip):
+        yield
 
 
 def with_overlap(config: Config, platform: str) -> Config:
