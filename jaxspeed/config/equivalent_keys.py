@@ -1,6 +1,6 @@
 """Keys with the same meaning, resolved into one: mesh, offload, pipeline; contradictions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxspeed.axes import DATA, axis_names, product, sample_axes
@@ -52,6 +52,32 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
             Problem("mesh", found, "At most one axis may be -1; set the others' sizes.")
         )
     return Mesh(**sizes), problems
+
+
+# Of the root and of a section: keys that set axes, or that have an effect over one alone.
+_OF_AXES = {
+    "": (
+        "mesh",
+        "data_parallel_size",
+        "sequence_parallel_size",
+        "seq_parallel_communication_data_type",
+        "tensor_parallel",
+        "expert_parallel",
+        "pipeline",
+        "elasticity",
+    ),
+    "parallel": ("sequence",),
+    "zero_optimization": ("mics_shard_size",),
+}
+
+
+def without_axes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config as written, without those of mesh axes."""
+    kept = {key: value for key, value in given.items() if key not in _OF_AXES[""]}
+    for name, keys in _OF_AXES.items():
+        if isinstance(section := kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in section.items() if key not in keys}
+    return kept
 
 
 def _split_ranks(sizes: dict[str, int], ranks: int) -> list[Problem]:

@@ -24,6 +24,7 @@ from jaxspeed.engine.check_report import (
 )
 from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients, plain_init, plain_loss
+from jaxspeed.config.equivalent_keys import without_axes
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
@@ -113,13 +114,10 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
 
 def _plain(program: Program) -> Program:
     """The same program on one device: one data rank, stage 0, the same micro-batches."""
-    given = program.given_for_one_mesh()
-    for key in ("data_parallel_size", "sequence_parallel_size", "tensor_parallel", "elasticity"):
-        given.pop(key, None)
+    given = without_axes(program.given_for_one_mesh())
     zero = {"stage": 0}
     accumulation = program.numbered_micro_batches
     given |= {
-        "mesh": {},
         "zero_optimization": zero,
         "train_batch_size": program.batch.train,
         "train_micro_batch_size_per_gpu": program.batch.train // accumulation,

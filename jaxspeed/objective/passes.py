@@ -171,7 +171,7 @@ def attention_calls(program: LossProgram, context: TraceContext) -> LossProgram:
 
     Before the precision: a call contains the precision of its own products.
     """
-    if free_axes().get(SEQ, 1) == 1:
+    if free_axes().get(SEQ, 1) == 1 or not context.sequence.shards:
         return program
     low = None
     if (autocast := context.autocast) is not None:

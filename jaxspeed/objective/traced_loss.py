@@ -22,7 +22,7 @@ from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.passes import TraceContext, before_split
 from jaxspeed.ops import gpu, splash
-from jaxspeed.ops.attention import autocast_to
+from jaxspeed.ops.attention import autocast_to, over_sequences
 from jaxspeed.placement.batch_dims import sequence_dims
 from jaxspeed.placement.paths import listed
 from jaxspeed.sequence_parallel import SequenceSettings
@@ -145,7 +145,8 @@ class LossTraces:
             params = dict(zip(paths, values, strict=True))
             bound = model.bind(params, variables, train=train, step=step, micro=micro)
             cast = autocast_to(autocast.dtype if autocast else None)
-            with model.naming(bound), cast, foreign("loss_fn(model, batch)", batch):
+            sharded = over_sequences(self._sequence.shards)
+            with model.naming(bound), cast, sharded, foreign("loss_fn(model, batch)", batch):
                 returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
             found = found if train else found._replace(auxiliary=None)

@@ -74,6 +74,20 @@ _autocast: ContextVar[Any] = ContextVar("autocast", default=None)
 Implementation = Literal["plain", "splash", "cudnn", "mosaic_gpu", "triton", "row_blocks"]
 
 
+# Whether an axis `seq` shards the sequences of what is traced: those of generation are replicated.
+_over_sequences: ContextVar[bool] = ContextVar("over_sequences", default=True)
+
+
+@contextlib.contextmanager
+def over_sequences(sharded: bool) -> Iterator[None]:
+    """Context in which an axis `seq` shards the sequences of attention, or does not."""
+    token = _over_sequences.set(sharded)
+    try:
+        yield
+    finally:
+        _over_sequences.reset(token)
+
+
 @contextlib.contextmanager
 def autocast_to(dtype: Any) -> Iterator[None]:
     """Context in which attention of fp32 arrays takes operands of this dtype; None: as they are."""
@@ -147,7 +161,7 @@ def attention(
     if segment_ids is not None:
         segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if implementation is None and free_axes().get(SEQ, 1) > 1:
+    if implementation is None and free_axes().get(SEQ, 1) > 1 and _over_sequences.get():
         form_of_call = AttentionForm(
             scale, mask, soft_cap, segments=segments is not None, sinks=sinks is not None
         )

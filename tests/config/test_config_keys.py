@@ -4,6 +4,7 @@ import pytest
 
 from jaxspeed.axes import AXES
 from jaxspeed.config import Config, load_config
+from jaxspeed.config.equivalent_keys import without_axes
 from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS
 
@@ -59,6 +60,29 @@ def mesh(**tree):
 )
 def test_all_words_for_the_mesh_come_to_one_mesh(tree, axes):
     assert mesh(**tree) == axes
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mesh": {"tensor": 2, "expert": 2, "seq": 2}, "data_parallel_size": 2},
+        {
+            "sequence_parallel_size": 4,
+            "seq_parallel_communication_data_type": "fp16",
+            "parallel": {"sequence": {"kind": "ulysses"}, "remat": "full"},
+        },
+        {"expert_parallel": {"enabled": True, "autoep_size": 2}, "pipeline": {"stages": 2}},
+        {"zero_optimization": {"stage": 2, "mics_shard_size": 4}},
+        {"tensor_parallel": {"autotp_size": 2}},
+    ],
+)
+def test_without_the_keys_of_axes_a_config_is_for_one_device(given):
+    kept = without_axes({"train_micro_batch_size_per_gpu": 1, **given})
+    config = Config.load(kept)
+    sizes = config.mesh.model_dump()
+    assert {axis for axis, size in sizes.items() if size not in (1, -1)} == set()
+    assert "sequence" not in config.parallel.model_fields_set
+    assert config.parallel.remat == given.get("parallel", {}).get("remat", "none")
 
 
 def test_with_sequences_their_key_sets_the_dtype_in_which_gradients_are_reduced():

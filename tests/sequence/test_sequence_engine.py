@@ -1,5 +1,6 @@
 """What else runs on a mesh with an axis of sequences, and what its programs communicate."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxspeed.errors import BatchError, ConfigError
 from jaxspeed.hlo import collectives
 from jaxspeed.metrics.mfu import program_model_flops
 from jaxspeed.placement.specs import spec_axes
+from jaxspeed.planner.trace.trace_ir import all_ops, open_program
 from jaxspeed.train_state.state_storage import StateStorage
 from tests.sequence.tiny_llama import (
     SEQ,
@@ -119,6 +121,20 @@ def test_generation_is_replicated_over_the_axis():
         [row.tokens for row in each.generate(prompts, 6, temperature=0)] for each in (fresh, one)
     )
     assert ours == theirs
+
+
+def test_a_long_prompt_that_is_replicated_over_the_axis_has_no_scores_of_all_rows(saved):
+    program, length = saved[0].program, 1024
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    sequence = replace(program.objective.sequence, shards=False)  # as in generation
+    objective = replace(program.objective, sequence=sequence)
+    number = jnp.asarray(0)
+    with jax.set_mesh(program.mesh):
+        rest = (program.model.variables, {"tokens": tokens, "targets": tokens}, number, number)
+        traced = objective.trace(rest, train=False)
+    step = open_program(traced.closed, "cpu")
+    largest = max(v.size for op in all_ops(step) for v in op.outs)
+    assert largest < SIZES["num_attention_heads"] * length**2
 
 
 def test_a_step_is_checked_against_one_device_and_plain_flax(saved):
