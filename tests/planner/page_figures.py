@@ -144,6 +144,7 @@ def gpus() -> dict[str, Any]:
             "components": components,
             "verdict": "does not fit",
         },
+        "attention": None,
         "kept": None,
         "transfer": None,
         "server": None,
@@ -170,6 +171,23 @@ def named(name: str) -> dict[str, Any]:
     found["advice"]["single"]["text"] = found["time"]["formula"] = name
     found["advice"]["single"]["set"] = {name: name}
     return found
+
+
+def attending() -> dict[str, Any]:
+    """The same, with the attention of a model over an axis of sequences."""
+    why = "the least exposed time (ms forward per sample on h100: ulysses 1.3, ring 8.25, both 4.5)"
+    of = "131072 queries of 32 heads, 131072 keys of 8 heads"
+    runs = [
+        {"layers": 32, "kind": "ulysses", "order": "contiguous", "why": why, "shapes": of},
+        {
+            "layers": None,
+            "kind": "left to the compiler",
+            "order": "",
+            "why": "dropout on the probabilities",
+            "shapes": "",
+        },
+    ]
+    return {**gpus(), "attention": {"devices": 8, "runs": runs}}
 
 
 def on_tpu(target: str = "v5p:16x16x16", **mesh: int) -> dict[str, Any]:

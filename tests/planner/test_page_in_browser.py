@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 WIDTHS = (390, 1280)
 PLANS = {
     "gpus": page_figures.gpus,
+    "attention": page_figures.attending,
     "torus": lambda: on_tpu("v5p:16x16x16", pipe=16, data=16, tensor=16),
     "pipeline": lambda: piped("interleaved", 8, 32, 2)[0],
 }
@@ -370,6 +371,15 @@ def test_of_many_nodes_a_few_are_drawn(drawn, count, boxes):
     found = drawn(figures)
     assert len([e for e in found if "node" in e.looks]) == boxes
     assert len([e for e in found if "device" in e.looks]) == 8 * boxes
+
+
+def test_attention_is_shown_with_its_kind_and_the_reason(drawn):
+    figures = page_figures.attending()
+    elements = drawn(figures)
+    rows = [e.text for e in elements if e.name == "tr"]
+    for run in figures["attention"]["runs"]:
+        (row,) = [text for text in rows if run["why"] in text]
+        assert all(str(run[part] or "") in row for part in ("kind", "layers", "order", "shapes"))
 
 
 def test_the_search_has_a_point_for_each_candidate_and_marks_the_best(drawn):
