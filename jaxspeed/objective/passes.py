@@ -18,7 +18,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxspeed.adapters.adapt_loss import adapt_loss
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.axes import SEQ
-from jaxspeed.hardware import chip_for
 from jaxspeed.jaxpr.split_scans import in_parts
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
 from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
@@ -215,8 +214,6 @@ def draws(program: LossProgram, context: PartContext) -> LossProgram:
 
 def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
     """Insert the constraints of tensor parallelism and of sequences, and shard attention."""
-    chip = chip_for(context.mesh.devices.flat[0].device_kind)
-    settings, also, notes = context.sequence, context.also, context.notes
     return program.rewritten(
         with_boundary_constraints(
             program.closed.jaxpr,
@@ -226,7 +223,7 @@ def boundaries(program: LossProgram, context: PartContext) -> LossProgram:
             context.mesh,
             context.layout,
             context.units.of if context.units else lambda eqn: None,
-            sequences(program.positions, settings, also, chip, notes),
+            sequences(program.positions, context.sequence, context.also, context.notes),
         )
     )
 

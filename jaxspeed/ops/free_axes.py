@@ -38,6 +38,12 @@ def free_sample_shards(mesh: Any = None) -> int:
     return product(sample_axes(), free_axes(mesh))
 
 
+def device_kind() -> str:
+    """The kind of the devices of the context's mesh, by default of this process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.local_devices()[0].device_kind if device is None else device.device_kind
+
+
 def tensor_parts() -> int:
     """The size of the tensor axis; 1 if the context has none."""
     return free_axes().get(TENSOR, 1)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspeed.ops.free_axes import device_kind
 from jaxspeed.ops.mask import Mask, Segments, computes_blocks
 from jaxspeed.ops.score_blocks import HIDDEN, ScoreBlocks
 from jaxspeed.ops.two_passes import gradients_from
@@ -42,9 +43,7 @@ def generation() -> int | None:
     """The generation of the TPU for which the program is traced (3 of v3); None if unknown."""
     if (given := _assumed.get()) is not None:
         return given
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.local_devices()[0].device_kind if device is None else device.device_kind
-    found = re.match(r"TPU v?(\d+)", kind)
+    found = re.match(r"TPU v?(\d+)", device_kind())
     return int(found[1]) if found else None
 
 

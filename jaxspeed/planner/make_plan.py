@@ -87,11 +87,12 @@ def _here(source: Source, compiling: bool) -> Plan:
     attention = _attention(program, batch)  # before the step is traced: it refuses all at once
     if compiling:
         compiled = compiled_report(program, batch)
-        found = compiled.pipeline, compiled, compiled.transfer, compiled.kept
-        return Plan(program, *found, attention=attention)
-    transfer = None if program.serving else transfer_of(program, batch)
-    found = program.pipeline_report(batch), None, transfer, program.kept_report(batch)
-    return Plan(program, *found, attention=attention)
+        plan = Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+    else:
+        transfer = None if program.serving else transfer_of(program, batch)
+        pipeline, kept = program.pipeline_report(batch), program.kept_report(batch)
+        plan = Plan(program, pipeline, None, transfer, kept)
+    return replace(plan, attention=attention)
 
 
 def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]]:

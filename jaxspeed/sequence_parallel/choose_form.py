@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxspeed.errors import ConfigError
-from jaxspeed.hardware import Chip
+from jaxspeed.hardware import Chip, chip_for
 from jaxspeed.ops.attention_call import AttentionForm
+from jaxspeed.ops.free_axes import device_kind
 from jaxspeed.ops.sequence_attention import Kind, Layout, SequenceForm, refusal
 from jaxspeed.sequence_parallel.settings import SequenceSettings
 
@@ -29,7 +30,6 @@ def choose_form(
     devices: int,
     tensor: int = 1,
     layout: Layout = "contiguous",
-    chip: Chip | None = None,
 ) -> tuple[SequenceForm, str]:
     """How an attention of q [batch, seq, heads, head_dim] and such k runs, and why.
 
@@ -65,6 +65,7 @@ def choose_form(
         possible = every["gather"]
     received = {how: sum(_received(heads, keys, devices, how.group(devices))) for how in possible}
     short = "" if is_long else f"; fewer than {SHORT} tokens a device make no ring"
+    chip = chip_for(device_kind())
     if chip is None:
         parts = [f"{name_of(how)} {bytes_:.3g}" for how, bytes_ in received.items()]
         why = f"a device receives least (tokens x head_dim: {', '.join(parts)}){short}"

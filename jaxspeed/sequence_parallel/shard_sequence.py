@@ -13,7 +13,6 @@ import jax
 
 from jaxspeed.axes import SEQ, TENSOR
 from jaxspeed.errors import ConfigError
-from jaxspeed.hardware import Chip
 from jaxspeed.jaxpr.traverse import JaxprEqn, Var
 from jaxspeed.ops.attention_call import body_of, form_of
 from jaxspeed.ops.free_axes import free_axes
@@ -31,14 +30,11 @@ def sequences(
     positions: Mapping[Var, int],
     settings: SequenceSettings,
     also: tuple[str, ...] = (),
-    chip: Chip | None = None,
     notes: AttentionNotes | None = None,
 ) -> Sequences:
     """The sequences of a program, of whose inputs `positions` are the sequence dims.
 
-    Args:
-      chip: of the devices, if known.
-      notes: filled for a report, instead of a log and an error.
+    `notes` are filled for a report, instead of a log and an error.
     """
 
     def attend(
@@ -50,7 +46,7 @@ def sequences(
             return None
         q, k = map(shape_of, eqn.invars[:2])
         try:
-            how, why = choose_form(form, q, k, settings, free[SEQ], free.get(TENSOR, 1), chip=chip)
+            how, why = choose_form(form, q, k, settings, free[SEQ], free.get(TENSOR, 1))
         except ConfigError as problem:
             if notes is None:
                 raise

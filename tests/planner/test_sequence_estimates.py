@@ -18,6 +18,7 @@ from jaxspeed.planner.search.model_sizes import sizes_of
 from jaxspeed.planner.time.infer_collectives import infer_collectives
 from jaxspeed.planner.trace import read_step
 from jaxspeed.planner.trace.trace_ir import all_ops
+from jaxspeed.planner.trace.traced_step import on_chip
 from jaxspeed.train.build import build_program
 from jaxspeed.user_models.config_model import resolve_model
 from tests.sequence import tiny_llama
@@ -69,6 +70,14 @@ def test_a_plan_says_how_each_attention_runs_and_why():
     assert "a device receives least" in run["why"] and "gather 3" in run["why"]
     assert "attention (2 layers): gather, contiguous: a device receives least" in str(found)
     assert json.loads(json.dumps(found.figures()))["attention"]["devices"] == 4
+
+
+def test_the_links_of_the_target_decide_in_a_plan():
+    built, batch = program({"seq": 4, "data": 2})
+    with on_chip(target_of("v5p:2x2x2").chip):
+        assert "ms forward per sample on v5p" in built.attention_report(batch).runs[0].why
+    with on_chip(target_of("cpu:8").chip):
+        assert "a device receives least" in built.attention_report(batch).runs[0].why
 
 
 def test_a_plan_refuses_a_kind_before_its_step_is_traced():
