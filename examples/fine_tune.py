@@ -46,7 +46,7 @@ engine = jaxspeed.initialize(
     },
 )
 before = float(engine.eval_batch(counting(999))["loss"])
-for step in range(60):
+for step in range(20):
     engine.train_batch(counting(step))
 after = float(engine.eval_batch(counting(999))["loss"])
 engine.save_adapter(folder / "adapter")  # as PEFT reads it

@@ -23,8 +23,8 @@ SHOWN = {
     "own_model": lambda before, after, _: before < 0.7 and after > 0.95,
     "plan": lambda stage, needed: stage == 3 and 40 < needed < 70,
 }
-# What they show is run by other tests too: of the docs, of adapters, of text and of `launch`.
-ELSEWHERE = {"fine_tune", "generate", "many_processes", "own_model", "plan"}
+# What they show is run by other tests of the docs, of adapters, of text or of `launch`.
+ELSEWHERE = {"fine_tune", "freeze_layers", "generate", "many_processes", "own_model", "plan"}
 
 
 @pytest.mark.parametrize(
