@@ -141,7 +141,7 @@ def test_a_run_trains_on_each_form(tmp_path, monkeypatch, family, fields, source
         "model": {"family": family, "preset": "tiny", "config": fields},
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "data": {"source": source, "seq_len": 64, "held_out": 0.25},
+        "data": {"source": source, "samples": 32, "seq_len": 64, "held_out": 0.25},
         "run": {"output": str(tmp_path / "run"), "steps": 6, "sample_tokens": 0},
     }
     train(config)
