@@ -67,9 +67,9 @@ def _note_form(
     how: SequenceForm, q: tuple[int, ...], k: tuple[int, ...], devices: int, why: str
 ) -> None:
     """Note once how an attention runs; the loss is traced several times."""
-    groups = f" in groups of {how.ulysses}" if how.kind == "both" else ""
+    how_text = f"{name_of(how)}, {how.layout}"
     of = _shapes(q, k)
-    log.info("attention (%s) over seq %d: %s%s, because %s", of, devices, how.kind, groups, why)
+    log.info("attention (%s) over seq %d: %s, because %s", of, devices, how_text, why)
 
 
 def _shapes(q: tuple[int, ...], k: tuple[int, ...]) -> str:
