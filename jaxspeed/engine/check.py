@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.config.equivalent_keys import without_axes
 from jaxspeed.engine.check_report import (
     DTYPE_NAMES,
     NUDGES,
@@ -24,7 +25,6 @@ from jaxspeed.engine.check_report import (
 )
 from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients, plain_init, plain_loss
-from jaxspeed.config.equivalent_keys import without_axes
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
