@@ -133,11 +133,13 @@ class SequenceParallel(Section):
         "time.",
         unless=NO_SEQUENCE,
     )
-    layout: SequenceLayout = refused(
+    layout: SequenceLayout = honoured(
         "auto",
-        "Each device has a range of positions, and zig-zag is not built. Under a causal mask all "
-        'devices have equal work with parallel.sequence.kind "ulysses".',
-        "contiguous",
+        'The order of tokens over the devices: "contiguous", a range for each; "zigzag", two '
+        "chunks for each, the r-th and the r-th from the end, which have equal work under a causal "
+        'mask, and which the loss has to allow; "auto", zig-zag where the loss allows it and it '
+        "divides the work of attention more evenly.",
+        unless=NO_SEQUENCE,
     )
     dims: dict[Text, Count] = honoured(
         {},

@@ -26,6 +26,7 @@ from jaxspeed.jaxpr.primitives import (
     REDUCTIONS,
     SCATTERS,
     SLICES,
+    TOKEN_ORDER,
     WINDOWED,
 )
 
@@ -360,6 +361,7 @@ RULES: dict[str, Rule] = {
     "concatenate": _along("dimension"),
     "split": _along("axis"),
     "top_k": _along("axis"),
+    TOKEN_ORDER: _along("dim"),
     **dict.fromkeys(WINDOWED, _window),
     "pad": _pad,
     **dict.fromkeys(SLICES, _slice),

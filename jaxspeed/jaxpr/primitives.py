@@ -60,6 +60,8 @@ SLICES = frozenset({"slice", "dynamic_slice", "dynamic_update_slice"})
 JOINS = frozenset({"concatenate", "split", "pad"})
 # The same elements in the same order, under another shape.
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+# A dim of tokens in another order: `ops/token_order.py`.
+TOKEN_ORDER = "token_order"
 # The elements of the operand, unchanged.
 IDENTITIES = frozenset({"copy", "name", "stop_gradient"})
 CASTS = frozenset({"convert_element_type", "copy"})

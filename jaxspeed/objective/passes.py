@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxspeed.adapters.adapt_loss import adapt_loss
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.axes import SEQ
+from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.split_scans import in_parts
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
 from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
@@ -34,6 +35,8 @@ from jaxspeed.sequence_parallel import (
     with_attention_calls,
 )
 from jaxspeed.sequence_parallel.tile_sequence import in_sequence_tiles
+from jaxspeed.sequence_parallel.zigzag import in_zigzag
+from jaxspeed.sequence_parallel.zigzag_proof import ContiguousError
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
@@ -203,6 +206,30 @@ def precision(program: LossProgram, context: TraceContext) -> LossProgram:
     return program.rewritten(with_autocast(program.closed, context.autocast, paths).jaxpr)
 
 
+def token_order(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Sequences in zig-zag order, where an axis shards them and the loss allows it.
+
+    The last of the first passes: what the others insert is proved, too.
+    """
+    settings = context.sequence
+    if free_axes().get(SEQ, 1) == 1 or not program.positions or settings.layout == "contiguous":
+        return program
+    given = program.closed.jaxpr, program.parameters, program.batch, program.positions
+    try:
+        return program.rewritten(in_zigzag(*given, settings))
+    except ContiguousError as why:
+        if settings.layout == "zigzag":
+            raise ConfigError(f"parallel.sequence.layout zigzag: {why}: use contiguous") from None
+        _note_contiguous(str(why))
+        return program
+
+
+@cache
+def _note_contiguous(why: str) -> None:
+    """Note once; the loss is traced several times."""
+    log.info("tokens stay in contiguous order over seq, not zig-zag: %s", why)
+
+
 def draws(program: LossProgram, context: PartContext) -> LossProgram:
     """Shard random numbers like the samples for which they are drawn."""
     shapes = [shape_of(v) for v in program.batch]
@@ -254,6 +281,7 @@ BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     layer_ranges,
     attention_calls,
     precision,
+    token_order,
 )
 AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (
     draws,

@@ -39,6 +39,8 @@ class AttentionForm:
       segments: whether the ids of queries [batch, seq] and keys [batch, kv_seq] are operands.
       sinks: whether sinks [heads] are an operand.
       blind: the result of a query that sees no key.
+      zigzag: whether the operands and the result have their tokens in zig-zag order
+        (`ops.token_order`), over the devices of the sequence axis.
       rows: None if the above describes the attention completely, so that a kernel may compute it.
         Otherwise only its own program does, from blocks of queries and all keys: the other operands
         are any arrays, and for each of them this has the dim that belongs to the queries, or None.
@@ -50,6 +52,7 @@ class AttentionForm:
     segments: bool = False
     sinks: bool = False
     blind: Blind = "undefined"
+    zigzag: bool = False
     rows: tuple[int | None, ...] | None = None
 
 

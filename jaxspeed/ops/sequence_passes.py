@@ -29,6 +29,7 @@ from jaxspeed.axes import SEQ
 from jaxspeed.ops import cudnn, gpu, gpu_flash, row_blocks, splash
 from jaxspeed.ops.attention_call import AttentionForm
 from jaxspeed.ops.mask import Mask, Segments, not_estimated
+from jaxspeed.ops.token_order import by_device, by_position
 from jaxspeed.ops.two_passes import with_narrow_values, with_sinks
 
 _BLIND = -1e29  # above the log-sum-exp of every query that sees no key, below all others
@@ -102,19 +103,6 @@ class SequenceShards:
             return x
         others = [list(range(i, self.parts, self.group)) for i in range(self.group)]
         return lax.psum(x, SEQ, axis_index_groups=None if self.group == 1 else others)
-
-
-def by_position(x: jax.Array, devices: int) -> jax.Array:
-    """[batch, positions, ...] in their order, from the zig-zag order of so many devices."""
-    pairs = x.reshape(x.shape[0], devices, 2, -1, *x.shape[2:])
-    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(x.shape)
-
-
-def by_device(x: jax.Array, devices: int) -> jax.Array:
-    """The inverse of `by_position`."""
-    chunks = x.reshape(x.shape[0], 2 * devices, -1, *x.shape[2:])
-    pairs = [chunks[:, :devices], chunks[:, devices:][:, ::-1]]
-    return jnp.stack(pairs, axis=2).reshape(x.shape)
 
 
 class Keys(NamedTuple):

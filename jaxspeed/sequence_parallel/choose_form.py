@@ -29,14 +29,12 @@ def choose_form(
     settings: SequenceSettings,
     devices: int,
     tensor: int = 1,
-    layout: Layout = "contiguous",
 ) -> tuple[SequenceForm, str]:
     """How an attention of q [batch, seq, heads, head_dim] and such k runs, and why.
 
-    `layout` is the order that the arrays of the program have.
-
-    Raises ConfigError if the config asks for a kind or a layout that it cannot have.
+    Raises ConfigError if the config asks for a kind that it cannot have.
     """
+    layout: Layout = "zigzag" if form.zigzag else "contiguous"
     groups = [n for n in range(devices // 2, 1, -1) if devices % n == 0]
     every = {kind: [SequenceForm(kind, layout)] for kind in _KINDS} | {
         "both": [SequenceForm("both", layout, n) for n in groups]

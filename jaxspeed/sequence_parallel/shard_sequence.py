@@ -42,7 +42,7 @@ def sequences(
     ) -> Callable[..., jax.Array] | None:
         """The attention over the axis; None if its queries are not sharded along dim 1."""
         form, free = form_of(eqn), free_axes()
-        if form is None or not sharded[0] or free.get(SEQ, 1) == 1:
+        if form is None or not (sharded[0] or form.zigzag) or free.get(SEQ, 1) == 1:
             return None
         q, k = map(shape_of, eqn.invars[:2])
         try:

@@ -532,10 +532,10 @@ BAD = {
         "sequence_parallel_size",
         "while mesh.seq is 4",
     ),
-    "zig-zag": (
-        {"mesh": {"seq": 2}, "parallel": {"sequence": {"layout": "zigzag"}}},
+    "an unknown order of tokens": (
+        {"mesh": {"seq": 2}, "parallel": {"sequence": {"layout": "striped"}}},
         "parallel.sequence.layout",
-        "zig-zag is not built. Under a causal mask",
+        "zigzag",
     ),
     "positions in dim 0": (
         {"parallel": {"sequence": {"dims": {"images": 0}}}},

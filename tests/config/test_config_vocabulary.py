@@ -172,7 +172,6 @@ ASKING = {
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
-    "parallel.sequence.layout": "zigzag",
     "tensor_parallel.partition_config.strict_mode": True,
     "expert_parallel.top_k": 4,
     "expert_parallel.score_func": "sigmoid",

@@ -46,7 +46,7 @@ class Sharded:
         specs = dict.fromkeys(params, P())
         self.mesh, self.given = mesh, (dict(params), batch)
         with jax.set_mesh(mesh):
-            self.traced = traced(loss, params, batch, self.settings)
+            self.traced = self.first_passes(traced(loss, params, batch, self.settings))
             context = passes.PartContext(mesh, specs, REPLICATED, None, sequence=self.settings)
             self.program = passes.after_split(self.traced, context)
             closed = self.program.closed
@@ -62,6 +62,10 @@ class Sharded:
             given = {path: at(P()) for path in params}, jax.tree.map(at, of_batch)
             step = jax.jit(jax.value_and_grad(run), in_shardings=given, out_shardings=at(P()))
             self.step = step
+
+    def first_passes(self, program: LossProgram) -> LossProgram:
+        """The loss after what is done before a pipeline splits it."""
+        return program
 
     @cached_property
     def compiled(self) -> Any:

@@ -11,15 +11,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed import hlo
-from jaxspeed.axes import SEQ as AXIS
 from jaxspeed.communication import ring_bytes
-from jaxspeed.ops import sequence_passes
 from jaxspeed.ops.attention_call import AttentionForm
-from jaxspeed.ops.mask import Mask, Segments
-from jaxspeed.ops.score_blocks import ScoreBlocks
+from jaxspeed.ops.mask import Mask
 from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
 from tests.ops.meshes import simulated_mesh
 from tests.sequence import tpu_sequences
+from tests.sequence.score_work import work_of_devices
 from tests.support.covering import covering
 from tests.support.topology import run_on_topology
 
@@ -109,48 +107,16 @@ def test_both_send_what_the_formulas_of_both_say(group, layout, kv_heads):
 
 # -- work ------------------------------------------------------------------------------------------
 
-LENGTH, BLOCK = 2048, 16
+LENGTH = 2048
 
 
 def blocks_of_devices(how, monkeypatch, ids=None):
     """Blocks of the scores that each of 8 devices computes, as shares of the full square."""
-    calls = []
-
-    def record(device, offset, ids, *, mask, lengths):
-        blocks = ScoreBlocks(mask, 1.0, None, *lengths, BLOCK, BLOCK)
-        seen = None
-        if ids[0].size:
-            seen = [x[0] for x in blocks.seen_by_queries(Segments(*map(jnp.asarray, ids)))]
-        numbers = jnp.arange(blocks.blocks_q)
-        first, stop = jax.vmap(
-            lambda i: blocks.keys_of(blocks.rows_of(i, jnp.asarray(offset)), seen, i)
-        )(numbers)
-        calls.append((int(device), int(jnp.maximum(stop - first, 0).sum())))
-
-    def passes(form, pair, q, k, segments):
-        def forward(q, k, v, segments):
-            offset = jnp.int32(0) if pair.offset is None else pair.offset
-            lengths = q.shape[1], k.shape[1]
-            ids = segments or (jnp.zeros((1, 0), jnp.int32),) * 2
-            jax.debug.callback(
-                functools.partial(record, mask=pair.mask, lengths=lengths),
-                *(jax.lax.axis_index(AXIS), offset, tuple(ids)),
-            )
-            return jnp.zeros_like(q), jnp.zeros((*q.shape[::2], q.shape[1]), jnp.float32)
-
-        return forward, None
-
-    monkeypatch.setattr(sequence_passes, "_kernel_passes", passes)
     arrays = [jnp.zeros((1, LENGTH, 1, 1))] * 3 + ([] if ids is None else [ids, ids])
     form = AttentionForm(1.0, Mask(True, None), segments=ids is not None)
     with jax.set_mesh(simulated_mesh(seq=8)):
         over = functools.partial(over_sequence, form, how, lambda q, *_: q)
-        jax.block_until_ready(jax.jit(over)(*arrays))
-        jax.effects_barrier()
-    of_device = np.zeros(8)
-    for device, count in calls:
-        of_device[device] += count
-    return of_device / (LENGTH // BLOCK) ** 2
+        return work_of_devices(lambda: jax.jit(over)(*arrays), LENGTH, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])

@@ -1,0 +1,409 @@
+"""The proof that a program does not depend on the order of tokens, but where they enter it.
+
+What enters the sequence (the batch's tokens, iotas, tables of positions, random draws) is computed
+in the original order. All that follows is *per token*, sums over tokens, and attention, which knows
+of the order. Before, in the cut of the batch into inputs and targets, anything may mix tokens:
+slices by one, comparisons of neighbours, cumulative sums. What mixes tokens that have met
+parameters disproves it.
+
+A walk backwards finds what is needed in the original order. Each equation is checked by its own
+dim relations: it gives the same numbers in both orders.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspeed.jaxpr.dim_relations import reshape_groups
+from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.jaxpr.primitives import (
+    ATTENTION,
+    CHECKPOINTS,
+    CONTROL,
+    CUSTOM_DERIVATIVE,
+    INLINED,
+    LOOPS,
+    PAIRWISE,
+    REDUCTIONS,
+    SCATTERS,
+)
+from jaxspeed.jaxpr.sample_rules import numbered, place, relations_of
+from jaxspeed.jaxpr.slicing import read_by, sub_jaxpr
+from jaxspeed.jaxpr.traverse import (
+    JaxprEqn,
+    Var,
+    is_var,
+    open_jaxpr,
+    product_of,
+    transparent_bodies,
+)
+from jaxspeed.ops.attention_call import form_of
+from jaxspeed.ops.token_order import in_token_order
+from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
+
+# Reductions of which the order of the elements does not matter.
+_SUMS = (REDUCTIONS - {"reduce"}) | {"dot_general"} | (SCATTERS - {"scatter"})
+ENTERED = (*INLINED, *CHECKPOINTS, *CONTROL)
+
+
+class ContiguousError(Exception):
+    """Why a program stays in contiguous order."""
+
+
+@dataclass(frozen=True)
+class TokenDims:
+    """The dims of tokens of a program: a class of dims, and what reshapes merge of it with samples.
+
+    Attributes:
+      sequences: of each class, how many sequences one after the other such a dim has.
+      length, devices: tokens of a sequence, and devices of the axis.
+    """
+
+    classes: DimEquivalence
+    sequences: Mapping[Node, int]
+    length: int
+    devices: int
+    dims: SequenceDims | None = None
+
+    def of(self, frame: CallFrame, atom: Any) -> dict[int, int]:
+        """{dim of tokens: sequences in it} of a value."""
+        found = {}
+        for dim, node in enumerate(frame.of(atom)):
+            if node is None:
+                continue
+            if (count := self.sequences.get(self.classes.of(node))) is not None:
+                found[dim] = count
+                continue
+            merged = self.dims.merged(node) if self.dims else None
+            if merged is not None and merged.positions == self.length:
+                found[dim] = merged.samples
+        return found
+
+    def has_chunks(self, size: int, sequences: int) -> bool:
+        return size % (sequences * 2 * self.devices) == 0
+
+    def ordered(self, x: jax.Array, dims: Mapping[int, int], *, zigzag: bool) -> jax.Array:
+        """An array in the other order."""
+        for dim, count in dims.items():
+            shape = x.shape
+            if count > 1:
+                x = x.reshape(*shape[:dim], count, -1, *shape[dim + 1 :])
+            at = dim + (count > 1)
+            x = in_token_order(x, at, self.devices, zigzag=zigzag).reshape(shape)
+        return x
+
+
+class Along(Enum):
+    """What an equation does along the dims of tokens."""
+
+    APART = auto()  # it has none
+    BORN = auto()  # its results have them, its operands do not
+    FILL = auto()  # of these: one value for all tokens
+    TOKEN = auto()  # per token
+    EACH = auto()  # result i is operand i
+    SUM = auto()  # results without them, in any order of the tokens
+    INNER = auto()  # it runs programs that are looked into
+    MIXES = auto()  # anything else
+
+
+@dataclass
+class OrderPlan:
+    """What a walk backwards knows of a frame's values.
+
+    Attributes:
+      needed: those that are read in the original order, and why.
+      wanted: those that are read in zig-zag order.
+      results: why each result is needed in the original order, or None.
+    """
+
+    results: Sequence[str | None] = ()
+
+    needed: dict[Var, str] = field(default_factory=dict)
+    wanted: set[Var] = field(default_factory=set)
+
+
+@dataclass
+class OrderProof:
+    """The proof: kinds of equations, and what is needed in the original order."""
+
+    tokens: TokenDims
+    plans: dict[int, OrderPlan] = field(default_factory=dict)  # by the id of a frame
+    _kinds: dict[tuple[int, int], Along] = field(default_factory=dict)
+
+    def of(self, frame: CallFrame, atom: Any) -> dict[int, int]:
+        return self.tokens.of(frame, atom)
+
+    # -- backwards ---------------------------------------------------------------------------------
+
+    def plan(
+        self, frame: CallFrame, needed: Sequence[str | None], where: str = ""
+    ) -> list[str | None]:
+        """Plan a frame whose results are needed in the original order for these reasons.
+
+        `where` is the line of the user's that runs it. Returns the same of its inputs. Raises
+        ContiguousError.
+        """
+        plan = self.plans[id(frame)] = OrderPlan(tuple(needed))
+        for v, why in zip(frame.jaxpr.outvars, needed, strict=True):
+            if is_var(v):
+                self._read(plan, frame, v, why)
+        for position in reversed(range(len(frame.jaxpr.eqns))):
+            self._backwards(plan, frame, position, where)
+        return [plan.needed.get(v) for v in frame.jaxpr.invars]
+
+    def _read(self, plan: OrderPlan, frame: CallFrame, v: Any, why: str | None) -> None:
+        if is_var(v) and self.of(frame, v):
+            if why is None:
+                plan.wanted.add(v)
+            else:
+                plan.needed.setdefault(v, why)
+
+    def _backwards(self, plan: OrderPlan, frame: CallFrame, position: int, where: str) -> None:
+        eqn, kind = frame.jaxpr.eqns[position], self.kind(frame, position)
+        why = next((plan.needed[v] for v in eqn.outvars if v in plan.needed), None)
+        if kind is Along.INNER:
+            self._through(plan, frame, position, where)
+        elif kind is Along.EACH:
+            for v, out in zip(eqn.invars, eqn.outvars, strict=True):
+                self._read(plan, frame, v, plan.needed.get(out))
+        elif kind is Along.MIXES:
+            why = f"{eqn.primitive.name} mixes tokens{place(eqn) or where}"
+            if self.is_of_model(frame, eqn):
+                raise ContiguousError(why)
+            for v in eqn.invars:
+                self._read(plan, frame, v, why)
+        elif kind is Along.TOKEN:
+            if why is not None and self.is_of_model(frame, eqn):
+                raise ContiguousError(why)
+            for v in eqn.invars:
+                self._read(plan, frame, v, why)
+
+    def _through(self, plan: OrderPlan, frame: CallFrame, position: int, where: str) -> None:
+        eqn = frame.jaxpr.eqns[position]
+        where = place(eqn) or where
+        found = transparent_bodies(eqn)
+        given = [plan.needed.get(v) for v in eqn.outvars]
+        first, count = found[0], found[0].num_carry
+        while True:
+            inside = [self.plan(inner, given, where) for inner in frame.inner[position]]
+            each = [next((x for x in whys if x), None) for whys in zip(*inside, strict=True)]
+            carry = slice(first.num_consts, first.num_consts + count)
+            carried = [b or a for a, b in zip(each[carry], given, strict=False)]
+            if carried == given[:count]:
+                break
+            given[:count] = carried
+        each[carry] = carried
+        for inner in frame.inner[position]:  # branches and trips share the orders of their inputs
+            pairs = zip(inner.jaxpr.invars, each, strict=True)
+            self.plans[id(inner)].needed.update((v, why) for v, why in pairs if why)
+        for v, why in zip(first.operands, each, strict=True):
+            self._read(plan, frame, v, why)
+
+    def is_of_model(self, frame: CallFrame, eqn: JaxprEqn) -> bool:
+        """Whether tokens of the batch meet parameters in an equation, or each other."""
+        if eqn.primitive.name == ATTENTION:
+            return True
+        weights = any(is_var(v) and frame.sources(v) for v in eqn.invars)
+        tokens = (v for v in eqn.invars if is_var(v) and self.of(frame, v))
+        return weights and any(not frame.is_weight(v) for v in tokens)
+
+    # -- kinds of equations ------------------------------------------------------------------------
+
+    def kind(self, frame: CallFrame, position: int) -> Along:
+        key = id(frame), position
+        if key not in self._kinds:
+            self._kinds[key] = self._kind(frame, position)
+        return self._kinds[key]
+
+    def _kind(self, frame: CallFrame, position: int) -> Along:
+        eqn, name = frame.jaxpr.eqns[position], frame.jaxpr.eqns[position].primitive.name
+        reads = [self.of(frame, v) for v in eqn.invars]
+        makes = [self.of(frame, v) for v in eqn.outvars]
+        if name in ENTERED and position in frame.inner:
+            return self._kind_of_call(frame, position, reads, makes)
+        if not any((*reads, *makes)):
+            return Along.APART
+        for v, dims in zip((*eqn.invars, *eqn.outvars), (*reads, *makes), strict=True):
+            sizes = [(shape_of(v)[d], count) for d, count in dims.items()]
+            if len(dims) > 1 or not all(self.tokens.has_chunks(*each) for each in sizes):
+                return Along.MIXES
+        if eqn.effects:
+            return Along.MIXES
+        if name == ATTENTION:
+            return self._kind_of_attention(eqn, reads, makes)
+        if name in PAIRWISE:
+            return Along.EACH
+        if name in CUSTOM_DERIVATIVE:
+            return self._kind_of_derivative(frame, position, reads, makes)
+        if not any(reads):
+            return self._kind_of_birth(eqn, makes)
+        if name == "reshape":
+            return self._kind_of_reshape(eqn, reads[0], makes[0])
+        return self._kind_of_plain(eqn, reads, makes)
+
+    def _kind_of_call(
+        self, frame: CallFrame, position: int, reads: Sequence[Any], makes: Sequence[Any]
+    ) -> Along:
+        eqn, inner = frame.jaxpr.eqns[position], frame.inner[position]
+        tokens = any((*reads, *makes))
+        inside = any(
+            self.of(each, v) for f in inner for each in f.walk() for v in each.nodes if is_var(v)
+        )
+        if not tokens and not inside:
+            return Along.APART
+        if len(transparent_bodies(eqn)) != len(inner):
+            return Along.MIXES  # a branch with a kernel
+        (body, *_) = transparent_bodies(eqn)
+        walked, stacked = body.num_consts + body.num_carry, body.num_carry
+        if eqn.primitive.name in LOOPS:
+            over = any(0 in dims for dims in (*reads[body.first :][walked:], *makes[stacked:]))
+            if over:
+                return Along.MIXES  # over time
+        if eqn.primitive.name == "while":
+            condition, _ = open_jaxpr(eqn.params["cond_jaxpr"])
+            carry = condition.invars[-body.num_carry :] if body.num_carry else []
+            read = read_by(condition)
+            of_carry = zip(carry, makes, strict=True)
+            if any(reads[: body.first]) or any(v in read for v, dims in of_carry if dims):
+                return Along.MIXES
+        return Along.INNER
+
+    def _kind_of_attention(
+        self, eqn: JaxprEqn, reads: Sequence[Any], makes: Sequence[Any]
+    ) -> Along:
+        form = form_of(eqn)
+        assert form is not None
+        count = 5 if form.segments else 3
+        along = all(dims == {1: 1} for dims in (*reads[:count], *makes))
+        if form.rows is not None:
+            raise ContiguousError(f"the mask or bias of attention is a general one{place(eqn)}")
+        return Along.TOKEN if along and not any(reads[count:]) else Along.MIXES
+
+    def _kind_of_birth(self, eqn: JaxprEqn, makes: Sequence[Mapping[int, int]]) -> Along:
+        name = eqn.primitive.name
+        found = relations_of(eqn)
+        filled = name == "iota" and eqn.params["dimension"] not in makes[0]
+        if name == "broadcast_in_dim" and found is not None:
+            filled = all(found.results[0][d] not in found.operands[0] for d in makes[0])
+        return Along.FILL if filled else Along.BORN
+
+    def _kind_of_reshape(self, eqn: JaxprEqn, reads: Any, makes: Any) -> Along:
+        """A reshape before which the chunks of all sequences are where they are after it."""
+        old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+        if eqn.params.get("dimensions") is not None:
+            return Along.MIXES
+        for olds, news in reshape_groups(old, new):
+            places = []
+            for shape, dims, tokens in ((old, olds, reads), (new, news, makes)):
+                here = [i for i, d in enumerate(dims) if d in tokens]
+                before = [math.prod(shape[d] for d in dims[:i]) * tokens[dims[i]] for i in here]
+                places.append(before)
+            if places[0] != places[1]:
+                return Along.MIXES
+        return Along.TOKEN
+
+    def _kind_of_plain(
+        self, eqn: JaxprEqn, reads: Sequence[Mapping[int, int]], makes: Sequence[Mapping[int, int]]
+    ) -> Along:
+        product = product_of(eqn)
+        found = relations_of(eqn if product is None else product)
+        name = eqn.primitive.name if product is None else product.primitive.name
+        if found is None:
+            return Along.MIXES
+        pairs = [
+            (factors, dims, v)
+            for factors, dims, v in zip(
+                (*found.operands, *found.results),
+                (*reads, *makes),
+                (*eqn.invars, *eqn.outvars),
+                strict=True,
+            )
+        ]
+        factors = {factors[d]: count for factors, dims, _ in pairs for d, count in dims.items()}
+        if None in factors or len(factors) != 1 or {*factors} & found.mixed:
+            return Along.MIXES
+        ((factor, count),) = factors.items()
+        for own, dims, v in pairs:  # along it there are tokens everywhere, or one value for all
+            there = {d for d, f in enumerate(own) if f == factor and shape_of(v)[d] != 1}
+            if is_var(v) and (there != {*dims} or any(n != count for n in dims.values())):
+                return Along.MIXES
+        if name == "dynamic_update_slice" or name in SCATTERS:
+            updates = found.operands[1 if name == "dynamic_update_slice" else 2]
+            indexed = numbered(eqn) if name in SCATTERS else ()
+            if any(d in indexed or factor not in updates for d in reads[0]):
+                return Along.MIXES
+        if any(makes):
+            return Along.TOKEN if all(makes) else Along.MIXES
+        return Along.SUM if name in _SUMS else Along.MIXES
+
+    def _kind_of_derivative(
+        self, frame: CallFrame, position: int, reads: Sequence[Any], makes: Sequence[Any]
+    ) -> Along:
+        """A function with a derivative of its own: both passes are looked into."""
+        eqn = frame.jaxpr.eqns[position]
+        inputs = [v for v in eqn.invars if is_var(v)]
+        original = as_function(sub_jaxpr(frame.jaxpr, [eqn], inputs, eqn.outvars))
+        moving = [i for i, v in enumerate(inputs) if _is_real(v)]
+        active = [i for i, v in enumerate(eqn.outvars) if _is_real(v)]
+        if not moving or not active:  # it has no derivative
+            inner = frame.inner.get(position, ())
+            return Along.TOKEN if inner and all(map(self.is_per_token, inner)) else Along.MIXES
+
+        def both(args: list[Any], cotangents: list[Any]) -> tuple[Any, Any]:
+            def of_real(*given: Any) -> list[Any]:
+                full = list(args)
+                for i, x in zip(moving, given, strict=True):
+                    full[i] = x
+                return original(*full)
+
+            outs, pullback = jax.vjp(of_real, *(args[i] for i in moving))
+            given = [np.zeros(x.shape, jax.dtypes.float0) for x in outs]
+            for i, x in zip(active, cotangents, strict=True):
+                given[i] = x
+            return outs, pullback(given)
+
+        def like(atoms: Any) -> list[Any]:
+            return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
+
+        traced = jax.make_jaxpr(both)(like(inputs), like(eqn.outvars[i] for i in active)).jaxpr
+        found = propagate_dims(traced, {})
+        of_inputs = [dims for v, dims in zip(eqn.invars, reads, strict=True) if is_var(v)]
+        own = [
+            *zip(traced.invars, (*of_inputs, *(makes[i] for i in active)), strict=True),
+            *zip(traced.outvars, (*makes, *(of_inputs[i] for i in moving)), strict=True),
+        ]
+        first: dict[int, Node] = {}  # by the number of sequences
+        for v, dims in own:
+            for dim, count in dims.items():
+                node = found.top.of(v)[dim]
+                if node is None:
+                    return Along.MIXES
+                found.classes.tie(first.setdefault(count, node), node)
+        sequences = {found.classes.of(node): count for count, node in first.items()}
+        tokens = replace(self.tokens, classes=found.classes, sequences=sequences, dims=None)
+        inside = OrderProof(tokens)
+        same = all(tokens.of(found.top, v) == dims for v, dims in own)
+        return Along.TOKEN if same and inside.is_per_token(found.top) else Along.MIXES
+
+    def is_per_token(self, frame: CallFrame) -> bool:
+        """Whether no equation of a program depends on the order of tokens, or mixes them."""
+        for position, eqn in enumerate(frame.jaxpr.eqns):
+            kind = self.kind(frame, position)
+            if kind in (Along.BORN, Along.MIXES) or eqn.primitive.name == ATTENTION:
+                return False
+            inner = frame.inner.get(position, ()) if kind is Along.INNER else ()
+            if not all(map(self.is_per_token, inner)):
+                return False
+        return True
+
+
+def _is_real(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
