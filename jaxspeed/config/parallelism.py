@@ -22,7 +22,7 @@ from jaxspeed.config.types import (
     lower,
     section,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
+from jaxspeed.config.verdicts import approximated, harmless, honoured
 
 
 def _axis_size(value: Any) -> Any:

@@ -17,6 +17,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxspeed.jaxpr.primitives import TOKEN_ORDER
 
+# The named scope of a function of tokens that gives each token the same result in any order of
+# them, although its operations do not show it.
+ANY_ORDER = "any_order_of_tokens"
+
 
 def by_position(x: jax.Array, devices: int, dim: int = 1) -> jax.Array:
     """An array with the positions of a dim in their order, from the zig-zag order."""

@@ -30,6 +30,7 @@ from jaxspeed.sequence_parallel.zigzag_proof import (
     ContiguousError,
     OrderProof,
     TokenDims,
+    is_in_any_order,
 )
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
@@ -258,7 +259,8 @@ class _Zigzag(Rewriter[_Order]):
     def _has_tokens(self, frame: CallFrame, eqn: JaxprEqn, v: Any, kind: Along) -> bool:
         if is_var(v):
             return bool(self.analysis.of(frame, v))
-        return kind in (Along.TOKEN, Along.SUM) and bool(self._of_literal(frame, eqn, v))
+        proved = kind in (Along.TOKEN, Along.SUM) and not is_in_any_order(eqn)
+        return proved and bool(self._of_literal(frame, eqn, v))
 
     def _of_literal(self, frame: CallFrame, eqn: JaxprEqn, literal: Any) -> dict[int, int]:
         """The dims of tokens of a constant among an equation's operands."""

@@ -44,7 +44,7 @@ from jaxspeed.jaxpr.traverse import (
     transparent_bodies,
 )
 from jaxspeed.ops.attention_call import form_of
-from jaxspeed.ops.token_order import in_token_order
+from jaxspeed.ops.token_order import ANY_ORDER, in_token_order
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
@@ -135,6 +135,7 @@ class OrderProof:
     """The proof: kinds of equations, and what is needed in the original order."""
 
     tokens: TokenDims
+    differentiated: bool = True  # what is proved is no derivative itself
     plans: dict[int, OrderPlan] = field(default_factory=dict)  # by the id of a frame
     _kinds: dict[tuple[int, int], Along] = field(default_factory=dict)
 
@@ -227,6 +228,8 @@ class OrderProof:
         eqn, name = frame.jaxpr.eqns[position], frame.jaxpr.eqns[position].primitive.name
         reads = [self.of(frame, v) for v in eqn.invars]
         makes = [self.of(frame, v) for v in eqn.outvars]
+        if is_in_any_order(eqn):
+            return Along.TOKEN if any((*reads, *makes)) else Along.APART
         if name in ENTERED and position in frame.inner:
             return self._kind_of_call(frame, position, reads, makes)
         if not any((*reads, *makes)):
@@ -353,7 +356,7 @@ class OrderProof:
         original = as_function(sub_jaxpr(frame.jaxpr, [eqn], inputs, eqn.outvars))
         moving = [i for i, v in enumerate(inputs) if _is_real(v)]
         active = [i for i, v in enumerate(eqn.outvars) if _is_real(v)]
-        if not moving or not active:  # it has no derivative
+        if not (moving and active and self.differentiated):
             inner = frame.inner.get(position, ())
             return Along.TOKEN if inner and all(map(self.is_per_token, inner)) else Along.MIXES
 
@@ -389,7 +392,7 @@ class OrderProof:
                 found.classes.tie(first.setdefault(count, node), node)
         sequences = {found.classes.of(node): count for count, node in first.items()}
         tokens = replace(self.tokens, classes=found.classes, sequences=sequences, dims=None)
-        inside = OrderProof(tokens)
+        inside = OrderProof(tokens, differentiated=False)
         same = all(tokens.of(found.top, v) == dims for v, dims in own)
         return Along.TOKEN if same and inside.is_per_token(found.top) else Along.MIXES
 
@@ -403,6 +406,12 @@ class OrderProof:
             if not all(map(self.is_per_token, inner)):
                 return False
         return True
+
+
+def is_in_any_order(eqn: JaxprEqn) -> bool:
+    """Whether an equation is one of a function that gives the same in any order of tokens."""
+    scopes = eqn.source_info.name_stack.stack
+    return any(getattr(scope, "name", None) == ANY_ORDER for scope in scopes)
 
 
 def _is_real(v: Any) -> bool:

@@ -42,6 +42,7 @@ from jaxspeed.ops.attention import operand_dtype
 from jaxspeed.ops.mask import not_estimated
 from jaxspeed.ops.moe.grouped_products import EXPERT, Dim, Layout, grouped_product, layout
 from jaxspeed.ops.moe.routing import Routing
+from jaxspeed.ops.token_order import ANY_ORDER
 
 SLACK = Fraction(5, 4)
 
@@ -182,7 +183,8 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
     layer = of_shards
     if where.expert_shards > 1:
         layer = jax.checkpoint(of_shards, policy=saves_layer_inputs)
-    return layer(x, routing.experts, routing.weights).astype(dtype)
+    with jax.named_scope(ANY_ORDER):
+        return layer(x, routing.experts, routing.weights).astype(dtype)
 
 
 def saves_layer_inputs(*_: Any, **__: Any) -> bool:
