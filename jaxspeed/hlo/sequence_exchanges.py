@@ -17,6 +17,7 @@ from jaxspeed.axes import SEQ
 from jaxspeed.errors import LIBRARIES
 from jaxspeed.hlo.collectives import collectives_by_site
 from jaxspeed.hlo.parser import Computation, Instruction, parse
+from jaxspeed.jaxpr.primitives import TOKEN_ORDER
 from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.placement.show import scaled_text
 from jaxspeed.zero3 import table_lookup
@@ -28,7 +29,8 @@ _VERBS = {
     "all-reduce": "reduces",
 }
 _OPERATIONS = {"while": "a scan", "cumsum": "a cumulative sum"}
-_OURS = (SEQUENCE_SCOPE, table_lookup.SCOPE)  # the named scopes of what is not XLA's choice
+# The named scopes of what is not XLA's choice.
+_OURS = (SEQUENCE_SCOPE, TOKEN_ORDER, table_lookup.SCOPE)
 _FLOATS = ("f", "bf", "c")  # ids and positions are 4 bytes a token
 
 

@@ -125,7 +125,8 @@ def over_sequence(
     k, v = repeated_for_sharding(q, k, v)
     sinks = others.pop() if form.sinks else None
     segments = Segments(*others) if form.segments else None
-    q, k, v, segments = _padded(q, k, v, segments, parts, causal=form.mask.causal)
+    if how.layout == "contiguous":  # the chunks of others would be elsewhere
+        q, k, v, segments = _padded(q, k, v, segments, parts, causal=form.mask.causal)
 
     of_heads = TENSOR if tensor > 1 and heads % tensor == 0 == k.shape[2] % tensor else None
     samples = free_sample_axes(len(q))

@@ -45,7 +45,8 @@ token_order_p = Primitive(TOKEN_ORDER)
 
 
 def _run(x: jax.Array, *, dim: int, devices: int, zigzag: bool) -> jax.Array:
-    return (by_device if zigzag else by_position)(x, devices, dim)
+    with jax.named_scope(TOKEN_ORDER):
+        return (by_device if zigzag else by_position)(x, devices, dim)
 
 
 def _transpose(ct: Any, x: Any, *, zigzag: bool, **how: Any) -> list[Any]:

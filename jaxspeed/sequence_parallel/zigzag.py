@@ -19,6 +19,7 @@ from jaxspeed.jaxpr.primitives import ATTENTION, CONTROL, CUSTOM_DERIVATIVE, RAN
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.sample_rules import place, relations_of
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, transparent_bodies
+from jaxspeed.ops import splash
 from jaxspeed.ops.attention_call import AttentionForm, attention_call, body_of, form_of
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.ops.token_order import in_token_order
@@ -84,9 +85,12 @@ def in_zigzag(
         if not same or (q[1], k[1]) != (length, length):
             raise ContiguousError(f"attention of several sequences{place(other)}")
     tokens = TokenDims(classes, {classes.of(node): 1}, length, free_axes()[SEQ], dims)
-    if length % (2 * tokens.devices):
-        chunks = f"zig-zag has {2 * tokens.devices} chunks"
-        raise ContiguousError(f"{chunks}, which do not divide {length} tokens")
+    chunks = 2 * tokens.devices
+    if length % chunks:
+        raise ContiguousError(f"zig-zag has {chunks} chunks, which do not divide {length} tokens")
+    of_chunk = length // chunks
+    if splash.generation() is not None and of_chunk > splash.LANES and of_chunk % splash.LANES:
+        raise ContiguousError(f"the TPU's kernel does not take chunks of {of_chunk} tokens")
     analysis = OrderProof(tokens)
     analysis.plan(propagated.top, [None] * len(jaxpr.outvars))
     return _Zigzag(analysis).run(jaxpr, scope=_Scope(propagated.top, _Role.TOP))

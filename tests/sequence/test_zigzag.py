@@ -324,7 +324,58 @@ def reversed_(q: jax.Array, x: jax.Array) -> jax.Array:
     return ops.attention(q, q, q)[:, ::-1]
 
 
+@jax.custom_vjp
+def leaking(x: jax.Array) -> jax.Array:
+    """Per token; its gradient, which is not its derivative, is of the next token."""
+    return 2 * x
+
+
+leaking.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * jnp.roll(ct, 1, 1),))
+
+
+@jax.custom_vjp
+def straight(x: jax.Array) -> jax.Array:
+    """Per token in both passes."""
+    return jnp.round(x)
+
+
+straight.defvjp(lambda x: (jnp.round(x), None), lambda _, ct: (ct,))
+
+
+def through(function: Any) -> Any:
+    def attend(q: jax.Array, x: jax.Array) -> jax.Array:
+        return function(ops.attention(q, q, q))
+
+    return attend
+
+
+def branches(q: jax.Array, x: jax.Array) -> jax.Array:
+    """A branch, and a loop whose number of trips depends on data, with tables of positions."""
+    table = jnp.cos(jnp.arange(SEQ, dtype=jnp.float32))[:, None, None]
+    q = lax.cond(jnp.sum(x) > 0, lambda q, t: q * t, lambda q, t: q + t, q, table)
+    trips = jnp.int32(2) + (jnp.max(x) > 1e6)
+
+    def trip(state: Any) -> Any:
+        i, q = state
+        return i + 1, q + ops.attention(q, q, q) * jnp.sin(jnp.arange(SEQ))[:, None, None]
+
+    _, q = lax.while_loop(lambda state: state[0] < trips, trip, (0, q))
+    return q
+
+
+@pytest.mark.parametrize("attend", [branches, through(straight)])
+def test_branches_loops_and_derivatives_of_tokens(attend):
+    def loss(params, batch):
+        x = params["embed"][batch["tokens"][:, :-1]]
+        return jnp.sum(attend(x.reshape(SAMPLES, SEQ, HEADS, -1), x) ** 2)
+
+    jaxpr, (found,) = on_one_device(loss)
+    assert token_orders(jaxpr)
+    np.testing.assert_allclose(found, loss(parameters(), tokens()), rtol=1e-6)
+
+
 REASONS = [
+    (through(leaking), "custom_vjp_call mixes tokens"),
     (general, "the mask or bias of attention is a general one"),
     (of_two, "attention of several sequences"),
     (last, "slice mixes tokens"),
@@ -408,18 +459,41 @@ def test_work_in_training_is_even(documents, most, total, monkeypatch):
 # -- the engine ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("contiguous", "ring"), ("zigzag", "ulysses")])
-def test_the_config_says_the_order(layout, kind):
+def orders_in_engine(layout: str, kind: str, **more: Any) -> list[tuple[int, ...]]:
+    """What is permuted in the loss that an engine traces."""
     parallel = {"sequence": {"kind": kind, "layout": layout}}
-    engine = jaxspeed.initialize(config=config(1, mesh={"seq": 4}, parallel=parallel))
-    program = engine.program
+    settings = config(1, mesh={"seq": 4}, parallel=parallel) | more
+    program = jaxspeed.initialize(config=settings).program
 
     def trace(*rest):
         return program.objective.trace(rest, train=True)
 
     batch, index = batches()[0], jnp.int32(0)
     found = program.in_mesh(trace)(program.model.variables, batch, index, index)
-    assert bool(token_orders(found.closed.jaxpr)) == (layout == "zigzag")
+    return token_orders(found.closed.jaxpr)
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("contiguous", "ring"), ("zigzag", "ulysses")])
+def test_the_config_says_the_order(layout, kind):
+    assert bool(orders_in_engine(layout, kind)) == (layout == "zigzag")
+
+
+def test_experts_take_tokens_in_any_order_but_first_come_first_served():
+    def mixture(**sizes):
+        return {"model": {"family": "mixtral", "preset": "tiny", "config": sizes}}
+
+    assert len(orders_in_engine("zigzag", "ring", **mixture())) == 4
+    with pytest.raises(ConfigError, match="layout zigzag: cumsum mixes tokens"):
+        orders_in_engine("zigzag", "ring", **mixture(capacity_factor=1.0))
+
+
+@pytest.mark.full
+def test_mixtures_train_as_plain_jax_does():
+    parallel = {"sequence": {"kind": "ring", "layout": "zigzag"}}
+    settings = config(1, mesh={"seq": 4}, parallel=parallel)
+    settings["model"] = {"family": "mixtral", "preset": "tiny"}
+    _, run = trained(batches(), settings)
+    assert_equal(run, plain(batches(), {}, "mixtral"))
 
 
 ENGINE = [

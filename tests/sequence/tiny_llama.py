@@ -61,13 +61,13 @@ def config(stage: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     }
 
 
-def plain(given: list[Arrays], sizes: Mapping[str, Any] = SIZES) -> Run:
+def plain(given: list[Arrays], sizes: Mapping[str, Any] = SIZES, family: str = "llama") -> Run:
     """Training in plain JAX: p - RATE dL/dp, of each batch as one."""
-    built = models.build("llama", "tiny", dict(sizes))
+    built = models.build(family, "tiny", dict(sizes))
     graph, params, rest = nnx.split(built.factory(nnx.Rngs(SEED)), nnx.Param, ...)
 
     def mean(params: Any, batch: Any) -> jax.Array:
-        total, weight = built.loss(nnx.merge(graph, params, rest), batch)
+        total, weight, *_ = built.loss(nnx.merge(graph, params, rest), batch)
         return total / weight
 
     losses, first = [], flat(params)
