@@ -164,13 +164,13 @@ class _Zigzag(Rewriter[_Order]):
             self._enter_sequence(program, v, None)
         for position in range(len(jaxpr.eqns)):
             program.write(position)
-        outs = []
-        for v, why in zip(jaxpr.outvars, plan.results, strict=True):
+        outs: list[Any] = []
+        for out, why in zip(jaxpr.outvars, plan.results, strict=True):
             original = scope.role is _Role.TOP or why is not None
-            if scope.role is _Role.CALL and is_var(v):
-                original |= program.state(v) is _Order.DRAWN
+            if scope.role is _Role.CALL and is_var(out):
+                original |= program.state(out) is _Order.DRAWN
             wanted = _Order.ORIGINAL if original else _Order.ZIGZAG
-            outs.append(self._alias(program, v, wanted, None) if is_var(v) else v)
+            outs.append(self._alias(program, out, wanted, None) if is_var(out) else out)
         if any(a is not b for a, b in zip(outs, jaxpr.outvars, strict=True)):
             program.jaxpr = jaxpr.replace(outvars=outs)
         return program

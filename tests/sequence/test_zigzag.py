@@ -428,7 +428,7 @@ def test_auto_is_zigzag_where_it_divides_the_work_better(kind, layout, of_model,
 # -- work ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("documents", "most", "total"), [(False, 1.02, 0.57), (True, 1.5, 0.1)])
+@pytest.mark.parametrize(("documents", "most", "total"), [(False, 1.02, 0.57), (True, 1.9, 0.1)])
 def test_work_in_training_is_even(documents, most, total, monkeypatch):
     """Of the forward passes of a program that trains; causal, then of documents."""
     length = 2048
@@ -443,16 +443,16 @@ def test_work_in_training_is_even(documents, most, total, monkeypatch):
 
     batch = {"tokens": np.zeros((1, length + 1), np.int32), "ids": ids}
     params = {"embed": jnp.zeros((2, 4))}
-    found = InZigzag(loss, params, batch, mesh_of(seq=8), kind="ring")
-    closed = found.program.closed
 
     def run():
+        found = InZigzag(loss, params, batch, mesh_of(seq=8), kind="ring")
+        closed = found.program.closed
         with jax.set_mesh(found.mesh):
             args = jax.device_put([params["embed"], batch["ids"], batch["tokens"]])
             return jax.jit(as_function(closed.jaxpr, closed.consts))(*args)
 
     shares = work_of_devices(run, length, monkeypatch)
-    assert shares.sum() <= total
+    assert total / 2 < shares.sum() <= total
     assert shares.max() <= most * shares.mean()
 
 
