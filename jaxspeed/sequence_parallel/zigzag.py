@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.axes import SEQ, TENSOR
+from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.primitives import ATTENTION, CONTROL, CUSTOM_DERIVATIVE, RANDOM
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.sample_rules import place, relations_of
@@ -40,10 +41,15 @@ from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
 def gains(form: AttentionForm, q: Sequence[int], k: Sequence[int], settings: Any) -> bool:
     """Whether an attention's work is divided more evenly in zig-zag order.
 
-    A window of no more tokens than a device has is even in contiguous order, with fewer hops.
+    A window of no more tokens than a device has is even in contiguous order, with fewer hops. What
+    the config asks for and an attention cannot have is refused where its form is chosen.
     """
     free, mask = free_axes(), form.mask
-    how, _ = choose_form(form, q, k, settings, free[SEQ], free.get(TENSOR, 1))
+    try:
+        ordered = replace(form, zigzag=True)
+        how, _ = choose_form(ordered, q, k, settings, free[SEQ], free.get(TENSOR, 1))
+    except ConfigError:
+        return False
     wide = mask.window is None or mask.window > q[1] // free[SEQ]
     return how.kind != "ulysses" and mask.causal and wide
 
