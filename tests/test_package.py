@@ -154,6 +154,7 @@ INNER = {
     "run/watchdog.py": "run/test_watchdog.py",
     "train_state/staged_init.py": "train/test_staged_init.py",
     "placement/xla_options.py": "train/test_staged_init.py",
+    "ops/token_order.py": "ops/test_token_order.py",
 }
 
 

@@ -2,7 +2,7 @@
 
 What enters the sequence (the batch's tokens, iotas, tables of positions, random draws) is computed
 in the original order. All that follows is *per token*, sums over tokens, and attention, which knows
-of the order. Before, in the cut of the batch into inputs and targets, anything may mix tokens:
+of the order. Before, where the batch is split into inputs and targets, anything may mix tokens:
 slices by one, comparisons of neighbours, cumulative sums. What mixes tokens that have met
 parameters disproves it.
 
