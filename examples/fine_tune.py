@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from jaxspeed.models import from_pretrained
 
 import jaxspeed
-from jaxspeed.models import from_pretrained
 
 jaxspeed.simulate(8)
 folder = Path(tempfile.mkdtemp())
