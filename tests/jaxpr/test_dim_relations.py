@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, Factors, relations
 from jaxspeed.ops.moe.grouped_products import Layout, grouped_product
+from jaxspeed.ops.token_order import in_token_order
 from tests.support.covering import examples
 
 Draw = Callable[..., Any]
@@ -216,6 +217,13 @@ def ordered(draw: Draw) -> Case:
     return Case(lambda x, y: lax.sort((x, y), dimension=dim, num_keys=1), [x, y])
 
 
+def in_zigzag(draw: Draw) -> Case:
+    devices, dim = draw(st.integers(1, 2)), draw(st.integers(0, 1))
+    x = array(draw, *(2 * devices * draw(st.integers(1, 2)) for _ in range(2)))
+    order = draw(st.booleans())
+    return Case(lambda x: in_token_order(x, dim, devices, zigzag=order), [x])
+
+
 def turned_round(draw: Draw) -> Case:
     x = array(draw, *shapes(draw))
     dims = some_dims(draw, x.ndim)
@@ -403,6 +411,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "cumlogsumexp": accumulated(lax.cumlogsumexp),
     "sort": ordered,
     "rev": turned_round,
+    "token_order": in_zigzag,
     "top_k": largest,
     "optimization_barrier": kept_apart,
     "device_put": put,
