@@ -65,10 +65,10 @@ def test_a_plan_says_how_each_attention_runs_and_why():
     found = plan_of()
     (run,) = found.figures()["attention"]["runs"]
     assert run["layers"] == tiny_llama.SIZES["num_hidden_layers"]
-    assert (run["kind"], run["order"]) == ("gather", "contiguous")
+    assert (run["kind"], run["order"]) == ("gather", "zigzag")
     # Formulas of the issue: gather 2 g N h (P - 1) / P, in units of N h.
     assert "a device receives least" in run["why"] and "gather 3" in run["why"]
-    assert "attention (2 layers): gather, contiguous: a device receives least" in str(found)
+    assert "attention (2 layers): gather, zigzag: a device receives least" in str(found)
     assert json.loads(json.dumps(found.figures()))["attention"]["devices"] == 4
 
 
