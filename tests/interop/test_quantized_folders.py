@@ -14,6 +14,7 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.hf_folder import PretrainedFolder
 from tests.interop import folders
 from tests.quantization import numpy_codes
+from tests.support.covering import covering
 
 EMBED, MLP, LAYERS, HEADS, KV_HEADS, VOCAB = 128, 192, 2, 4, 2, 24
 DIM = EMBED // HEADS
@@ -80,7 +81,7 @@ def codes_of(made, layer: int, name: str) -> dict[str, np.ndarray]:
 MESHES = [{"data": 8}, {"data": 4, "tensor": 2}]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", covering(MESHES, MESHES[1:]))
 def test_a_folder_is_read_into_codes(tmp_path, mesh):
     given = tensors()
     made = engine(folders.folder(tmp_path, LLAMA, given), {"weights": "nf4"}, mesh)

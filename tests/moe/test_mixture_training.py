@@ -24,7 +24,6 @@ CASES = [
     if expert * tensor * pipe <= 8 and (pipe == 1 or accumulation > 1)
 ]
 DEFAULT = [
-    ("mixtral", 2, 2, 1, 0, 1, "none"),
     ("mixtral", 4, 1, 1, 3, 4, "full"),
     ("mixtral", 2, 1, 2, 3, 4, "none"),
     ("deepseek", 2, 2, 1, 1, 1, "none"),

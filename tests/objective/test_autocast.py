@@ -57,7 +57,7 @@ def plain_losses(name):
 
 
 # That of a decoder's cache trains with the settings.
-DEFAULT = ("strict operations", "stage 1, accumulation", "stage 3")
+DEFAULT = ("strict operations", "stage 1, accumulation")
 
 
 def some(names):
