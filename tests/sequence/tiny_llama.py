@@ -67,8 +67,8 @@ def plain(given: list[Arrays], sizes: Mapping[str, Any] = SIZES, family: str = "
     graph, params, rest = nnx.split(built.factory(nnx.Rngs(SEED)), nnx.Param, ...)
 
     def mean(params: Any, batch: Any) -> jax.Array:
-        total, weight, *_ = built.loss(nnx.merge(graph, params, rest), batch)
-        return total / weight
+        total, weight, *terms = built.loss(nnx.merge(graph, params, rest), batch)
+        return total / weight + (terms[0] if terms else 0)  # the auxiliary term, of mixtures
 
     losses, first = [], flat(params)
     for batch in given:
