@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxspeed.axes import sample_axes, summing_axes
+from jaxspeed.axes import SEQ, TENSOR, sample_axes, summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import (
     Sums,
@@ -137,6 +137,9 @@ class Gradients:
             # aborts where that is not the mesh's order ("Manual axes must be sorted by mesh axis
             # index", jax 0.11.2 and 0.12.0.1).
             return "micro_batch", "XLA aborts on stages inside a rank's part"
+        if min(self.table.mesh.shape[axis] for axis in (SEQ, TENSOR)) > 1:
+            # "Check failed: partition_group_list.num_replica_groups() * ..." (jax 0.12.0.1)
+            return "micro_batch", "XLA aborts on seq and tensor together inside a rank's part"
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)

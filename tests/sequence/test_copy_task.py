@@ -26,7 +26,7 @@ def test_a_token_is_copied_from_so_many_positions_back(back):
 
     Knowing nothing of the past, the loss is ln 16 = 2.77.
     """
-    samples = 8
+    samples = max(1, 2048 // back)
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64, "qkv_bias": True,
