@@ -27,6 +27,7 @@ from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_va
 from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.specs import spec_axes
 from jaxspeed.tensor_parallel.activation_layout import (
     ActivationLayout,
     BoundaryLayouts,
@@ -277,11 +278,31 @@ class _Boundaries(Rewriter[bool]):
         if eqn.primitive.name == "reshape":
             decides = any(dims.merged(n) for v in (*eqn.invars, *eqn.outvars) for n in frame.of(v))
         for v, by_expert in zip(eqn.outvars, states, strict=True):
-            if (decides or v in scope.carried) and not frame.is_weight(v):
+            at = None
+            if frame.is_weight(v):
+                at = self._undivided(frame, v)
+            elif decides or v in scope.carried:
                 at = self.layouts.along_sequence(frame, v, by_expert)
-                if at is not None:
-                    shard = partial(_along, at=at)
-                    program.replace([v], program.splice(shard, [program.atom(v)], eqn))
+            if at is not None:
+                shard = partial(_along, at=at)
+                program.replace([v], program.splice(shard, [program.atom(v)], eqn))
+
+    def _undivided(self, frame: CallFrame, v: Var) -> NamedSharding | None:
+        """The sharding of what is read of weights for each position, if `seq` does not divide it.
+
+        It is unsharded along the sequence. Its gradient is summed over the samples, and XLA adds
+        what it padded the sum with to row 0 of the weights where samples are sharded, too (jax
+        0.11.2 and 0.12.0.1).
+        """
+        at = self.layouts.along_sequence(frame, v)
+        if at is None:
+            return None
+        shards = at.mesh.shape[SEQ]
+        spec = [
+            None if SEQ in spec_axes((entry,)) and size % shards else entry
+            for entry, size in zip(at.spec, shape_of(v), strict=True)
+        ]
+        return NamedSharding(at.mesh, PartitionSpec(*spec)) if spec != [*at.spec] else None
 
     def _attention(self, program: Rewriting[bool], eqn: JaxprEqn) -> bool:
         """Replace an attention; False leaves it as it is."""

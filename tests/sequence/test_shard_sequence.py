@@ -223,6 +223,8 @@ ALWAYS = [
         "encoder and decoder",
     )
 ]
+# A table of positions, whose gradient is summed over samples, and padded.
+ALWAYS.append(("encoder and decoder", MESHES[2]))
 
 
 @pytest.mark.parametrize(("name", "mesh"), covering(POINTS, ALWAYS))
