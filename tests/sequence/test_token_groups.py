@@ -102,7 +102,7 @@ def attended(w: Any, b: Any) -> Any:
 
 def normed_over_tokens(w: Any, b: Any) -> Any:
     hidden = b["x"] @ w["up"]
-    return ((hidden - hidden.mean(1, keepdims=True)) @ w["down"]).sum()
+    return (((hidden - hidden.mean(1, keepdims=True)) @ w["down"]) ** 2).sum()
 
 
 MIXING = [convolved, cumulated, over_time, attended, normed_over_tokens]
