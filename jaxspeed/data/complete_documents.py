@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspeed.data.holdout import hold_out_samples
 from jaxspeed.data.packing import Spans, Stream
-from jaxspeed.data.samples import Batch
+from jaxspeed.data.samples import ALL, Batch
 from jaxspeed.data.token_store import Documents
 
 Truncate = Literal["end", "start", "drop"]
@@ -73,28 +73,32 @@ class CompleteDocuments:
     def __len__(self) -> int:
         return len(self._bins)
 
-    def read(self, ids: np.ndarray) -> Batch:
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
         """tokens and mask, and segment_ids and positions if enabled: int32 [samples, seq_len + 1].
 
         A document is a segment, and its positions begin with 0. The mask has what the loss counts:
         nothing predicts a document's first token, also where documents are not segments.
         """
         assert self.tokens_each is not None
+        here = range(self.tokens_each + 1)[positions]
         names = ["tokens", *["segment_ids", "positions"] * self._segments, "mask"]
-        batch = {name: np.zeros((len(ids), self.tokens_each + 1), np.int32) for name in names}
+        batch = {name: np.zeros((len(ids), len(here)), np.int32) for name in names}
         for row, sample in enumerate(ids):
-            at = 0
+            at = -here.start  # where the document begins, from the first position that is read
             for number, document in enumerate(self._bins[int(sample)], 1):
                 begin, end = map(int, self._stream.edges[document : document + 2])
-                inside, start = slice(at, at + end - begin), int(self._spans.starts[document])
-                batch["tokens"][row, inside] = self._stream.read(begin, end)
-                batch["mask"][row, at + 1 : inside.stop] = self._trained[
-                    start + 1 : start + end - begin
-                ]
-                if self._segments:
-                    batch["segment_ids"][row, inside] = number
-                    batch["positions"][row, inside] = np.arange(end - begin)
-                at = inside.stop
+                skip, count = max(-at, 0), min(end - begin, len(here) - at)
+                if skip < count:
+                    inside, start = slice(at + skip, at + count), int(self._spans.starts[document])
+                    batch["tokens"][row, inside] = self._stream.read(begin + skip, begin + count)
+                    trained = self._trained[start + skip : start + count]
+                    batch["mask"][row, inside] = trained
+                    if skip == 0:
+                        batch["mask"][row, at] = 0
+                    if self._segments:
+                        batch["segment_ids"][row, inside] = number
+                        batch["positions"][row, inside] = np.arange(skip, count)
+                at += end - begin
         return batch
 
 

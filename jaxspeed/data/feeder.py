@@ -1,5 +1,7 @@
-"""Prefetch batches onto the devices in a background thread; per-process reading of rows."""
+"""Prefetch batches onto the devices in a background thread; per-process reading of their parts."""
 
+import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -10,29 +12,29 @@ import jax
 import numpy as np
 
 from jaxspeed.data.corpus import check_batch
-from jaxspeed.data.samples import Batch
-from jaxspeed.data.split import Positions, Split
+from jaxspeed.data.samples import ALL, Batch
+from jaxspeed.data.split import Rows, Split
 
-Read = Callable[[Positions], Batch]
+Read = Callable[[Rows, slice], Batch]  # some rows of a batch, and some of the positions
 Place = Callable[[Read], Any]
 
 
 def placer(batch_shardings: Callable[[Any], Any], batch_size: int) -> Place:
-    """Make a function that builds global batches; each process reads only its devices' rows.
+    """Make a function that builds global batches; each process reads only its devices' part.
 
     `batch_shardings` maps the arrays of a batch to their shardings (`program.batch_shardings`);
-    dim 0 is the batch dim.
+    dim 0 is the batch dim, and dim 1 may be one of positions.
     """
 
     def place(read: Read) -> Any:
-        none = read(slice(0, 0))
+        none = read(slice(0, 0), ALL)
         shapes = {
             name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype)
             for name, x in none.items()
         }
         shardings = batch_shardings(shapes)
-        rows = _rows_here(shardings, shapes)
-        local = read(rows)
+        rows, positions = _here(shardings, shapes)
+        local = read(rows, positions)
 
         def array(name: str) -> jax.Array:
             def shard(index: Any) -> np.ndarray:  # of one device
@@ -40,6 +42,9 @@ def placer(batch_shardings: Callable[[Any], Any], batch_size: int) -> Place:
                 start, stop, _ = first.indices(batch_size)
                 # rows is sorted and holds all of [start, stop).
                 at = int(np.searchsorted(rows, start))
+                if rest:
+                    begin, end, _ = rest[0].indices(shapes[name].shape[1])
+                    rest[0] = slice(begin - positions.start, end - positions.start)
                 return local[name][(slice(at, at + stop - start), *rest)]
 
             return jax.make_array_from_callback(shapes[name].shape, shardings[name], shard)
@@ -49,21 +54,33 @@ def placer(batch_shardings: Callable[[Any], Any], batch_size: int) -> Place:
     return place
 
 
-def _rows_here(shardings: Any, shapes: Any) -> np.ndarray:
-    """The rows of the global batch on this process's devices, ascending."""
-    here: set[int] = set()
+def _here(shardings: Any, shapes: Any) -> tuple[np.ndarray, slice]:
+    """The rows of the global batch on this process's devices, ascending, and the positions there.
+
+    All positions, if arrays differ in what they have of dim 1.
+    """
+    rows: set[int] = set()
+    spans: set[tuple[int, int, int]] = set()  # length of dim 1, and a start and stop in it
     for name, sharding in shardings.items():
         shape = shapes[name].shape
-        for index in sharding.addressable_devices_indices_map(shape).values():
-            here.update(range(*index[0].indices(shape[0])))
-    return np.asarray(sorted(here), np.int64)
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        for index in indices:
+            rows.update(range(*index[0].indices(shape[0])))
+        if len(shape) > 1:
+            parts = [index[1].indices(shape[1]) for index in indices]
+            spans.add((shape[1], min(p[0] for p in parts), max(p[1] for p in parts)))
+    positions = ALL
+    if len(spans) == 1:
+        ((_, start, stop),) = spans
+        positions = slice(start, stop)
+    return np.asarray(sorted(rows), np.int64), positions
 
 
 class Feeder:
     """Infinite iterator over (placed batch, its number of tokens or samples) from a step on.
 
-    `place(read)` puts a batch on the devices; `read(rows)` reads those rows of it. An exception in
-    the thread is raised by the `next` that would have returned that batch.
+    `place(read)` puts a batch on the devices; `read` reads a part of it. An exception in the thread
+    is raised by the `next` that would have returned that batch.
 
     Not Grain's `ThreadPrefetchIterDataset` (0.2.18): its `close` waits for a read that never ends,
     a consumer that waits is not woken by it, and hangs if the thread ends by a BaseException.
@@ -147,7 +164,5 @@ class Feeder:
 
 
 def _batches(split: Split, batch_size: int, place: Place, start_step: int) -> Iterator[Any]:
-    step = start_step
-    while True:
-        yield place(lambda rows, step=step: split.batch(step, batch_size, rows))  # type: ignore[misc]
-        step += 1
+    for step in itertools.count(start_step):
+        yield place(functools.partial(split.batch, step, batch_size))

@@ -77,14 +77,13 @@ class Stream:
                 )
         return ids
 
-    def segments(self, start: int, stop: int) -> np.ndarray:
-        """int32 [stop - start]: 1 for the first document within [start, stop), then 2, ..."""
-        inside = slice(
-            np.searchsorted(self.edges, start, "right"), np.searchsorted(self.edges, stop, "left")
-        )
+    def segments(self, start: int, stop: int, first: int) -> np.ndarray:
+        """int32 [stop - start]: the documents are numbered 1, 2, ... from position `first` on."""
+        before, begin, end = np.searchsorted(self.edges, [first + 1, start + 1, stop])
         begins = np.zeros(stop - start, np.int32)
-        begins[self.edges[inside] - start] = 1
-        return np.cumsum(begins, dtype=np.int32) + 1
+        begins[self.edges[begin:end] - start] = 1
+        number = 1 + len(np.unique(self.edges[before:begin]))  # a document may have no tokens
+        return np.cumsum(begins, dtype=np.int32) + np.int32(number)
 
     def counts(self) -> np.ndarray:
         """Count of each id, in all tokens or in a sample of them."""

@@ -9,15 +9,20 @@ from jaxspeed.data.packing import Stream
 
 Batch = dict[str, np.ndarray]
 IGNORED = -100  # a label that does not count
+ALL = slice(0, None)
 
 
 class Samples(Protocol):
-    """`tokens_each` is the number of tokens that a sample predicts; None for other samples."""
+    """`tokens_each` is the number of tokens that a sample predicts; None for other samples.
+
+    `read` returns the arrays of these samples, [samples, ...]; of those with a dim 1 only
+    `positions` of it, from a start on.
+    """
 
     tokens_each: int | None
 
     def __len__(self) -> int: ...
-    def read(self, ids: np.ndarray) -> Batch: ...
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch: ...
 
 
 class Windows:
@@ -38,18 +43,21 @@ class Windows:
     def __len__(self) -> int:
         return self._length
 
-    def read(self, ids: np.ndarray) -> Batch:
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
         """tokens, and segment_ids and mask if enabled: int32 [samples, seq_len + 1]."""
         seq_len = self.tokens_each
         assert seq_len is not None
+        here = range(seq_len + 1)[positions]
         names = ["tokens"] + ["segment_ids"] * self._segments + ["mask"] * self._masked
-        batch = {name: np.zeros((len(ids), seq_len + 1), np.int32) for name in names}
+        batch = {name: np.zeros((len(ids), len(here)), np.int32) for name in names}
         for row, sample in enumerate(ids):
-            start = int(sample) * seq_len
-            stop = min(start + seq_len + 1, len(self.stream))
+            first = int(sample) * seq_len
+            start, stop = first + here.start, min(first + here.stop, len(self.stream))
+            if start >= stop:  # padding alone
+                continue
             batch["tokens"][row, : stop - start] = self.stream.read(start, stop)
             if self._segments:
-                batch["segment_ids"][row, : stop - start] = self.stream.segments(start, stop)
+                batch["segment_ids"][row, : stop - start] = self.stream.segments(start, stop, first)
             if self._masked:
                 batch["mask"][row, : stop - start] = 1
         return batch
@@ -66,8 +74,11 @@ class ArrayRows:
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
 
-    def read(self, ids: np.ndarray) -> Batch:
-        return {name: _prepared(name, array[ids]) for name, array in self._arrays.items()}
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
+        return {
+            name: _prepared(name, array[ids] if array.ndim == 1 else array[ids, positions])
+            for name, array in self._arrays.items()
+        }
 
 
 def _prepared(name: str, x: np.ndarray) -> np.ndarray:
@@ -89,8 +100,8 @@ class Subset:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def read(self, ids: np.ndarray) -> Batch:
-        return self._samples.read(self._ids[ids])
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
+        return self._samples.read(self._ids[ids], positions)
 
 
 class Marked:
@@ -103,14 +114,16 @@ class Marked:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def read(self, ids: np.ndarray) -> Batch:
-        batch = self._samples.read(ids)
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
+        # Where a document begins is known from the positions before.
+        batch = self._samples.read(ids, slice(0, positions.stop))
         if "segment_ids" in batch:
             segments, places = batch["segment_ids"], np.arange(batch["tokens"].shape[1])
             begins = np.diff(segments, axis=1, prepend=-1) != 0
             first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
             batch["positions"] = (places - first).astype(np.int32)
-        return {"mask": np.ones_like(batch["tokens"]), **batch}
+        batch = {"mask": np.ones_like(batch["tokens"]), **batch}
+        return {name: x[:, positions] for name, x in batch.items()}
 
 
 def _alike(parts: Sequence[Samples]) -> list[Samples]:
@@ -134,14 +147,14 @@ class Chain:
     def __len__(self) -> int:
         return int(self.edges[-1])
 
-    def read(self, ids: np.ndarray) -> Batch:
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
         if len(self.parts) == 1:
-            return self.parts[0].read(ids)
+            return self.parts[0].read(ids, positions)
         part = np.searchsorted(self.edges, ids, "right") - 1
         batch: Batch = {}
         for i in np.unique(part) if len(ids) else [0]:
             here = np.flatnonzero(part == i)
-            for name, rows in self.parts[i].read(ids[here] - self.edges[i]).items():
+            for name, rows in self.parts[i].read(ids[here] - self.edges[i], positions).items():
                 if name not in batch:
                     batch[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
                 batch[name][here] = rows

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.data.samples import Batch, Chain, Samples, with_targets, without_weight
+from jaxspeed.data.samples import ALL, Batch, Chain, Samples, with_targets, without_weight
 
-Positions = slice | np.ndarray
+Rows = slice | np.ndarray
+Positions = slice
 
 
 class Split:
@@ -18,6 +19,8 @@ class Split:
     Global batch t holds the samples at positions [t * batch_size, (t + 1) * batch_size) of the
     order: batches span epoch ends, and no sample is lost or repeated there. With `targets` a batch
     of tokens has them, and all its arrays are [batch, seq].
+
+    A batch can be read in part: some rows, and of arrays with a dim 1 some positions of it.
     """
 
     def __init__(
@@ -69,15 +72,17 @@ class Split:
             self._made = self._dataset.mix(orders, self._weights) if mixed else orders[0]
         return self._made
 
-    def sample_ids(self, step: int, batch_size: int, rows: Positions | None = None) -> np.ndarray:
+    def sample_ids(self, step: int, batch_size: int, rows: Rows | None = None) -> np.ndarray:
         """int64 [batch_size], or only of these rows of the global batch."""
         first = step * batch_size
         chosen = _chosen(batch_size, rows)
         return np.asarray([self._order[first + int(row)] for row in chosen], np.int64)
 
-    def batch(self, step: int, batch_size: int, rows: Positions | None = None) -> Batch:
-        """The global batch of a step, or only these rows of it (no others are read)."""
-        return self._formed(self._chain.read(self.sample_ids(step, batch_size, rows)))
+    def batch(
+        self, step: int, batch_size: int, rows: Rows | None = None, positions: Positions = ALL
+    ) -> Batch:
+        """The global batch of a step, or only this part of it (no other is read)."""
+        return self._read(self.sample_ids(step, batch_size, rows), positions)
 
     def shapes(self, batch_size: int, padded: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a global batch, or of one of `padded`, of which no sample is read."""
@@ -96,34 +101,46 @@ class Split:
         """Number of batches that hold each sample once."""
         return -(-self.samples // batch_size)
 
-    def padded(self, index: int, batch_size: int, rows: Positions | None = None) -> Batch:
-        """Batch `index` of a pass over each sample once, or only these rows of it.
+    def padded(
+        self, index: int, batch_size: int, rows: Rows | None = None, positions: Positions = ALL
+    ) -> Batch:
+        """Batch `index` of a pass over each sample once, or only this part of it.
 
         The last batch is padded with samples of zero weight.
         """
         ids = index * batch_size + _chosen(batch_size, rows)
-        batch = self._chain.read(np.minimum(ids, self.samples - 1))
         # Also without padding: all batches have the same arrays, so the step compiles once.
-        return self._formed(without_weight(batch, ids >= self.samples))
+        return self._read(np.minimum(ids, self.samples - 1), positions, ids >= self.samples)
 
-    def slice(self, start: int, count: int, rows: Positions | None = None) -> Batch:
-        """Samples [start, start + count), or only these rows of them."""
-        return self._formed(self._chain.read(start + _chosen(count, rows)))
+    def slice(
+        self, start: int, count: int, rows: Rows | None = None, positions: Positions = ALL
+    ) -> Batch:
+        """Samples [start, start + count), or only this part of them."""
+        return self._read(start + _chosen(count, rows), positions)
 
-    def copies(self, sample: int, count: int, rows: Positions | None = None) -> Batch:
-        """A batch of `count` copies of a sample, or only these rows of it."""
-        chosen = np.full(count, sample)[slice(None) if rows is None else rows]
-        return self._formed(self._chain.read(chosen))
+    def copies(
+        self, sample: int, count: int, rows: Rows | None = None, positions: Positions = ALL
+    ) -> Batch:
+        """A batch of `count` copies of a sample, or only this part of it."""
+        return self._read(np.full(len(_chosen(count, rows)), sample), positions)
 
-    def _formed(self, batch: Batch) -> Batch:
-        return with_targets(batch) if self._targets and self.tokens_each else batch
+    def _read(
+        self, ids: np.ndarray, positions: Positions, padding: np.ndarray | None = None
+    ) -> Batch:
+        cut = self._targets and bool(self.tokens_each)
+        if cut and positions.stop is not None:  # and what the last of them predicts
+            positions = Positions(positions.start, positions.stop + 1)
+        batch = self._chain.read(ids, positions)
+        if padding is not None:
+            batch = without_weight(batch, padding)
+        return with_targets(batch) if cut else batch
 
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order, in batches."""
         return (self.padded(i, batch_size) for i in range(self.batches(batch_size)))
 
 
-def _chosen(batch_size: int, rows: Positions | None) -> np.ndarray:
+def _chosen(batch_size: int, rows: Rows | None) -> np.ndarray:
     return np.arange(batch_size)[slice(None) if rows is None else rows]
 
 

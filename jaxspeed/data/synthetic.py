@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxspeed.data.samples import Batch
+from jaxspeed.data.samples import ALL, Batch
 
 NOISE = 0.1
 SEED = 0x73796E
@@ -22,7 +22,7 @@ class Counting:
     def __len__(self) -> int:
         return self._samples
 
-    def read(self, ids: np.ndarray) -> Batch:
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
         assert self.tokens_each is not None
         tokens = np.empty((len(ids), self.tokens_each + 1), np.int32)
         places = np.arange(self.tokens_each + 1)
@@ -32,6 +32,7 @@ class Counting:
             counted = (first + step * places) % self._vocab_size
             random = rng.integers(self._vocab_size, size=places.size)
             tokens[row] = np.where(rng.random(places.size) < NOISE, random, counted)
+        tokens = tokens[:, positions]
         return {"tokens": tokens} | {name: np.ones_like(tokens) for name in self._also}
 
 
@@ -50,11 +51,12 @@ class Blots:
     def __len__(self) -> int:
         return self._samples
 
-    def read(self, ids: np.ndarray) -> Batch:
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
         rngs = [np.random.default_rng([SEED, int(sample)]) for sample in ids]
         drawn = [rng.integers(len(self._patterns)) for rng in rngs]
         labels = np.asarray(drawn, np.int32)
         images = np.empty((len(ids), *self._patterns.shape[1:]), np.float32)
         for row, rng in enumerate(rngs):
             rng.standard_normal(out=images[row], dtype=np.float32)
-        return {"images": images + self._patterns[labels], "labels": labels}
+        images += self._patterns[labels]
+        return {"images": images[:, positions], "labels": labels}

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -110,7 +111,7 @@ def _marked(engine: Engine, held_out: Split) -> Iterator[Part]:
     size = _batch_size(engine)
     place = placer(engine.program.batch_shardings, size)
     for index in range(held_out.batches(size)):
-        yield Part(place(lambda rows, i=index: held_out.padded(i, size, rows)))  # type: ignore[misc]
+        yield Part(place(partial(held_out.padded, index, size)))
 
 
 def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:
@@ -123,14 +124,14 @@ def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:
     for start in range(0, shared, size):
         count = min(size, shared - start)
         place = placer(program.batch_shardings, count)
-        batch = place(lambda rows, a=start, n=count: held_out.slice(a, n, rows))  # type: ignore[misc]
+        batch = place(partial(held_out.slice, start, count))
         is_sum = _is_sum(engine, batch) if is_sum is None else is_sum
         yield Part(batch, None if is_sum else count)
     if shared == held_out.samples:
         return
     ranks, few = program.ranks, held_out.samples - shared
     copied = placer(program.batch_shardings, ranks)
-    first = copied(lambda rows: held_out.copies(shared, ranks, rows))
+    first = copied(partial(held_out.copies, shared, ranks))
     if why := program.objective.by_parts(_rest(engine, first), False).mixes:
         if not shared:
             raise DataError(
@@ -144,7 +145,7 @@ def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:
         return
     is_sum = _is_sum(engine, first)
     for sample in range(shared, held_out.samples):
-        batch = copied(lambda rows, i=sample: held_out.copies(i, ranks, rows))  # type: ignore[misc]
+        batch = copied(partial(held_out.copies, sample, ranks))
         yield Part(batch, None if is_sum else ranks, ranks)
 
 

@@ -25,9 +25,9 @@ class Remembering(ArrayRows):
         super().__init__({"x": np.arange(45, dtype=np.int32)})
         self.seen = []
 
-    def read(self, ids):
+    def read(self, ids, positions):
         self.seen += ids.tolist()
-        return super().read(ids)
+        return super().read(ids, positions)
 
 
 def main(address: str, processes: int, index: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.data import Feeder, placer
-from jaxspeed.data.samples import ArrayRows
+from jaxspeed.data.samples import ALL, ArrayRows
 from jaxspeed.data.split import Split
 from jaxspeed.errors import DataError
 from tests.data.corpora import opened
@@ -28,13 +28,13 @@ class Numbered(ArrayRows):
         super().__init__({"x": np.arange(n, dtype=np.int32), "y": np.ones((n, 3), np.float32)})
         self.seen, self.fails_at, self.wait = [], fails_at, wait
 
-    def read(self, ids):
+    def read(self, ids, positions=ALL):
         time.sleep(self.wait)
         if len(ids):
             self.seen.append(ids.tolist())
             if self.fails_at is not None and len(self.seen) > self.fails_at:
                 raise DataError("the disk is gone")
-        return super().read(ids)
+        return super().read(ids, positions)
 
 
 def split(**how):
@@ -79,9 +79,9 @@ def test_a_process_reads_the_rows_of_its_own_devices_only():
     s = split()
     asked = []
 
-    def read(rows):
+    def read(rows, positions):
         asked.append(rows)
-        return s.batch(0, BATCH, rows)
+        return s.batch(0, BATCH, rows, positions)
 
     with pytest.raises(Exception):  # noqa: B017  no real sharding: it goes no further than reading
         placer(lambda batch: dict.fromkeys(batch, Half()), BATCH)(read)

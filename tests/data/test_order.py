@@ -40,7 +40,7 @@ def test_the_shapes_of_a_batch_take_no_sample(padded):
     s = split()
     read = s._chain.read
     ids = []
-    s._chain.read = lambda of: (ids.extend(of), read(of))[1]
+    s._chain.read = lambda of, *where: (ids.extend(of), read(of, *where))[1]
     batch = split().padded(0, BATCH) if padded else split().batch(0, BATCH)
     assert {k: (x.shape, x.dtype) for k, x in s.shapes(BATCH, padded=padded).items()} == {
         k: (x.shape, x.dtype) for k, x in batch.items()

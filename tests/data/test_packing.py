@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxspeed.models.language import IGNORED, split_batch
 
+from jaxspeed.data.complete_documents import CompleteDocuments, Packing
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.packing import Spans, Stream, entropy
-from jaxspeed.data.samples import Windows
+from jaxspeed.data.samples import ArrayRows, Chain, Marked, Windows
 from jaxspeed.data.split import Split
+from jaxspeed.data.synthetic import Counting
+from jaxspeed.data.token_store import Documents
 
 documents_ = st.lists(
     st.lists(st.integers(1, 250), min_size=1, max_size=40), min_size=1, max_size=12
@@ -87,6 +90,46 @@ def test_once_predicts_each_held_out_token_once_as_language_models_read_it(
         targets += np.asarray(split_batch(batch).targets).ravel().tolist()
     expected = [token for document in documents for token in document[1:]]
     assert [t for t in targets if t != IGNORED] == expected
+
+
+@given(documents_, st.integers(1, 30), st.booleans(), st.booleans(), st.data())
+def test_a_part_of_the_positions_is_read_as_it_is_in_the_whole(
+    documents, seq_len, segments, flag, data
+):
+    tokens, offsets = array_of([*documents, [], *documents])
+    trained = np.asarray(data.draw(st.lists(st.booleans(), **exactly(len(tokens)))))
+    held = Documents("tokens", tokens, offsets, "", 250, None, trained)
+    lengths = np.minimum(np.diff(offsets), seq_len + 1)
+    packing = Packing(seq_len, segments, together=flag)
+    stream = Stream(tokens, Spans(offsets[:-1], np.diff(offsets)))
+    packed = Windows(stream, seq_len, segments=segments, pad_last=flag)
+    conversations = CompleteDocuments(held, Spans(offsets[:-1], lengths), packing, None)
+    arrays = {"x": np.arange(3 * (seq_len + 1)).reshape(3, -1), "y": np.arange(3)}
+    for samples in (
+        packed,
+        conversations,
+        Marked(packed),
+        Chain([packed, conversations]),
+        Counting(4, seq_len, 50, segments=segments, masked=flag),
+        ArrayRows(arrays),
+    ):
+        if not len(samples):
+            continue
+        ids = np.asarray(data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=4)), int)
+        whole, parts = samples.read(ids), Split([samples], seed=0, shuffle=False, targets=True)
+        start = data.draw(st.integers(0, seq_len - 1))
+        stop = data.draw(st.integers(start + 1, seq_len))
+        read = samples.read(ids, slice(start, stop))
+        cut = parts.copies(0, 3, slice(1), slice(start, stop))
+        for name, x in whole.items():
+            np.testing.assert_array_equal(read[name], x if x.ndim == 1 else x[:, start:stop])
+        for name, x in parts.copies(0, 3).items():
+            of_part = x[:1] if x.ndim == 1 else x[:1, start:stop]
+            np.testing.assert_array_equal(cut[name], of_part)
+
+
+def exactly(size):
+    return {"min_size": size, "max_size": size}
 
 
 def test_without_document_masks_a_sample_is_one_sequence():

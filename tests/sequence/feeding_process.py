@@ -2,7 +2,8 @@
 
     python -m tests.sequence.feeding_process ADDRESS PROCESSES INDEX DATA SEQ
 
-Prints the global batches, and the rows and positions that lie on this process's devices.
+Prints the global batches, the rows and positions that lie on this process's devices, and the
+tokens that this process has read, in its order.
 """
 
 import json
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.data import Feeder, placer
-from jaxspeed.data.samples import Batch
+from jaxspeed.data.samples import ALL, Batch
 from jaxspeed.data.split import Split
 from jaxspeed.placement.batch_dims import batch_specs
 from jaxspeed.placement.mesh import build_mesh
@@ -26,12 +27,16 @@ class Numbered:
 
     tokens_each: int | None = SEQ_LEN
 
+    def __init__(self) -> None:
+        self.read_here: list[list[int]] = []
+
     def __len__(self) -> int:
         return 20
 
-    def read(self, ids: np.ndarray) -> Batch:
-        places = np.arange(SEQ_LEN + 1)
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
+        places = np.arange(SEQ_LEN + 1)[positions]
         tokens = (ids[:, None] * 100 + places).astype(np.int32)
+        self.read_here += tokens.tolist()
         return {"tokens": tokens, "segment_ids": np.broadcast_to(places // 3, tokens.shape)}
 
 
@@ -47,14 +52,15 @@ def main(address: str, processes: int, index: int, data: int, seq: int) -> None:
 
     gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
     batches, here = [], set()
-    split = Split([Numbered()], seed=0, shuffle=True, targets=True)
-    with Feeder(split, BATCH, placer(shardings, BATCH), prefetch=1) as feeder:
+    samples = Numbered()
+    split = Split([samples], seed=0, shuffle=True, targets=True)
+    with Feeder(split, BATCH, placer(shardings, BATCH), prefetch=STEPS) as feeder:
         for _ in range(STEPS):
             batch, _ = next(feeder)
             batches.append({name: np.asarray(gathered(x)).tolist() for name, x in batch.items()})
             for shard in batch["targets"].addressable_shards:
                 here.add(tuple(range_of(x, size) for x, size in zip(shard.index, (BATCH, SEQ_LEN))))
-    print(json.dumps({"batches": batches, "here": sorted(here)}))
+    print(json.dumps({"batches": batches, "here": sorted(here), "read": samples.read_here}))
 
 
 def range_of(index: slice, size: int) -> tuple[int, int]:

@@ -147,3 +147,10 @@ def test_processes_place_their_samples_and_positions(processes, data, seq):
         assert found["here"] == [
             [[d * rows, (d + 1) * rows], [s * length, (s + 1) * length]] for d, s in ranks
         ]
+        # That is what the process reads, and what its last position predicts.
+        rows = sorted({row for (start, stop), _ in found["here"] for row in range(start, stop)})
+        begin, end = found["here"][0][1][0], found["here"][-1][1][1]
+        read = [
+            row for batch in expected for row in batch["tokens"][rows, begin : end + 1].tolist()
+        ]
+        assert found["read"][: len(read)] == read
