@@ -127,13 +127,13 @@ class Split:
     def _read(
         self, ids: np.ndarray, positions: Positions, padding: np.ndarray | None = None
     ) -> Batch:
-        cut = self._targets and bool(self.tokens_each)
-        if cut and positions.stop is not None:  # and what the last of them predicts
+        split = self._targets and bool(self.tokens_each)
+        if split and positions.stop is not None:  # and what the last of them predicts
             positions = Positions(positions.start, positions.stop + 1)
         batch = self._chain.read(ids, positions)
         if padding is not None:
             batch = without_weight(batch, padding)
-        return with_targets(batch) if cut else batch
+        return with_targets(batch) if split else batch
 
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order, in batches."""

@@ -7,11 +7,8 @@ XLA. Attention that a model writes itself is recognized (`find_attention`).
 """
 
 from jaxspeed.sequence_parallel.attention_report import AttentionNotes, AttentionReport
-from jaxspeed.sequence_parallel.find_attention import (
-    LeftAlone,
-    LowProducts,
-    with_attention_calls,
-)
+from jaxspeed.sequence_parallel.find_attention import LeftAlone, with_attention_calls
+from jaxspeed.sequence_parallel.recognized_attention import LowProducts
 from jaxspeed.sequence_parallel.settings import SequenceSettings
 from jaxspeed.sequence_parallel.shard_sequence import sequences
 
