@@ -5,8 +5,9 @@ token: norms, projections, a feed-forward block, the logits and their loss. Thei
 wider than what enters and leaves. Each such *group* of equations becomes a loop over tiles of the
 sequence, whose backward pass is another one that computes a tile again (arXiv:2506.13996). A loop
 reads its tiles from the arrays, and writes results and gradients where an array of the same type is
-not read any more. Gradients of weights are summed in fp32. Weights are inputs of the loop: a unit
-under ZeRO 3 has gathered them before it, once.
+not read any more. Gradients of weights are summed in fp32, and over devices after the loop
+(`sharded_gradients`). Weights are inputs of the loop: a unit under ZeRO 3 has gathered them before
+it, once.
 """
 
 import itertools
@@ -26,9 +27,14 @@ from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED, RAGGED_PRODUCTS
 from jaxspeed.jaxpr.rewriter import LEAVE, Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import free_variables
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, product_of
-from jaxspeed.ops.free_axes import free_axes, free_sample_shards
+from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.sequence_parallel.settings import SequenceTiles
+from jaxspeed.sequence_parallel.sharded_gradients import (
+    ShardedProduct,
+    TokenShards,
+    sharded_products,
+)
 from jaxspeed.sequence_parallel.token_dim import AlongTokens, MixesTokensError, Tokens
 from jaxspeed.tensor_parallel.dim_propagation import (
     CallFrame,
@@ -52,6 +58,7 @@ class TokenGroup:
       arrays: (input with tokens, its dim of them); `shared` are the inputs without.
       results: the same of what later equations read.
       tiles: their number on each device.
+      products: by position, those whose weights' gradients are summed by shard.
     """
 
     positions: tuple[int, ...]
@@ -59,6 +66,7 @@ class TokenGroup:
     arrays: tuple[tuple[Var, int], ...]
     results: tuple[tuple[Var, int], ...]
     tiles: int
+    products: Mapping[int, ShardedProduct]
 
 
 def in_sequence_tiles(
@@ -89,7 +97,7 @@ def in_sequence_tiles(
     tokens = _dim_of_tokens(propagated)
     if tokens is None or tokens.size % shards:
         return jaxpr
-    tiling = _Tiling(tokens, unit_of, tiles, shards, free_sample_shards(mesh), sharded)
+    tiling = _Tiling(propagated, tokens, unit_of, tiles, TokenShards(mesh), sharded)
     return tiling.run(jaxpr, scope=propagated.top)
 
 
@@ -123,16 +131,17 @@ class _Tiling(Rewriter[None]):
 
     def __init__(
         self,
+        propagated: PropagatedDims,
         tokens: Tokens,
         unit_of: Callable[[JaxprEqn], Any],
         tiles: SequenceTiles,
-        shards: int,
-        sample_shards: int,
+        placed: TokenShards,
         sharded: Mapping[Any, int],
     ) -> None:
         super().__init__()
-        self.tokens, self.unit_of, self.tiles = tokens, unit_of, tiles
-        self.shards, self.sample_shards, self.sharded = shards, sample_shards, sharded
+        self.propagated, self.tokens, self.unit_of, self.tiles = propagated, tokens, unit_of, tiles
+        self.placed, self.sharded = placed, sharded
+        self.sample_shards, self.shards = placed.shape
 
     def scope(self, program: Rewriting[None], body: Body) -> Any:
         frames = program.scope.inner.get(program.position, ())
@@ -157,7 +166,7 @@ class _Tiling(Rewriter[None]):
         values: list[Any] = [*group.shared, *(v for v, _ in group.arrays)]
         # The equation that it stands for in the unit, and in messages.
         like = program.jaxpr.eqns[group.positions[-1]]
-        loop = over_tiles(self.tokens, frame, group, self.shards)
+        loop = over_tiles(self.tokens, frame, group, self.placed)
         made = program.splice(loop, [program.atom(v) for v in values], like)
         program.replace([v for v, _ in group.results], made)
         program.done.update(group.positions)
@@ -242,8 +251,35 @@ class _Tiling(Rewriter[None]):
             tuple((v, dims[v][0]) for v in free if dims[v]),
             tuple((v, dims[v][0]) for v in results),
             tiles,
+            self._products(frame, positions, [v for v in free if not dims[v]], results),
         )
         return (group, rest) if self._is_differentiable(frame, group) else (None, [])
+
+    def _products(
+        self,
+        frame: CallFrame,
+        positions: Sequence[int],
+        shared: Sequence[Var],
+        results: Sequence[Var],
+    ) -> dict[int, ShardedProduct]:
+        if self.placed.shape == (1, 1):
+            return {}
+
+        def dims_of(v: Var) -> tuple[int, int] | None:
+            nodes = frame.of(v)
+            samples = [d for d, node in enumerate(nodes) if self.propagated.is_sample(node)]
+            along = self.tokens.dims(frame, v)
+            once = len(samples) == len(along) == 1 and samples[0] != along[0]
+            if not once or shape_of(v)[samples[0]] % self.sample_shards:
+                return None
+            return samples[0], along[0]
+
+        weights = [
+            v
+            for v in shared
+            if _is_real(v.aval) and not any(map(self.propagated.is_sample, frame.of(v)))
+        ]
+        return sharded_products(frame.jaxpr, positions, weights, results, dims_of)
 
     def _number(self, frame: CallFrame, inside: list[int], results: Sequence[Var]) -> int:
         """The number of tiles; 1 where nothing inside is as large as what enters and leaves."""
@@ -279,7 +315,7 @@ class _Tiling(Rewriter[None]):
         """Whether it can be evaluated in tiles, with the derivatives of the functions in it."""
         values: list[Any] = [*group.shared, *(v for v, _ in group.arrays)]
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in values]
-        loop = over_tiles(self.tokens, frame, group, self.shards)
+        loop = over_tiles(self.tokens, frame, group, self.placed)
 
         def both(*args: Any) -> Any:
             real = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -302,24 +338,39 @@ class _Tiling(Rewriter[None]):
 
 
 def over_tiles(
-    tokens: Tokens, frame: CallFrame, group: TokenGroup, shards: int
+    tokens: Tokens, frame: CallFrame, group: TokenGroup, placed: TokenShards
 ) -> Callable[..., list[jax.Array]]:
     """A group as a function of its inputs: the shared ones, then the arrays."""
     shared_count = len(group.shared)
     names = [*group.shared, *(v for v, _ in group.arrays)]
     dims = [dim for _, dim in group.arrays]
     out_avals: list[tuple[Any, Any]] = [(v.aval, dim) for v, dim in group.results]
-    tiling = TiledLoop(tokens.size, shards, group.tiles)
+    tiling = TiledLoop(tokens.size, placed.shape[1], group.tiles)
+    local = {product.weight for product in group.products.values()}
 
-    def of_tile(count: int, shared: Sequence[Any], tile: Sequence[Any]) -> list[Any]:
+    def of_tile(
+        count: int,
+        shared: Sequence[Any],
+        tile: Sequence[Any],
+        sums: Mapping[Var, Any] | None = None,
+    ) -> list[Any]:
+        """The results for a tile; `sums` has those of weights whose gradients are by shard."""
         env = dict(zip(names, [*shared, *tile], strict=True))
-        tokens.evaluate(frame, group.positions, env, count)
+        for position in group.positions:
+            product = group.products.get(position)
+            if product is None or product.weight not in (sums or {}):
+                tokens.evaluate(frame, [position], env, count)
+            else:
+                assert sums is not None
+                (result,) = frame.jaxpr.eqns[position].outvars
+                given = env[product.operand], env[product.weight], sums[product.weight]
+                env[result] = product.apply(placed, *given)
         return [env[v] for v, _ in group.results]
 
     def run(*args: Any) -> list[Any]:
         shared = args[:shared_count]
         made, _ = tiling.run(
-            lambda count, tile: (of_tile(count, shared, tile), []),
+            lambda count, tile: (of_tile(count, shared, tile, {}), []),
             args[shared_count:],
             dims,
             out_avals,
@@ -354,13 +405,20 @@ def over_tiles(
             cts, xs = tile[: len(arrived)], tile[len(arrived) :]
 
             def of_real(*moving: Any) -> list[Any]:
-                both = [*shared, *xs]
+                both, of_shards = [*shared, *xs], {}
                 for i, x in zip(real, moving, strict=True):
-                    both[i] = x
-                outs = of_tile(count, both[:shared_count], both[shared_count:])
+                    if names[i] in local:
+                        of_shards[names[i]] = x
+                    else:
+                        both[i] = x
+                outs = of_tile(count, both[:shared_count], both[shared_count:], of_shards)
                 return [outs[i] for i in arrived]
 
-            _, pullback = jax.vjp(of_real, *([*shared, *xs][i] for i in real))
+            def given(i: int) -> jax.Array:
+                x = [*shared, *xs][i]
+                return jnp.zeros((*placed.shape, *x.shape), x.dtype) if names[i] in local else x
+
+            _, pullback = jax.vjp(of_real, *map(given, real))
             found = dict(zip(real, pullback(list(cts)), strict=True))
             return [found[i] for i in moved], [found[i] for i in sums]
 
@@ -369,10 +427,10 @@ def over_tiles(
             [*(cotangents[i] for i in arrived), *args[shared_count:]],
             [*(out_avals[i][1] for i in arrived), *dims],
             [(args[i], dims[i - shared_count]) for i in moved],
-            [args[i] for i in sums],
+            [placed.zeros(args[i]) if names[i] in local else args[i] for i in sums],
         )
         for i, g in zip([*moved, *sums], [*made, *total], strict=True):
-            grads[i] = g
+            grads[i] = placed.reduced(g) if names[i] in local else g
         return tuple(grads)
 
     loop.defvjp(forward, backward, symbolic_zeros=True)

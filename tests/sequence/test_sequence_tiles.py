@@ -118,10 +118,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "5 uneven tiles": {"tiles": 5, "mesh": {"data": 8}},
     "remat": {"tiles": 4, "mesh": {"data": 8}, "parallel": {"remat": "full"}},
     "tensor 2": {"tiles": 3, "mesh": {"data": 4, "tensor": 2}, "tensor_parallel": SPECS},
+    "seq 2": {"tiles": 3, "mesh": {"data": 4, "seq": 2}},
+    "seq 2, tensor 2": {
+        "tiles": 3,
+        "mesh": {"data": 2, "seq": 2, "tensor": 2},
+        "tensor_parallel": SPECS,
+        "accumulation": 2,
+    },
     "pipe 2": {"tiles": 4, "mesh": {"pipe": 2, "data": 4}, "accumulation": 2},
 }
 POINTS = [*itertools.product((0, 1, 2, 3), WAYS)]
-ALWAYS = [(3, "4 tiles"), (0, "5 uneven tiles"), (3, "remat"), (1, "tensor 2"), (1, "pipe 2")]
+ALWAYS = [(3, "4 tiles"), (0, "5 uneven tiles"), (3, "remat"), (1, "seq 2, tensor 2")]
+ALWAYS += [(3, "seq 2"), (1, "pipe 2")]
 
 
 @pytest.mark.parametrize(("stage", "way"), covering(POINTS, ALWAYS))

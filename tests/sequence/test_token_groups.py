@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxspeed import ops
+from jaxspeed import hlo, ops
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.placement.mesh import build_mesh
@@ -109,13 +111,18 @@ MIXING = [convolved, cumulated, over_time, attended, normed_over_tokens]
 
 
 def tiled(
-    loss: Callable[..., Any], w: Any, b: Any, tiles: Any = 4, kept: tuple[str, ...] = ()
+    loss: Callable[..., Any],
+    w: Any,
+    b: Any,
+    tiles: Any = 4,
+    kept: tuple[str, ...] = (),
+    mesh: Any = None,
 ) -> tuple[Callable[..., Any], Any, Any]:
     """A loss in tiles, and its program before and after."""
     closed = jax.make_jaxpr(loss)(w, b)
     names, invars = sorted(w), closed.jaxpr.invars
     parameters = dict(zip(names, invars, strict=False))
-    mesh = build_mesh({}, jax.devices()[:1])
+    mesh = build_mesh({}, jax.devices()[:1]) if mesh is None else mesh
     jaxpr = in_sequence_tiles(
         closed.jaxpr, parameters, invars[len(w) :], {}, mesh, lambda e: None,
         SequenceTiles(tiles, kept),
@@ -156,6 +163,42 @@ def test_values_and_gradients_are_those_of_the_function(loss: Any, dtype: Any) -
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         if np.any(np.asarray(y)):
             assert error(x, y) < (1e-6 if dtype == jnp.float32 else 0.03)
+
+
+def tied(w: Any, b: Any) -> Any:
+    """Two products of one weight."""
+    hidden = jnp.tanh(b["x"] @ w["up"])
+    return jnp.sum(jnp.einsum("bse,de->bsd", hidden, w["up"]) ** 2)
+
+
+def read_otherwise(w: Any, b: Any) -> Any:
+    """Weights in a product that has no samples, and a weight of which each sample has its own."""
+    hidden = jnp.tanh(b["x"] @ w["up"]) + b["x"].mean(0) @ w["up"]
+    own = jnp.einsum("b,ed->bed", b["x"][:, 0, 0], w["down"])
+    return jnp.sum(jnp.tanh(jnp.einsum("bse,bed->bsd", hidden, own)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [relu, gated, tied, read_otherwise, chunked_loss])
+def test_gradients_are_equal_where_samples_and_tokens_are_sharded(loss: Any) -> None:
+    """And those of weights which products alone read are reduced once, not in each of 4 tiles."""
+    mesh = build_mesh({"data": 2, "seq": 3}, jax.devices()[:6])
+    w, b = weights(), inputs()
+    places = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", "seq"))
+    expected = jax.jit(jax.value_and_grad(loss))(w, b)
+    given = jax.device_put(w, places[0]), jax.device_put(b, places[1])
+    with jax.set_mesh(mesh):
+        found, _, _ = tiled(loss, w, b, mesh=mesh)
+        step = jax.jit(jax.value_and_grad(found), out_shardings=places[0]).lower(*given).compile()
+    for ours, theirs in zip(jax.tree.leaves(step(*given)), jax.tree.leaves(expected), strict=True):
+        if np.any(np.asarray(theirs)):
+            assert error(ours, theirs) < 2e-6
+    reduced = [c for c in hlo.collectives(step.as_text(), mesh) if c.kind == "all-reduce"]
+    once = sum(x.nbytes for name, x in w.items() if name in REDUCED_ONCE.get(loss, ()))
+    if once:
+        assert sum(c.payload for c in reduced) < 1.2 * once + 4 * w["scale"].nbytes
+
+
+REDUCED_ONCE = {relu: ("up", "down"), gated: ("gate", "up", "down"), tied: ("up",)}
 
 
 @pytest.mark.parametrize("loss", PER_TOKEN[:-1])
