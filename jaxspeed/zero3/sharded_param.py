@@ -31,7 +31,7 @@ from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.rows import HOST, reduction_dtype
 from jaxspeed.placement.specs import by_dim
-from jaxspeed.placement.torus_gather import first_step
+from jaxspeed.placement.torus_gather import steps_between
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class ShardedParam:
             return self.decoded({name: part.read(stored[name]) for name, part in self.parts})
         # Without the first constraint the gather may move above the barrier on the shard.
         stored = _cast(constrain(on_device(stored), self._here, "unit.shard"), self.dtype)
-        step = first_step(self._here, self.gathered)
-        stored = constrain(stored, step, "unit.step") if step else stored
+        for step in steps_between(self._here, self.gathered):
+            stored = constrain(stored, step, "unit.step")
         return unpad(constrain(stored, self.gathered, "unit.gather"), self.shape)
 
     def on_device(self) -> ShardedParam:

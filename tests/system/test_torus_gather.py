@@ -29,6 +29,24 @@ def test_each_pass_gathers_a_layer_in_two_steps():
     ] * 2
 
 
+# Sizes of axes, the outermost first, and the axes of each gather.
+MESHES: list[tuple[dict[str, int], list[list[str]] | None]] = [
+    ({"data": 64}, None),
+    ({"data": 8, "seq": 8}, [["seq"], ["data"]]),
+    ({"data": 16, "seq": 4}, [["seq"], ["data"]]),
+    ({"data": 4, "expert": 4, "seq": 4}, [["seq"], ["data", "expert"]]),
+    ({"data": 2, "expert": 32}, [["expert"], ["data"]]),
+]
+
+
+def test_shards_over_any_axes_are_gathered_without_an_all_reduce():
+    meshes = [mesh for mesh, _ in MESHES]
+    found = run_on_topology("tests.system.tpu:gathers", "v5p:4x4x4", meshes=meshes)
+    for (mesh, steps), collectives in zip(MESHES, found, strict=True):
+        assert {(kind, dtype) for kind, dtype, _ in collectives} == {("all-gather", "bf16")}, mesh
+        assert steps is None or [axes for *_, axes in collectives] == steps
+
+
 def test_no_loop_holds_the_shards_of_all_layers_in_bf16():
     stacks = {b["bytes"] for b in program()["largest"] if b["shape"][:1] == [LAYERS]}
     assert 4 * LAYERS * MATRIX // DEVICES in stacks

@@ -3,9 +3,15 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxspeed.config import Config
+from jaxspeed.hlo.collectives import collectives
 from jaxspeed.hlo.parser import parse
+from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.placement.torus_gather import steps_between
 from jaxspeed.train import build_program
 from tests.support.strict_models import CASES
 from tests.system.measured import (
@@ -75,6 +81,24 @@ def torus(devices: list[jax.Device], dropped: str | None) -> dict[str, Any]:
     case = {"stage": 3, "form": "scanned", "width": DEEP_WIDTH, "micro": DEEP_BATCH}
     with without(dropped):
         return measure(*stack_program(devices, **case))
+
+
+def gathers(devices: list[jax.Device], meshes: list[dict[str, int]]) -> list[list[Any]]:
+    """The collectives that gather a matrix from shards over all axes of each mesh."""
+    found = []
+    for sizes in meshes:
+        mesh = build_mesh(sizes, devices)
+        stored, gathered = NamedSharding(mesh, P(tuple(sizes))), NamedSharding(mesh, P())
+
+        def read(x: jax.Array, places: Any = (stored, gathered)) -> jax.Array:
+            for step in (*steps_between(*places), places[1]):
+                x = jax.lax.with_sharding_constraint(x, step)
+            return x
+
+        x = jax.ShapeDtypeStruct((DEEP_WIDTH, DEEP_WIDTH), jnp.bfloat16, sharding=stored)
+        text = jax.jit(read).lower(x).compile().as_text()
+        found.append([(c.kind, c.dtype, c.axes) for c in collectives(text, mesh)])
+    return found
 
 
 def heads(devices: list[jax.Device], names: list[str]) -> dict[str, Any]:
