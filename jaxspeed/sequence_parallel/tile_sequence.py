@@ -349,19 +349,15 @@ def over_tiles(
     local = {product.weight for product in group.products.values()}
 
     def of_tile(
-        count: int,
-        shared: Sequence[Any],
-        tile: Sequence[Any],
-        sums: Mapping[Var, Any] | None = None,
+        count: int, shared: Sequence[Any], tile: Sequence[Any], sums: Mapping[Var, Any]
     ) -> list[Any]:
         """The results for a tile; `sums` has those of weights whose gradients are by shard."""
         env = dict(zip(names, [*shared, *tile], strict=True))
         for position in group.positions:
             product = group.products.get(position)
-            if product is None or product.weight not in (sums or {}):
+            if product is None or product.weight not in sums:
                 tokens.evaluate(frame, [position], env, count)
             else:
-                assert sums is not None
                 (result,) = frame.jaxpr.eqns[position].outvars
                 given = env[product.operand], env[product.weight], sums[product.weight]
                 env[result] = product.apply(placed, *given)
