@@ -25,6 +25,8 @@ _SAVED = "saved"  # checkpoint name of the kernel's result and sums, inside `bac
 BLOCKS = (512, 256, 128)  # larger ones reuse more of a block of keys; 512 fits every head_dim
 # The first TPU for which libtpu 0.0.52 compiles matmuls of bf16 in a kernel: earlier ones get fp32.
 MULTIPLIES_BF16 = 4
+# Bytes of the tables of a kernel, which lie in the 1 MB of a core's scalar memory beside others.
+TABLES = 3 << 18
 _BLIND = -1e29  # the kernel's sums of queries that see no key are below it
 _assumed: ContextVar[int | None] = ContextVar("tpu_generation", default=None)
 
@@ -70,11 +72,40 @@ def forward(
     Shapes as in `attention`; with an offset, query i is at position `offset + i`, and one that sees
     no key has a result of 0 and sums of `HIDDEN`. `interpret` runs it without a TPU, slowly.
     """
+    run = functools.partial(
+        _forward, mask=mask, scale=scale, soft_cap=soft_cap, interpret=interpret
+    )
+    pieces = _Pieces.of(q, k, mask, offset)
+    if pieces.count == 1:
+        return run(q, k, v, segments, offset, None)
+
+    def of_piece(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        start, ids, q = given
+        return run(q, k, v, _with_queries(segments, ids), start, pieces.computed)
+
+    given = pieces.starts(offset), pieces.ids(segments), pieces.split(q, 1)
+    out, sums = lax.map(of_piece, given)
+    return pieces.joined(out, 1), pieces.joined(sums, 2)
+
+
+def _forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    offset: jax.Array | None,
+    computed: int | None,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
     dtype = q.dtype
     q, k, v = _operands(q, k, v)
     tables = _tables(q, k, segments, mask, offset)
     kernel = tables.kernel(interpret, save_residuals=True, attn_logits_soft_cap=soft_cap)
-    with computes_blocks(tables.computed):
+    with computes_blocks(computed or tables.computed):
         out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
     # Without a block to compute the kernel divides by 0. `HIDDEN` is far above its own value of a
     # hidden score, so that in the backward pass such a query has no share in any key.
@@ -103,7 +134,41 @@ def backward(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
+    run = functools.partial(
+        _backward, mask=mask, scale=scale, soft_cap=soft_cap, interpret=interpret
+    )
+    pieces = _Pieces.of(q, k, mask, offset)
+    if pieces.count == 1:
+        return run(q, k, v, segments, out, sums, d_out, offset, None)
 
+    def step(totals: list[jax.Array], given: tuple[Any, ...]) -> tuple[list[jax.Array], jax.Array]:
+        start, ids, q, out, sums, d_out = given
+        own = _with_queries(segments, ids)
+        dq, *found = run(q, k, v, own, out, sums, d_out, start, pieces.computed)
+        return [a + x.astype(a.dtype) for a, x in zip(totals, found, strict=True)], dq
+
+    of_queries = [pieces.split(x, dim) for x, dim in ((q, 1), (out, 1), (sums, 2), (d_out, 1))]
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
+    (dk, dv), dq = lax.scan(step, zeros, (pieces.starts(offset), pieces.ids(segments), *of_queries))
+    return pieces.joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    sums: jax.Array,
+    d_out: jax.Array,
+    offset: jax.Array | None,
+    computed: int | None,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         options = {"residual_checkpoint_name": _SAVED, "attn_logits_soft_cap": soft_cap}
         return _over_batch(tables.kernel(interpret, **options), q, k, v, segments, scale)
@@ -112,7 +177,7 @@ def backward(
     q, k, v, out, d_out = _operands(q, k, v, out, d_out)
     tables = _tables(q, k, segments, mask, offset)
     saving = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
-    with computes_blocks(tables.computed):
+    with computes_blocks(computed or tables.computed):
         saved = out.swapaxes(1, 2), sums
         dq, dk, dv = gradients_from(saving, (q, k, v), saved, d_out.swapaxes(1, 2))
     return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
@@ -126,11 +191,57 @@ def _operands(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.astype(jnp.float32) for x in arrays)
 
 
+@dataclass(frozen=True)
+class _Pieces:
+    """Queries in consecutive pieces, of which a kernel's tables fit in scalar memory.
+
+    Attributes:
+      computed: blocks of scores that a piece computes, in the mean.
+    """
+
+    count: int
+    size: int
+    computed: int
+
+    @classmethod
+    def of(cls, q: jax.Array, k: jax.Array, mask: Mask, offset: jax.Array | None) -> _Pieces:
+        blocks = _blocks(q, k, mask)
+        steps = mask.most_beside(blocks.block_q, blocks.block_k, blocks.blocks_k)
+        most = max(TABLES // (3 * steps), 1)  # 16 bits for a block and 8 for its state
+        fewest = -(-blocks.blocks_q // most)
+        count = next(n for n in range(fewest, blocks.blocks_q + 1) if blocks.blocks_q % n == 0)
+        return cls(count, q.shape[1] // count, -(-blocks.computed(offset) // count))
+
+    def starts(self, offset: jax.Array | None) -> jax.Array:
+        """The positions of their first queries."""
+        return jnp.arange(self.count) * self.size + (0 if offset is None else offset)
+
+    def split(self, x: jax.Array, dim: int) -> jax.Array:
+        """[pieces, ...] of an array with a dim of queries."""
+        shape = (*x.shape[:dim], self.count, self.size, *x.shape[dim + 1 :])
+        return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+    def joined(self, x: jax.Array, dim: int) -> jax.Array:
+        moved = jnp.moveaxis(x, 0, dim)
+        return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+
+    def ids(self, segments: Segments | None) -> jax.Array | None:
+        return None if segments is None else self.split(segments.q, 1)
+
+
+def _with_queries(segments: Segments | None, ids: jax.Array) -> Segments | None:
+    return None if segments is None else Segments(ids, segments.kv)
+
+
+def _blocks(q: jax.Array, k: jax.Array, mask: Mask) -> ScoreBlocks:
+    sizes = (next(b for b in BLOCKS if x.shape[1] % b == 0) for x in (q, k))
+    return ScoreBlocks(mask, 1.0, None, q.shape[1], k.shape[1], *sizes)
+
+
 def _tables(
     q: jax.Array, k: jax.Array, segments: Segments | None, mask: Mask, offset: jax.Array | None
 ) -> _Tables:
-    sizes = (next(b for b in BLOCKS if x.shape[1] % b == 0) for x in (q, k))
-    blocks = ScoreBlocks(mask, 1.0, None, q.shape[1], k.shape[1], *sizes)
+    blocks = _blocks(q, k, mask)
     if offset is None:
         return _Tables.without_offset(blocks)
     return _Tables.of(blocks, offset, segments)

@@ -47,6 +47,9 @@ SPLITS = {
 }
 
 
+SPLITS_OF_ALL = {"all queries, all keys": (range(384), (0, 384))}
+
+
 def merged(kernel, q, k, v, d_out, ids, positions, edges, mask, soft_cap, **more):
     """(out, dq, dk, dv) of queries at these positions, from one call for each part of the keys."""
     form = {"mask": mask, "scale": SCALE, "soft_cap": soft_cap} | more
@@ -85,7 +88,7 @@ def merged(kernel, q, k, v, d_out, ids, positions, edges, mask, soft_cap, **more
 
 def errors(kernel, split, *, causal=True, window=None, ids=None, soft_cap=None, **more):
     """Of the merged result and gradients, relative to the formula's largest."""
-    positions, edges = SPLITS[split]
+    positions, edges = (SPLITS | SPLITS_OF_ALL)[split]
     dtype, heads, dims = more.pop("dtype", "float32"), (4, 2), more.pop("head_dim", 16)
     if "heads" in more:
         heads = more.pop("heads")
@@ -146,6 +149,30 @@ def test_blocks_of_rows_in_narrow_types(monkeypatch):
 
 @pytest.mark.parametrize(("form", "split"), CASES)
 def test_parts_of_the_keys_by_splash(form, split):
+    assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "form", covering([*FORMS], ["causal", "documents with a window and soft cap"])
+)
+def test_queries_in_pieces_by_splash(form, monkeypatch):
+    """Of which tables fit in scalar memory: here those of one block of queries."""
+    q, k, v, d_out = (jax.random.normal(jax.random.key(i), (1, 384, 2, 16)) for i in range(4))
+    given = dict(FORMS[form])
+    mask = Mask(given.get("causal", True), given.get("window"))
+    options = {"mask": mask, "scale": 0.25, "soft_cap": given.get("soft_cap"), "interpret": True}
+    segments = Segments(*[jnp.asarray(given["ids"][:1])] * 2) if "ids" in given else None
+
+    def passes():
+        out, sums = splash.forward(q, k, v, segments, **options)
+        return out, sums, *splash.backward(q, k, v, segments, out, sums, d_out, **options)
+
+    expected = passes()
+    monkeypatch.setattr(splash, "TABLES", 9)
+    assert splash._Pieces.of(q, k, mask, None).count == 3
+    for ours, theirs in zip(passes(), expected, strict=True):
+        assert np.abs(ours - theirs).max() / np.abs(theirs).max() < 2e-6
+    split = "all queries, all keys"
     assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
 
 
@@ -277,6 +304,14 @@ def test_a_shard_of_queries_compiles_for_a_tpu(causal, window, with_segments):
     """Its offset is the device's, so the tables are computed at run time."""
     form = {"causal": causal, "window": window, "with_segments": with_segments}
     found = run_on_topology("tests.ops.offset_programs:on_tpu", "v5e:2x2", length=2048, **form)
+    assert sorted(found) == ["dkv", "dq", "fwd"]
+
+
+@pytest.mark.full  # half a minute
+def test_a_shard_of_a_million_tokens_compiles_for_a_tpu():
+    """Tables of all its queries would have twice the bytes of a core's scalar memory."""
+    form = {"causal": True, "window": None, "with_segments": True}
+    found = run_on_topology("tests.ops.offset_programs:on_tpu", "v5e:2x2", length=2**20, **form)
     assert sorted(found) == ["dkv", "dq", "fwd"]
 
 
