@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxspeed.cli.common import INTERRUPTED
 from jaxspeed.errors import JaxspeedError, exit_code
@@ -34,10 +34,22 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Train Flax models whose state does not fit one device.",
         epilog="example: jaxspeed train configs/tiny.yaml",
     )
+    top.add_argument("--version", action=_Version, help="show the version and exit")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in [command] if command in COMMANDS else COMMANDS:
         importlib.import_module(f"jaxspeed.cli.{name}").add(commands)
     return top
+
+
+class _Version(argparse.Action):
+    def __init__(self, **how: Any) -> None:
+        super().__init__(nargs=0, **how)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # 20 ms, which other commands need not take
+
+        print(f"jaxspeed {version('jaxspeed')}")
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,12 @@ def test_a_missing_file_is_not_explained_as_an_empty_config(tmp_path):
     assert not fixed.exists()
     (row,) = explain_config(str(tmp_path / "no.json"))
     assert row.verdict == "refused" and "no such file" in row.sentence
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"jaxspeed {version('jaxspeed')}\n"
 
 
 def test_one_device_is_no_devices():
