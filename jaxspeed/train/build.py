@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxspeed.adapters.adapt_loss import weight_dims
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.choose_adapters import SavedAdapter, choose_adapters
-from jaxspeed.axes import AXES, PIPE, storing_ranks
+from jaxspeed.axes import AXES, PIPE, data_ranks, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.weight_uses import Uses
@@ -274,12 +274,15 @@ def _against_unlike_stages(config: Config, mesh: Mesh) -> list[str]:
         if (axis.dims or axis.batch == "positions") and name != PIPE and mesh.shape[name] > 1
     ]
     sharded = zero.stage >= 2 and storing_ranks(mesh.shape) > 1
+    drawn = config.lora is not None and config.lora.lora_dropout > 0
     found = {f"mesh.{axis} 1": True for axis in axes} | {
         'parallel.pipeline_schedule "1f1b" or "gpipe"': parallel.pipeline_schedule == "interleaved",
         'parallel.pipeline_recompute "stage"': config.pipeline_recompute != "stage",
         "no remat": bool(config.recompute),
         "zero_optimization.stage 0 or 1": sharded,
         "no offload_param": zero.offload_param.device == "cpu",
+        "no model.quantize": config.quantize is not None,
+        "lora.lora_dropout 0": drawn and data_ranks(mesh.shape) > 1,
     }
     return [setting for setting, excluded in found.items() if excluded]
 
