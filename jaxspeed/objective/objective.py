@@ -153,7 +153,7 @@ class Objective:
                 number = jax.lax.broadcasted_iota(jnp.int32, value.shape, d)
                 value = jnp.where(number < shape[d], value, 0)
         total, of_total = squared_norms(value, dims), (*dims.stack, *dims.outputs)
-        # The sums are gathered here: else XLA may gather the weight, or the sums in each micro-batch.
+        # The sums are gathered here: else XLA may gather the weight, or them in each micro-batch.
         # Workers of one device each share a program, which names no device.
         entries = by_dim(row.source.spec, len(shape))
         for spec in ([entries[d] for d in of_total], []) if self.table.mesh.size > 1 else ():
