@@ -27,7 +27,7 @@ from jaxspeed.jaxpr.primitives import (
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.planner.trace.classify import Kinds
-from jaxspeed.planner.trace.partitioning import relations_of, ties_of
+from jaxspeed.planner.trace.partitioning import merged_dims, relations_of, ties_of
 from jaxspeed.planner.trace.tiles import Sizes
 from jaxspeed.planner.trace.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
@@ -335,13 +335,17 @@ class _Inference:
 
 
 def _local(op: Op) -> Iterator[tuple[Value, int]]:
-    """Dims that stay sharded: batching dims of a gather or scatter, padded or sliced dims.
+    """Dims that stay sharded: of a merged dim, batching, padded and sliced ones.
 
     Of those neighbours exchange only their edges, which is neglected.
     """
     first, numbers = op.ins[0] if op.ins else None, op.params.get("dimension_numbers")
     batching = getattr(numbers, "operand_batching_dims", ())
-    if op.name in ("slice", "pad") and first is not None:
+    if op.name == "reshape" and first is not None:
+        for olds, e in merged_dims(op):
+            if op.outs[0].spec[e] == tuple(axis for d in olds for axis in first.spec[d]):
+                yield from ((first, d) for d in olds)
+    elif op.name in ("slice", "pad") and first is not None:
         yield from ((first, d) for d in range(len(first.shape)))
     elif op.name == "gather" and first is not None:
         yield from ((first, int(d)) for d in batching)

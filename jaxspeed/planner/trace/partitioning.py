@@ -10,7 +10,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxspeed.jaxpr.dim_relations import DimRelations, pairwise, relations, same_place
+from jaxspeed.jaxpr.dim_relations import (
+    DimRelations,
+    pairwise,
+    relations,
+    reshape_groups,
+    same_place,
+)
 from jaxspeed.jaxpr.primitives import CONSTRAINT, GROUPED_PRODUCTS, PALLAS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.ops.moe.grouped_products import result_spec
@@ -49,6 +55,7 @@ def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, i
         elif op.name in GROUPED_PRODUCTS:
             _set(op.outs[0], result_spec(op.name, op.params), mesh, fixed=False)
     ties = [tie for op in ops for tie in ties_of(op)]
+    merges = [op for op in ops if any(merged_dims(op))]
     changed = True
     while changed:
         changed = False
@@ -57,6 +64,8 @@ def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, i
             went = False
             for source, d, target, e in ties:
                 went |= _propagate(source, d, target, e, mesh)
+            for op in merges:
+                went |= _merge(op, mesh)
             changed |= went
         for source, d, target, e in reversed(ties):
             changed |= _propagate(target, e, source, d, mesh)
@@ -84,6 +93,28 @@ def _propagate(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, 
     target.spec[e] = axes
     target.axes.update(axes)
     return True
+
+
+def merged_dims(op: Op) -> Iterator[tuple[list[int], int]]:
+    """(dims of the operand, the dim of the result) that a reshape merges."""
+    if op.name == "reshape" and op.ins[0] is not None:
+        for olds, news in reshape_groups(op.ins[0].shape, op.outs[0].shape):
+            if len(olds) > 1 and len(news) == 1:
+                yield olds, news[0]
+
+
+def _merge(op: Op, mesh: Mapping[str, int]) -> bool:
+    """Shard a merged dim as all of its dims are, if of each outer one a device has one index."""
+    (source, *_), (target, *_), changed = op.ins, op.outs, False
+    assert source is not None
+    for olds, e in merged_dims(op):
+        axes = tuple(axis for d in olds for axis in source.spec[d])
+        outer = all(num_shards(source.spec[d], mesh) == source.shape[d] for d in olds[:-1])
+        own = target.axes - {*target.spec[e]}
+        if outer and axes != target.spec[e] and e not in target.fixed and not own & {*axes}:
+            target.spec[e], changed = axes, True
+            target.axes.update(axes)
+    return changed
 
 
 def ties_of(op: Op) -> Iterator[Tie]:
