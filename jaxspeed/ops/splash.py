@@ -66,41 +66,27 @@ def forward(
     soft_cap: float | None = None,
     offset: jax.Array | None = None,
     interpret: bool = False,
+    computed: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
 
     Shapes as in `attention`; with an offset, query i is at position `offset + i`, and one that sees
     no key has a result of 0 and sums of `HIDDEN`. `interpret` runs it without a TPU, slowly.
+    `computed` is the number of blocks of scores, where it is not the most at any offset.
     """
-    run = functools.partial(
-        _forward, mask=mask, scale=scale, soft_cap=soft_cap, interpret=interpret
-    )
     pieces = _Pieces.of(q, k, mask, offset)
-    if pieces.count == 1:
-        return run(q, k, v, segments, offset, None)
+    if pieces.count > 1:
+        form: dict[str, Any] = {"mask": mask, "scale": scale, "soft_cap": soft_cap}
+        form |= {"interpret": interpret, "computed": pieces.computed}
 
-    def of_piece(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        start, ids, q = given
-        return run(q, k, v, _with_queries(segments, ids), start, pieces.computed)
+        def of_piece(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+            start, ids, q = given
+            return forward(q, k, v, _with_queries(segments, ids), offset=start, **form)
 
-    given = pieces.starts(offset), pieces.ids(segments), pieces.split(q, 1)
-    out, sums = lax.map(of_piece, given)
-    return pieces.joined(out, 1), pieces.joined(sums, 2)
+        each = pieces.starts(offset), pieces.ids(segments), pieces.split(q, 1)
+        out, sums = lax.map(of_piece, each)
+        return pieces.joined(out, 1), pieces.joined(sums, 2)
 
-
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: Segments | None,
-    offset: jax.Array | None,
-    computed: int | None,
-    *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
     dtype = q.dtype
     q, k, v = _operands(q, k, v)
     tables = _tables(q, k, segments, mask, offset)
@@ -132,43 +118,25 @@ def backward(
     soft_cap: float | None = None,
     offset: jax.Array | None = None,
     interpret: bool = False,
+    computed: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
-    run = functools.partial(
-        _backward, mask=mask, scale=scale, soft_cap=soft_cap, interpret=interpret
-    )
     pieces = _Pieces.of(q, k, mask, offset)
-    if pieces.count == 1:
-        return run(q, k, v, segments, out, sums, d_out, offset, None)
+    if pieces.count > 1:
+        form: dict[str, Any] = {"mask": mask, "scale": scale, "soft_cap": soft_cap}
+        form |= {"interpret": interpret, "computed": pieces.computed}
 
-    def step(totals: list[jax.Array], given: tuple[Any, ...]) -> tuple[list[jax.Array], jax.Array]:
-        start, ids, q, out, sums, d_out = given
-        own = _with_queries(segments, ids)
-        dq, *found = run(q, k, v, own, out, sums, d_out, start, pieces.computed)
-        return [a + x.astype(a.dtype) for a, x in zip(totals, found, strict=True)], dq
+        def step(totals: list[jax.Array], given: Any) -> tuple[list[jax.Array], jax.Array]:
+            start, ids, q, *rest = given
+            own = _with_queries(segments, ids)
+            dq, *found = backward(q, k, v, own, *rest, offset=start, **form)
+            return [a + x.astype(a.dtype) for a, x in zip(totals, found, strict=True)], dq
 
-    of_queries = [pieces.split(x, dim) for x, dim in ((q, 1), (out, 1), (sums, 2), (d_out, 1))]
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (k, v)]
-    (dk, dv), dq = lax.scan(step, zeros, (pieces.starts(offset), pieces.ids(segments), *of_queries))
-    return pieces.joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+        of_queries = [pieces.split(x, dim) for x, dim in ((q, 1), (out, 1), (sums, 2), (d_out, 1))]
+        each = pieces.starts(offset), pieces.ids(segments), *of_queries
+        (dk, dv), dq = lax.scan(step, [jnp.zeros(x.shape, jnp.float32) for x in (k, v)], each)
+        return pieces.joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
 
-
-def _backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: Segments | None,
-    out: jax.Array,
-    sums: jax.Array,
-    d_out: jax.Array,
-    offset: jax.Array | None,
-    computed: int | None,
-    *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         options = {"residual_checkpoint_name": _SAVED, "attn_logits_soft_cap": soft_cap}
         return _over_batch(tables.kernel(interpret, **options), q, k, v, segments, scale)

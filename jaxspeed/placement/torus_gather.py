@@ -33,7 +33,7 @@ def steps_between(stored: NamedSharding, gathered: NamedSharding) -> list[NamedS
     axes = [axis for axis in before if axis not in after and mesh.shape[axis] > 1]
     spec, steps = stored.spec, list[NamedSharding]()
     while axes and _over_three_dims(mesh, tuple(axes)):
-        *axes, inner = axes  # neighbours have the innermost
+        *axes, inner = axes  # the devices along the last axis are nearest
         divided = _divided(mesh, inner) if _over_three_dims(mesh, (inner,)) else None
         steps += [NamedSharding(divided, spec)] if divided else []
         spec = without_axes(spec, (inner,))
