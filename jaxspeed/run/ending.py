@@ -118,7 +118,7 @@ class Ending:
                 found = fault()
             if found is not None:
                 _print(message(found))
-                self._exit(ExitCode.PEER)
+                self._exit(self._code(found))
 
         self._aborted = kind(aborted)  # kept: C holds no reference
         library.signal.argtypes = [ctypes.c_int, kind]

@@ -1,5 +1,7 @@
 """One of several processes dies, stops or blocks: all end soon, and say which one and where."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -71,6 +73,29 @@ def test_all_end_within_the_bound_and_name_the_process(tmp_path, fault, rank, se
         assert "in block" in said[rank]  # its own stack shows where
     if kind == "fail":
         assert codes[rank] == ExitCode.CRASH and "Traceback" in said[rank]
+
+
+ABORTED = """
+import os
+from types import SimpleNamespace
+from jaxspeed.run.ending import Ending, fault_of
+
+beats = SimpleNamespace(rank=1, say=lambda subject, value: os.abort())
+ending = Ending(beats, os._exit)
+ending.name_process_0_at_abort(dict)
+ending.end(fault_of({rank}, None, "stuck", "stuck for 8 s"))
+"""
+
+
+@pytest.mark.parametrize(("rank", "code"), [(1, ExitCode.HANG), (2, ExitCode.PEER)])
+def test_jax_aborts_a_process_that_is_about_to_end(rank, code):
+    """Process 0 ends as soon as all have said that they leave; JAX then aborts the others."""
+    source = ABORTED.format(rank=rank)
+    run = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == code, run.stderr
+    assert f"process {rank}: stuck for 8 s" in run.stderr
 
 
 @pytest.mark.full
