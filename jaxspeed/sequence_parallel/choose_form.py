@@ -6,6 +6,8 @@ forward pass, in units of N head_dim elements:
     ring, gather   2 k (P - 1) / P
     Ulysses        (2 h + 2 max(k, P)) / P (P - 1) / P
     both           Ulysses in groups of u, and between these a ring of P / u of its keys
+
+A ring also holds partial results in fp32. What it sends is hidden behind compute.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from jaxspeed.ops.sequence_attention import Kind, Layout, SequenceForm, refusal
 from jaxspeed.sequence_parallel.settings import SequenceSettings
 
 SHORT = 256  # tokens of a device: with fewer a ring's hops take as long as their latency
+# Of an attention's time. A ring holds partial results, in fp32: it is not worth them for less.
+NO_DIFFERENCE = 0.01
 
 
 def choose_form(
@@ -68,15 +72,26 @@ def choose_form(
         parts = [f"{name_of(how)} {bytes_:.3g}" for how, bytes_ in received.items()]
         why = f"a device receives least (tokens x head_dim: {', '.join(parts)}){short}"
         return min(possible, key=received.__getitem__), why
+    lengths = q[1], k[1], q[3]
     exposed = {
-        how: _exposed(form, how, (q[1], k[1], q[3]), (heads, keys), devices, tensor, chip)
-        for how in possible
+        how: _exposed(form, how, lengths, (heads, keys), devices, tensor, chip) for how in possible
     }
     parts = [f"{name_of(how)} {1e3 * seconds:.3g}" for how, seconds in exposed.items()]
-    why = (
-        f"the least exposed time (ms forward per sample on {chip.name}: {', '.join(parts)}){short}"
-    )
-    return min(possible, key=lambda how: (exposed[how], received[how])), why
+    times = f"(ms forward per sample on {chip.name}: {', '.join(parts)}){short}"
+    best = min(possible, key=lambda how: (exposed[how], received[how]))
+    computed = form.mask.share(q[1], k[1]) * _computed(lengths, heads, chip) / devices
+    for how in possible:
+        alone = how.kind == "ulysses" != best.kind
+        if alone and exposed[how] - exposed[best] < NO_DIFFERENCE * computed:
+            gain = f"{name_of(best)} exposes less by under {NO_DIFFERENCE:.0%} of the attention"
+            return how, f"the least memory: {gain} {times}"
+    return best, f"the least exposed time {times}"
+
+
+def _computed(lengths: tuple[float, float, int], heads: float, chip: Chip) -> float:
+    """Seconds of a forward pass in which every query sees every key."""
+    seq, kv_seq, width = lengths
+    return 4 * heads * seq * kv_seq * width / (chip.flops["bf16"] * chip.reached["attention"])
 
 
 _KINDS: tuple[Kind, ...] = ("gather", "ring", "ulysses")
@@ -124,8 +139,8 @@ def _exposed(
         2 * seq * width * each / speed for each in _received(heads, keys, devices, group)
     )
     groups = devices // group
-    flops = 4 * (heads / group) * (seq / groups) * (kv_seq / groups) * width
-    block, hops = flops / (chip.flops["bf16"] * chip.reached["attention"]), groups - 1
+    block = _computed((seq / groups, kv_seq / groups, width), heads / group, chip)
+    hops = groups - 1
     overlapped = 0.0 if how.kind == "gather" else hops * block * form.mask.share(seq, kv_seq)
     triangle = form.mask.causal and form.mask.window is None and how.layout == "contiguous"
     return exchanged + max(0.0, of_keys - overlapped) + hops / 2 * block * triangle

@@ -63,6 +63,20 @@ def test_devices_of_contiguous_ranges_wait_for_the_last_under_a_causal_mask():
     assert chosen(32, 8, 8, chip=V5P)[0].kind == "ulysses"
 
 
+@pytest.mark.parametrize(("seq", "kind"), [(131_072, "ring"), (3_702_784, "ulysses")])
+def test_memory_decides_where_a_ring_gains_less_than_a_hundredth(seq, kind):
+    """All-to-alls grow with the tokens, the attention with their square."""
+    form = AttentionForm(1.0, Mask(True, None), zigzag=True)
+    how, why = chosen(32, 8, 8, form=form, seq=seq, chip=H100)
+    elements = volume(32, 8, 8)[0] * seq * 128
+    exposed = 2 * elements / (H100.link * H100.links * H100.reached["links"])
+    flops = 4 * 32 * 128 * seq**2 / 2 / 8
+    compute = flops / (H100.flops["bf16"] * H100.reached["attention"])
+    assert how.kind == kind == ("ulysses" if exposed < 0.01 * compute else "ring")
+    assert why.startswith("the least memory: ring exposes less by under 1% ") == (kind != "ring")
+    assert f"ulysses {1e3 * exposed:.3g}" in why and "ring 0" in why
+
+
 def test_over_the_network_bytes_take_longer():
     """A window is short beside a hop: 16 H100s are two nodes."""
     window = AttentionForm(1.0, Mask(True, 256))
