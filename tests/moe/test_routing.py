@@ -157,6 +157,21 @@ def test_a_token_never_chooses_an_expert_twice(value):
             assert found.counts.sum() == 12 and found.experts.max() < 8
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "softmax_of_top"])
+def test_logits_that_are_not_finite_are_not_hidden(scores, renormalize, value):
+    """Of one expert: all others have finite logits, and could be chosen in its place."""
+    x, router = tokens_and_router(8)
+    router = router.at[0, 5].set(value)  # x is 1 there
+    found = moe.route(x, router, k=2, scores=scores, renormalize=renormalize)
+    finite = np.isfinite(found.weights).all(-1)
+    if (scores, value) == ("sigmoid", np.inf):
+        assert finite.all()  # its score is 1
+    else:
+        assert not finite.any()
+
+
 # -- precision -------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,10 @@ def route(
 
     if renormalize or scores == "softmax_of_top":
         weights = jax.nn.softmax(of_chosen(log_score))
+        # A logit that is not finite makes all scores of a softmax NaN. Those that are read here
+        # may be finite, and would hide it.
+        of_score = of_chosen(lax.stop_gradient(score))
+        weights = jnp.where(jnp.isnan(of_score), of_score, weights)
     else:
         weights = of_chosen(score)
     weights *= scale
