@@ -101,6 +101,8 @@ WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 CLASSIFIERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama_classifier")
 CLASSIFIERS |= {name: name for name in ("bert", "modernbert")}
 SCORED = "ForSequenceClassification"
+# Integer fields that may be 0. The others are sizes.
+COUNTS = ("num_dense_layers", "num_shared_experts", "min_capacity")
 # Families with a form in Hugging Face's files.
 HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
@@ -215,10 +217,18 @@ def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
     kinds = typing.get_type_hints(type(config))
     for key, value in overrides.items():
         _lookup(f"field of the {name} config", key, fields)
-        if not _fits(value, kinds[key]) and not (key.endswith("_id") and value == 0):
+        may_be_zero = key.endswith("_id") or key in COUNTS
+        if not _fits(value, kinds[key]) and not (may_be_zero and _is_zero(value)):
             kind = getattr(kinds[key], "__name__", kinds[key])
-            raise ValueError(f"{key} of the {name} config is {value!r:.100}; it needs {kind}")
+            least = " of at least 1" if kind == "int" and not may_be_zero else ""
+            raise ValueError(
+                f"{key} of the {name} config is {value!r:.100}; it needs {kind}{least}"
+            )
     return dataclasses.replace(config, **overrides)
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is int and value == 0
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -156,10 +156,17 @@ def test_overrides_change_a_preset():
     assert config.hidden_size == 64
 
 
+def test_a_number_that_is_no_size_may_be_zero():
+    config = models.build("deepseek", "tiny", {"num_dense_layers": 0, "min_capacity": 0}).config
+    assert (config.num_dense_layers, config.min_capacity) == (0, 0)
+    with pytest.raises(ValueError, match=r"num_dense_layers of the .* is -1; it needs int$"):
+        models.build("deepseek", "tiny", {"num_dense_layers": -1})
+
+
 @pytest.mark.parametrize("heads", [0, -1])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma", "vit"])
 def test_no_heads_are_refused(family, heads):
     with pytest.raises(
-        ValueError, match=r"num_attention_heads of the .* config is -?[01]; it needs int"
+        ValueError, match=r"num_attention_heads of the .* config is -?[01]; it needs int of at "
     ):
         models.build(family, "tiny", {"num_attention_heads": heads})

@@ -65,7 +65,7 @@ def test_experts_that_are_parts_of_a_feed_forward_sum_up_to_it_with_the_factor_o
     "fields, mesh, says",
     [
         ({"num_experts_per_tok": 9}, {}, "k = 9 of 8 experts"),
-        ({"capacity_factor": 0.0, "min_capacity": 0}, {}, "min_capacity .* is 0"),
+        ({"capacity_factor": 0.0, "min_capacity": 0}, {}, "min_capacity 0 drop all tokens"),
         ({"num_experts": 6}, {"expert": 4}, "expert.* 6"),
     ],
 )
