@@ -39,10 +39,11 @@ FIELDS = (
     Field("n_routed_experts", "num_experts"),
     Field("num_experts_per_tok", "num_experts_per_tok"),
     Field("moe_intermediate_size", "moe_intermediate_size"),
-    Field("n_shared_experts", "num_shared_experts"),
+    Field("n_shared_experts", "num_shared_experts", least=0),
+    Field("first_k_dense_replace", "num_dense_layers", int, 0, least=0),
     Field("norm_topk_prob", "norm_topk_prob", bool, False),
     Field("routed_scaling_factor", "routed_scaling_factor", float, 1.0),
-    *map(Read, ("first_k_dense_replace", "n_group", "topk_group", "topk_method", "scoring_func")),
+    *map(Read, ("n_group", "topk_group", "topk_method", "scoring_func")),
     *map(Read, ("aux_loss_alpha", "seq_aux", "bias_update_rate", "output_router_logits")),
     # Layers that predict further tokens are not read; the others are of how a model is run.
     *map(Read, ("num_nextn_predict_layers", "ep_size", "qk_head_dim")),
@@ -53,8 +54,24 @@ FIELDS = (
 )
 
 
+# What a config.json without these fields has in transformers. The other defaults are V2's.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {},
+    "deepseek_v3": {
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+}
+
+
 def read_config(values: Mapping[str, Any]) -> Config:
     kind = values["model_type"]
+    values = {**_DEFAULTS[kind], **values}
+    if values.get("n_shared_experts", 0) is None:  # as 0 in the models' own code
+        values["n_shared_experts"] = 0
     found = read_sizes(values, FIELDS, 10000.0)
     method = values.get("topk_method") or _METHODS[kind][0]
     scores = values.get("scoring_func") or _SCORES[kind]
@@ -72,7 +89,6 @@ def read_config(values: Mapping[str, Any]) -> Config:
         sigmoid_scores=kind == "deepseek_v3",
         num_groups=(values.get("n_group") or 1) if grouped else 1,
         num_limited_groups=(values.get("topk_group") or 1) if grouped else 1,
-        num_dense_layers=values.get("first_k_dense_replace", 0),
         router_aux_loss_coef=0.0 if of_sequences else alpha,
         sequence_aux_loss_coef=alpha if of_sequences else 0.0,
         bias_update_rate=values.get("bias_update_rate", 0.0),  # a finished model's are fixed
@@ -91,7 +107,6 @@ def write_config(config: Config) -> dict[str, Any]:
         **NO_PADDING,
         "head_dim": c.qk_rope_head_dim,
         "qk_head_dim": c.size_of_head,
-        "first_k_dense_replace": c.num_dense_layers,
         "n_group": c.num_groups,
         "topk_group": c.num_limited_groups,
         "topk_method": _METHODS[kind][-1] if c.num_groups > 1 else _METHODS[kind][0],
@@ -147,17 +162,18 @@ def _table(config: Config, experts: Sequence[TensorRule]) -> MappingTable:
         paths = (rule.paths,) if isinstance(rule.paths, str) else rule.paths
         return replace(rule, paths=tuple(f"dense_{path}" for path in paths))
 
+    shared = [
+        replace(
+            rule,
+            tensor=rule.tensor.replace(".mlp.", ".mlp.shared_experts."),
+            paths=str(rule.paths).replace("/mlp/", "/mlp/shared/"),
+            first=start,
+        )
+        for rule in GATED
+    ]
     of_mixtures = [
         *(replace(rule, first=start) for rule in in_blocks),
-        *(
-            replace(
-                rule,
-                tensor=rule.tensor.replace(".mlp.", ".mlp.shared_experts."),
-                paths=str(rule.paths).replace("/mlp/", "/mlp/shared/"),
-                first=start,
-            )
-            for rule in GATED
-        ),
+        *shared,
         *experts,
     ]
     bias = TensorRule(f"{BLOCK}.mlp.gate.e_score_correction_bias", "expert_bias", first=start)
@@ -168,6 +184,8 @@ def _table(config: Config, experts: Sequence[TensorRule]) -> MappingTable:
     own = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
     unread = [rule.tensor.replace(BLOCK, further) for rule in (*of_mixtures, bias)]
     unread += [f"{further}.{name}.weight" for name in own]
+    if not config.num_shared_experts:  # transformers writes them without elements
+        unread += [rule.tensor for rule in shared]
     variables = ("expert_bias",) if config.sigmoid_scores else ()
     return replace(made, ignored=[*made.ignored, *unread], variables=variables)
 

@@ -16,12 +16,16 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 
 @dataclass(frozen=True)
 class Field:
-    """A field of both; without a default it is required. `None` is allowed where it is default."""
+    """A field of both; without a default it is required. `None` is allowed where it is default.
+
+    An integer is at least `least`.
+    """
 
     theirs: str
     ours: str
     kind: type = int
     default: Any = ...
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,9 @@ def read_fields(
             problems.append(f"{field.theirs} is missing: {_KINDS[field.kind]}")
         elif not _is(value, field.kind) and value != field.default:
             problems.append(f"{field.theirs} is {value!r}, which is not {_KINDS[field.kind]}")
-        elif field.kind is int and isinstance(value, int) and value < 1:
-            problems.append(f"{field.theirs} is {value}, which is not positive")
+        elif field.kind is int and isinstance(value, int) and value < field.least:
+            what = "not positive" if field.least else "negative"
+            problems.append(f"{field.theirs} is {value}, which is {what}")
         elif field.kind is int and isinstance(value, int) and value > LARGEST:
             problems.append(f"{field.theirs} is {value}; no size is over {LARGEST:,}")
         elif field.kind is float and value is not None and value < 0:

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from jaxspeed.models import family, from_pretrained, hf_form
+from jaxspeed.models import build, family, from_pretrained, hf_form
 
 import jaxspeed
 from jaxspeed.interop.mapping import bind
@@ -99,6 +99,41 @@ def test_deepseek_in_fp8_with_a_layer_that_predicts_further_tokens(tmp_path):
     np.testing.assert_array_equal(found["expert_bias"][1], bias)
 
 
+def test_fields_that_a_deepseek_v3_lacks_are_those_of_its_configuration(tmp_path):
+    values = hf_form("deepseek").write_config(family("deepseek").PRESETS["tiny"])
+    given = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_experts_per_tok": 4}
+    for name in ("first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob"):
+        del values[name]
+    del values["routed_scaling_factor"]
+    folders.folder(tmp_path, values | given, {})
+    found = from_pretrained(tmp_path).config
+    assert (found.num_dense_layers, found.num_groups, found.num_limited_groups) == (3, 8, 4)
+    assert (found.norm_topk_prob, found.routed_scaling_factor) == (True, 2.5)
+
+
+@pytest.mark.parametrize("written", [None, 0])
+def test_a_deepseek_without_shared_experts_and_dense_layers(tmp_path, written):
+    module, form = family("deepseek"), hf_form("deepseek")
+    sizes = {"num_shared_experts": 0, "num_dense_layers": 0}
+    config = build("deepseek", "tiny", sizes).config
+    model = adapt_model(lambda rngs: module.build(config, rngs), module.loss)
+    shapes = {leaf.path: leaf.shape for leaf in model.leaves} | {
+        path: model.variables[path].shape for path in form.table(config).variables
+    }
+    assert not any("shared" in path or "dense" in path for path in shapes)
+    tensors = {
+        name: np.ones(shape, np.float32)
+        for name, shape in bind(form.table(config), shapes).tensors.items()
+    }
+    if written == 0:  # as transformers writes them
+        for name in ("gate", "up"):
+            empty = np.ones((0, config.hidden_size), np.float32)
+            tensors[f"model.layers.1.mlp.shared_experts.{name}_proj.weight"] = empty
+    values = form.write_config(config) | {"n_shared_experts": written}
+    found = parameters(folders.folder(tmp_path, values, tensors), shapes)
+    assert found.keys() == shapes.keys()
+
+
 def test_gpt_oss_in_mxfp4(tmp_path):
     config, values, tensors, shapes = drawn("gpt_oss")
     values["quantization_config"] = {"quant_method": "mxfp4"}
@@ -133,6 +168,7 @@ def test_gpt_oss_in_mxfp4(tmp_path):
         ("mixtral", {"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers is"),
         ("deepseek", {"n_group": 3}, "16 experts do not form 3 equal groups"),
         ("deepseek", {"scoring_func": "softmax"}, "scoring_func 'softmax'; deepseek_v3 has"),
+        ("deepseek", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, which is neg"),
         ("deepseek", {"first_k_dense_replace": 3}, "leaves none of 3 layers with experts"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias is False"),
     ],
