@@ -260,6 +260,9 @@ CASES = {
     "deepseek_v3": ("DeepseekV3", "DeepseekV3ForCausalLM", LATENT | {
         "q_lora_rank": 24, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
     }),
+    "deepseek_v3, without shared experts": ("DeepseekV3", "DeepseekV3ForCausalLM", LATENT | {
+        "q_lora_rank": 24, "attention_bias": True, "n_shared_experts": 0,
+    }),
     "deepseek_v2": ("DeepseekV2", "DeepseekV2ForCausalLM", LATENT | {
         "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy",
         "attention_bias": True,
@@ -408,7 +411,8 @@ def test_logits_loss_and_gradients_are_theirs(references, folder_of, case, tmp_p
     for path in pretrained.weights.variables:
         assert not np.asarray(grads.pop(path)).any()
     names = theirs_by_name(pretrained, grads)
-    assert names.keys() == file.tensors.keys()
+    # A module of size 0 has tensors without elements.
+    assert names.keys() == {name for name in file.tensors if file.array(name).size}
     for name, found in names.items():
         np.testing.assert_allclose(found, file.array(name), atol=1e-4, rtol=0, err_msg=name)
 
