@@ -131,9 +131,11 @@ def from_pydantic(
         bound, relation = _BOUNDS[kind]
         needs = f"a number that is {relation} {context[bound]}"
     elif kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", context["expected"])
+        choices = re.findall(r"'([^']*)'|(-?\d+)", context["expected"])
+        choices = [text or int(number) for text, number in choices]
         needs = f"one of {', '.join(shown(choice) for choice in choices)}"
-        near = closest(value, choices) if isinstance(value, str) else None
+        words = [choice for choice in choices if isinstance(choice, str)]
+        near = closest(value, words) if isinstance(value, str) else None
         hint, fix = (f'Did you mean "{near}"?', [near]) if near else ("", [])
     else:
         needs = context.get("needs") or _NEEDS.get(kind) or str(error["msg"])

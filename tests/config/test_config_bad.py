@@ -70,6 +70,11 @@ BAD = {
         "data.assistant_only_loss",
         "counts what the assistant says, or the completion; data.train_on",
     ),
+    "a number that is no choice": (
+        {"model": {"quantize": {"block": 63}}},
+        "model.quantize.block",
+        "Needs one of 32, 64, 128, 256, 512, 1024, 2048, 4096.",
+    ),
     # Wrong types.
     "number as text": ({"train_batch_size": "8"}, "train_batch_size", "Write 8 without quotes."),
     "rate as text": (adam(lr="1e-5"), "optimizer.params.lr", "Write 1e-5 without quotes."),
