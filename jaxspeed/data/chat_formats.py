@@ -146,8 +146,10 @@ def _message(given: Any, name: str) -> Message:
         raise DataError(f"{name} has no role")
     calls = message.get("tool_calls")
     if calls:
+        if "content" in given:  # templates ask whether it is none
+            message.setdefault("content", None)
         message["tool_calls"] = [_with_arguments(call, name) for call in _list(calls, name)]
-    if "content" in message:
+    if message.get("content") is not None:
         message["content"] = _content(message["content"], f"{name} ({role})")
     may_be_empty = calls or role in ("system", "tool")
     if not may_be_empty and not message.get("content"):

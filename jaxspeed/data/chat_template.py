@@ -248,7 +248,10 @@ def find_template(
                 f"data.chat_template: {named!r} is neither a template's name ({', '.join(names)}) "
                 "nor the path of a file" + (f'; did you mean "{near}"?' if near else "")
             )
-        source = read_text(path)
+        try:
+            source = read_text(path)
+        except DataError as error:  # no record is at fault
+            raise MissingTemplateError(f"data.chat_template: {error}") from None
     return ChatTemplate({DEFAULT: source}, named, given, today)
 
 

@@ -121,7 +121,8 @@ def _records(file: Path, kind: str) -> Iterator[files.Record]:
 def _without_none(value: Any) -> Any:
     """A value without the fields of structs that another row has: a column has one type."""
     if isinstance(value, dict):
-        return {key: _without_none(x) for key, x in value.items() if x is not None}
+        kept = {"content"} if "role" in value else ()  # that of a message may be null
+        return {k: _without_none(x) for k, x in value.items() if x is not None or k in kept}
     return [*map(_without_none, value)] if isinstance(value, list) else value
 
 

@@ -159,6 +159,23 @@ def test_parts_tools_and_share_gpts_names_are_read(tmp_path):
     assert b'{"name": "f", "arguments": {"x": 1}}' in text and b'<tools>\n{"name": "f"}\n' in text
 
 
+@pytest.mark.parametrize("written", ["jsonl", "parquet"])
+def test_a_content_of_null_beside_calls_is_one_that_templates_can_ask_about(tmp_path, written):
+    """As in transformers: DeepSeek's template writes calls `if message.content is none`."""
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    said = message("assistant", tool_calls=[call]) | {"content": None}
+    records = [{"messages": [message("user", "a "), said, message("assistant", "c")]}]
+    file = tmp_path / f"a.{written}"
+    if written == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(records), file)
+    else:
+        write_lines(file, records)
+    asks = "{% for m in messages %}{{ 'b ' if m.content is none else m.content }}{% endfor %}"
+    corpus = start(file, source=written, chat_template=asks)
+    assert [text for text, _ in documents_of(corpus)] == [b"a b c"]
+
+
 def test_variables_of_the_config_and_of_a_record_reach_the_template(tmp_path):
     source = "{{ messages[0].content }}{{ mood }}{% generation %}{{ messages[1].content }}"
     source += "{% endgeneration %}"
@@ -472,6 +489,9 @@ def test_a_template_that_raises_or_ignores_a_role_is_an_error_of_each_record(tmp
         start(file, chat_template=silent)
     with pytest.raises(DataError, match=r"^data.chat_template: conversations need one"):
         start(file, chat_template=None)
+    (tmp_path / "b.jinja").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"^data.chat_template: .*b.jinja' is not text"):
+        start(file, chat_template=str(tmp_path / "b.jinja"))
     silent = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r"no token of it is trained: all are masked"):
         start(write_lines(file, MESSAGES[:1]), chat_template=silent)
