@@ -142,7 +142,8 @@ _IN_BLOCKS = [
 
 
 def table(config: Config) -> MappingTable:
-    return _table(config, expert_rules(f"{BLOCK}.mlp", EXPERTS, config.num_dense_layers))
+    made = _table(config, expert_rules(f"{BLOCK}.mlp", EXPERTS, config.num_dense_layers))
+    return replace(made, memory=fused_table(config))
 
 
 def fused_table(config: Config) -> MappingTable:

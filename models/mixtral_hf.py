@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.interop.config_fields import Field, Fixed, Read
@@ -103,7 +104,8 @@ def table(config: Config) -> MappingTable:
         experts = expert_rules(f"{BLOCK}.mlp", EXPERTS, scale=scale)
     else:
         experts = expert_rules(f"{BLOCK}.block_sparse_moe", ("w1", "w3", "w2"), scale=scale)
-    return decoder_table(config, NORMS_BEFORE, [*ATTENTION, *HEAD_NORMS, *experts])
+    made = decoder_table(config, NORMS_BEFORE, [*ATTENTION, *HEAD_NORMS, *experts])
+    return replace(made, memory=fused_table(config))
 
 
 def fused_table(config: Config) -> MappingTable:

@@ -87,6 +87,7 @@ class MappingTable:
       tied: tensors that are the same as another one, {name: the other's}. A file may have them too.
       modules: where transformers 5 names modules otherwise in memory than in files, as adapters do:
         {a tensor's name in rules, without its last part: the module's}.
+      memory: the table of these names where they hold other parts too, such as all experts.
       variables: paths that are no parameters: they keep their dtype.
     """
 
@@ -95,10 +96,13 @@ class MappingTable:
     prefix: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    memory: MappingTable | None = None
     variables: Sequence[str] = ()
 
     def in_memory(self) -> MappingTable:
         """The table with the names that modules have in memory."""
+        if self.memory is not None:
+            return self.memory
 
         def renamed(rule: TensorRule) -> TensorRule:
             module, _, last = rule.tensor.rpartition(".")

@@ -101,15 +101,10 @@ class _Reader:
         tables = (
             [path_table(weights, _stacks(self.there, weights))]
             if table is None
-            else [table.in_memory(), *([table] if table.modules else [])]  # of transformers 4
+            # In files as in transformers 4.
+            else [table.in_memory(), *([table] if table.modules or table.memory else [])]
         )
-        for self.table in tables:
-            prefix = self.table.prefix
-            bare = prefix and not any(name.startswith(PREFIX + prefix) for name in self.there)
-            self._removed = prefix if bare else ""
-            self.modules = self._found()
-            if self.modules:
-                break
+        self.modules = self._with(max(tables, key=lambda table: len(self._with(table))))
         self.bound = bind(self.table, weights)
 
     def base_name(self, key: str) -> str:
@@ -150,6 +145,13 @@ class _Reader:
         config = self.adapter.config
         alpha = matching_value(config["alpha_pattern"], module.name, config["lora_alpha"])
         return [(self.rank(module), alpha) for _ in module.parts]
+
+    def _with(self, table: MappingTable) -> list[AdaptedModule]:
+        """The modules by the names of a table, which is the reader's from now on."""
+        self.table = table
+        bare = table.prefix and not any(n.startswith(PREFIX + table.prefix) for n in self.there)
+        self._removed = table.prefix if bare else ""
+        return self._found()
 
     def _found(self) -> list[AdaptedModule]:
         parameters = self.adapter.config["target_parameters"] or ()
@@ -275,7 +277,8 @@ def adapter_values(
 
     Args:
       leaves: the shapes of the model's parameters, `lora/P/A` and the others among them. Ranks
-        that differ within a stack are padded with zeros.
+        that differ within a stack are padded with zeros. Layers of a bias that it does not have
+        are masked.
 
     Raises:
       PretrainedError: it is an adapter of another model; lists the first differences.
@@ -315,8 +318,12 @@ def adapter_values(
     for path, pieces in reader.replaced.items():
         values[path] = np.empty(weights[path], np.float32)
         index = tuple(slice(0, n) for n in weights[path])
+        absent = np.ones(weights[path], bool)
         for piece, name in pieces:
             piece.read(adapter.file.array(name), index, values[path])
+            absent[tuple(slice(None) if n is None else n for n in piece.at)] = False
+        if absent.any():
+            values[path] = np.ma.masked_array(values[path], absent)
     adapter.file.release()
     return values
 
@@ -357,9 +364,15 @@ def _check(reader: _Reader) -> None:
         elif own != tensor.shape:
             problems.append(f"{key} has shape {list(tensor.shape)}, expected {list(own)}")
     problems += reader.untied()
+    adapted = {f"{module.name}.bias" for module in reader.modules}
     for path, pieces in reader.replaced.items():
-        if len(pieces) != (all_of := len(reader.bound.pieces[path])):
-            problems.append(f"{path}: {len(pieces)} of its {all_of} tensors are there")
+        all_of = {piece.tensor for piece in reader.bound.pieces[path]}
+        absent = all_of - {piece.tensor for piece, _ in pieces}
+        if config["bias"] == "lora_only" and path.endswith("/bias"):
+            absent &= adapted  # PEFT has those of the adapted layers
+        if absent:
+            count = len(pieces)
+            problems.append(f"{path}: {count} of its {len(all_of)} tensors are there")
     if not problems and not reader.modules:
         problems = ["it adapts nothing"]
     if problems:

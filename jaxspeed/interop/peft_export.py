@@ -315,6 +315,9 @@ def _saved(
     kept = saved_modules(form, bound) if form.table else set()  # each complete
     targets = config["target_modules"] or ()
     trained = {piece.tensor for path in form.record.trained for piece in bound.pieces[path]}
+    if form.table and form.section["bias"] == "lora_only":  # of a stack, those of adapted layers
+        beside = {f"{name}.bias" for name in adapted}
+        trained = {t for t in trained if not t.endswith(".bias") or t in beside}
     # With one of these names in the list, the weights of both embeddings that are adapted.
     inputs = (rule.tensor for rule in bound.table.rules if rule.kind == "embedding")
     both = {next(inputs, "").rpartition(".")[0], *(n for n in adapted if ends(n, SAVED_EMBEDDINGS))}

@@ -173,6 +173,10 @@ class StateStorage:
             (p, x) for each in values.items() for p, x in table.in_rows(dict([each])).items()
         ):
             row = table[path]
+            if isinstance(value, np.ma.MaskedArray):  # of a saved adapter, which has some layers
+                if np.ma.is_masked(value):
+                    continue
+                value = value.data
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is not None:
                     form = self.table.stored(row, placement)

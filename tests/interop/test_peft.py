@@ -1,6 +1,7 @@
 """Adapters in PEFT's files, against PEFT: keys, config, logits, in both directions."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -71,13 +72,16 @@ def options(model, kind):
         "embeddings": {"target_modules": [*NAMES[model], TABLE[model]], "use_dora": True},
         "saved": {"modules_to_save": [HEAD[model]], "bias": "lora_only"},
         "biases": {"bias": "all", "init_lora_weights": "gaussian"},
+        "biases of a layer": {"bias": "lora_only", "layers_to_transform": [1]},
     }[kind]  # fmt: skip
 
 
-KINDS = ("plain", "rslora", "dora", "patterns", "embeddings", "saved", "biases")
+KINDS = ("plain", "rslora", "dora", "patterns", "embeddings", "saved", "biases",
+         "biases of a layer")  # fmt: skip
 BY_DEFAULT = {("gpt2", "embeddings"), ("llama", "patterns"), ("llama", "saved"), ("phi3", "dora"),
-              ("gpt2", "rslora"), ("llama", "embeddings"), ("vit", "saved")}  # fmt: skip
-IN_ENGINES = {("gpt2", "rslora"), ("llama", "embeddings")}
+              ("gpt2", "rslora"), ("llama", "embeddings"), ("vit", "saved"),
+              ("llama", "biases of a layer")}  # fmt: skip
+IN_ENGINES = {("gpt2", "rslora"), ("llama", "embeddings"), ("llama", "biases of a layer")}
 both = pytest.mark.parametrize(
     ("model", "kind"),
     [
@@ -164,6 +168,11 @@ def test_peft_s_adapter_is_read_and_written_again_as_it_was(theirs, model, kind,
     base, folder, expected = theirs(model, kind)
     ours, params, leaves, table, adapter, section, adapters = opened(base, folder)
     values = adapter_values(adapter, leaves, table)
+    values |= {  # the model's own where the adapter has none
+        path: np.where(x.mask, params[path], x.data)
+        for path, x in values.items()
+        if isinstance(x, np.ma.MaskedArray)
+    }
     x = IMAGES if model == "vit" else TOKENS
     found = logits_of(ours, merged(params, values, adapters), x)
     assert np.abs(expected - logits_of(ours, params, x)).max() > 0.05
@@ -241,7 +250,11 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
     section, adapters, values = random_adapters(model, shapes, table)
     biases = [p for p in own if p.rpartition("/")[0] + "/kernel" in adapters and "bias" in p]
     trained = biases if section.bias == "lora_only" else []
-    params = own | values | {path: own[path] + 0.5 for path in trained}
+    params = own | values
+    for path in trained:  # in the layers that are adapted
+        ranks = np.array(adapters[path.replace("bias", "kernel")].ranks)
+        on = (ranks > 0).reshape(-1, *[1] * (own[path].ndim - 1))
+        params[path] = own[path] + np.float32(0.5) * on
     config = json.loads((base / "config.json").read_text())
     record = AdapterRecord(section.model_dump(), adapters, trained)
     arrays = peft_values.ArrayValues(params)
@@ -264,11 +277,7 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
     mine, other = (
         load_file(tmp_path / f / "adapter_model.safetensors") for f in ("adapter", "again")
     )
-    # A stack's bias is trained in all layers; PEFT loads those of others, and saves them not again.
-    assert {
-        name.removesuffix("layers.1.self_attn.q_proj.bias") for name in mine.keys() - other
-    } <= {"base_model.model.model."}
-    assert mine.keys() >= other.keys()
+    assert mine.keys() == other.keys()
     for name in other:
         np.testing.assert_array_equal(mine[name], other[name], err_msg=name)
 
@@ -279,7 +288,9 @@ def test_adapters_of_ours_are_loaded_by_peft(references, folder_of, model, tmp_p
     # B of a part with another scale than the first one's is multiplied, so it is rounded twice.
     rescaled = ("k_proj/kernel/B", "v_proj/kernel/B") if model == "phi3" else ()
     for path, x in found.items():
-        if path.endswith(rescaled):
+        if isinstance(x, np.ma.MaskedArray):  # the bias of a layer that is not adapted
+            np.testing.assert_array_equal(x.compressed(), params[path][~x.mask], err_msg=path)
+        elif path.endswith(rescaled):
             np.testing.assert_allclose(x, params[path], rtol=2e-7, err_msg=path)
         elif not path.endswith("magnitude"):
             np.testing.assert_array_equal(x, params[path], err_msg=path)
@@ -384,6 +395,60 @@ def test_experts_are_parameters_as_in_peft(references, folder_of, tmp_path):
     assert ours.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def test_an_engine_trains_peft_s_adapter_of_a_familys_experts(references, folder_of, tmp_path):
+    """Its keys are those of the modules in memory, whatever the tensors of the base are named."""
+    base, theirs, ours = folder_of("small mixtral"), tmp_path / "theirs", tmp_path / "ours"
+    asked = {
+        "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    }  # fmt: skip
+    arguments = {"input_ids": TOKENS}
+    expected = references.call(
+        "adapter_files.save", case=MODELS["mixtral"], options=asked, base=base, folder=theirs,
+        arguments=arguments,
+    )  # fmt: skip
+    config = {
+        "train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "model": {"pretrained": str(base)}, "lora": {"adapter": str(theirs)},
+    }  # fmt: skip
+    engine = jaxspeed.initialize(config=config)
+    before = engine.module(jnp.asarray(TOKENS))
+    np.testing.assert_allclose(before, expected, atol=1e-4, rtol=0)
+    engine.train_batch({"tokens": np.tile(TOKENS, (4, 1))})
+    trained = engine.module(jnp.asarray(TOKENS))
+    assert np.abs(trained - before).max() > 1e-3
+    engine.save_adapter(ours)
+    found = references.call(
+        "adapter_files.loaded", base=base, folder=ours, arguments=arguments,
+        again=tmp_path / "again",
+    )  # fmt: skip
+    np.testing.assert_allclose(found, trained, atol=1e-4, rtol=0)
+
+
+def test_an_adapter_of_a_module_for_each_expert_is_read(folder_of, tmp_path):
+    """As PEFT wrote it with transformers 4."""
+    pretrained = from_pretrained(folder_of("small mixtral"))
+    table = pretrained.weights.table
+    shapes = {path: x.shape for path, x in read(pretrained)[1].items()}
+    dims = peft_values.usual_dims(table, shapes)
+    section, rng = Lora(r=2), np.random.default_rng(0)
+    adapters = {
+        path: Adapter(path, shapes[path], dims[path], (2,), (4.0,))
+        for path in ("blocks/mlp/w_gate", "blocks/mlp/w_down", "blocks/attn/q_proj/kernel")
+    }
+    values = {leaf: rng.normal(size=n) for a in adapters.values() for leaf, n in a.shapes.items()}
+    record = AdapterRecord(section.model_dump(), adapters, [])
+    arrays = peft_values.ArrayValues(arrays_of(shapes) | values)
+    write_adapter(arrays, tmp_path / "a", AdapterForm(record, replace(table, memory=None)))
+    names = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert any(".block_sparse_moe.experts.2.w2.lora_A" in name for name in names)
+    leaves = shapes | {path: x.shape for path, x in values.items()}
+    found = adapter_values(read_adapter(tmp_path / "a"), leaves, table)
+    assert found.keys() == values.keys()
+    for path, x in found.items():
+        np.testing.assert_array_equal(x, values[path].astype(np.float32), err_msg=path)
 
 
 def arrays_of(shapes):
