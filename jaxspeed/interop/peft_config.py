@@ -198,7 +198,9 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
     parameters = {each.module.name for each in modules if each.module.kind == "parameter"}
     owners = {tensor.rpartition(".")[0] for tensor in (*bound.tensors, *bound.table.tied)}
     if form.table is not None:
-        if names != {name for name in owners if _selects(config, name)}:
+        # PEFT's own "all-linear" has other modules, the routers of mixtures among them.
+        is_word = isinstance(config["target_modules"], str)
+        if is_word or names != {name for name in owners if _selects(config, name)}:
             config["exclude_modules"] = None
             layers = config["layers_to_transform"]
             if layers and not all(_layer(name) in layers for name in names):
@@ -209,8 +211,9 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
         if parameters != {n for n in bound.tensors if ends(n, asked)}:
             config["target_parameters"] = _shortest(parameters, {*bound.tensors}) or None
         kept = saved_modules(form, bound)
-        if kept != {name for name in owners if ends(name, config["modules_to_save"] or ())}:
-            config["modules_to_save"] = _shortest(kept, owners) or None
+        saved = tuple(config["modules_to_save"] or ())
+        if kept != {name for name in owners if name.endswith(saved)}:
+            config["modules_to_save"] = _shortest(kept, owners, str.endswith) or None
     for key, pattern, of in (
         ("r", "rank_pattern", {each.module.name: each.rank for each in modules}),
         ("lora_alpha", "alpha_pattern", {each.module.name: each.alpha for each in modules}),
@@ -275,14 +278,22 @@ def _selects(config: Mapping[str, Any], name: str) -> bool:
     return ends(name, targets or ()) and (not layers or _layer(name) in layers)
 
 
-def _shortest(names: Collection[str], others: Collection[str]) -> list[str]:
-    """The shortest ends of these names that no other one has."""
+def _shortest(
+    names: Collection[str],
+    others: Collection[str],
+    has_end: Callable[[str, str], bool] = lambda name, end: ends(name, (end,)),
+) -> list[str]:
+    """The shortest ends of these names that no other one has.
+
+    Args:
+      has_end: PEFT's rule. For `modules_to_save` an end is any text: "norm" is of "input_layernorm".
+    """
     found = set()
     for name in names:
         segments = name.split(".")
         tails = (".".join(segments[-n:]) for n in range(1, len(segments) + 1))
         rest = [other for other in others if other not in names]
-        found.add(next((e for e in tails if not any(ends(o, (e,)) for o in rest)), name))
+        found.add(next((e for e in tails if not any(has_end(o, e) for o in rest)), name))
     return sorted(found)
 
 

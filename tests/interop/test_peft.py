@@ -451,5 +451,38 @@ def test_an_adapter_of_a_module_for_each_expert_is_read(folder_of, tmp_path):
         np.testing.assert_array_equal(x, values[path].astype(np.float32), err_msg=path)
 
 
+@pytest.mark.parametrize(
+    ("model", "changed", "adapted", "trained"),
+    [
+        # PEFT's "all-linear", our default where no parameters are named, has other modules too.
+        ("mixtral", {"target_parameters": ["w_down"]}, "blocks/mlp/w_down", []),
+        # For PEFT "norm" is the name of the norms in layers too.
+        ("llama", {"modules_to_save": ["norm"]}, "blocks/attn/q_proj/kernel", ["norm/scale"]),
+    ],
+)
+def test_names_of_ours_are_of_the_same_modules_in_peft(
+    references, folder_of, tmp_path, model, changed, adapted, trained
+):
+    base, ours, again = folder_of(f"small {model}"), tmp_path / "ours", tmp_path / "again"
+    pretrained = from_pretrained(base)
+    table, own = pretrained.weights.table, read(pretrained)[1]
+    dims = peft_values.usual_dims(table, {path: x.shape for path, x in own.items()})
+    adapter = Adapter(adapted, own[adapted].shape, dims[adapted], (2,), (4.0,))
+    rng = np.random.default_rng(0)
+    values = {path: rng.normal(size=n).astype(np.float32) for path, n in adapter.shapes.items()}
+    config = json.loads((base / "config.json").read_text())
+    record = AdapterRecord(Lora(r=2, **changed).model_dump(), {adapted: adapter}, trained)
+    form = AdapterForm(record, table, config, str(base))
+    write_adapter(peft_values.ArrayValues(own | values), ours, form)
+    references.call(
+        "adapter_files.loaded", base=base, folder=ours, arguments={"input_ids": TOKENS}, again=again
+    )
+    mine, other = (load_file(f / "adapter_model.safetensors") for f in (ours, again))
+    assert mine.keys() == other.keys()
+    for name in other:
+        np.testing.assert_array_equal(mine[name], other[name], err_msg=name)
+    assert (ours / "adapter_config.json").read_text() == (again / "adapter_config.json").read_text()
+
+
 def arrays_of(shapes):
     return {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
