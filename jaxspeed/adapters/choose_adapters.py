@@ -3,8 +3,9 @@
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -29,6 +30,10 @@ from jaxspeed.placement.specs import by_dim
 from jaxspeed.user_models.trainable import NamedLeaves
 
 log = logging.getLogger("jaxspeed")
+
+# What another library names the module, or the parameter, of each parameter: the dotted names by
+# path, with the number of the layer where the parameter stacks layers and it has one of each.
+OtherNames = Mapping[str, Sequence[tuple[int | None, str]]]
 
 
 class SavedAdapter(Protocol):
@@ -60,26 +65,32 @@ class ChosenAdapters:
 
 
 def choose_adapters(
-    section: Lora, leaves: Sequence[Leaf], uses: Uses | None, saved: SavedAdapter | None = None
+    section: Lora,
+    leaves: Sequence[Leaf],
+    uses: Uses | None,
+    saved: SavedAdapter | None = None,
+    other_names: Callable[[Mapping[str, Any]], OtherNames] | None = None,
 ) -> ChosenAdapters:
     """The adapters of the parameters of a model.
 
     Args:
       uses: the dims of each weight in the products that read it; None if the loss is not traced.
       saved: the adapter of `lora.adapter`, which decides what is adapted.
+      other_names: of parameters of these shapes, for names that name nothing of the model's own.
 
     Raises:
       ConfigError: lists all that names nothing, and the ranks that are too large.
     """
     if saved is None:
-        choosing = _Choosing(section, leaves, uses)
+        choosing = _Choosing(section, leaves, uses, other_names)
         choice = choosing.choice()
     else:
         own = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
-        choosing = _Choosing(own, leaves, uses)
+        choosing = _Choosing(own, leaves, uses, other_names)
         choice = choosing.of_saved(saved)
         if not choosing.problems:
-            _refuse_another_choice(section, choice, leaves, uses)
+            asking = choice.section.model_copy(update=_named_in(section))
+            _refuse_another_choice(section, choice, _Choosing(asking, leaves, uses, other_names))
     if choosing.problems:
         raise ConfigError("\n".join(choosing.problems))
     if choice.section.bias != "none" and not any(map(_is_bias, choice.trained)):
@@ -151,14 +162,16 @@ def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
     return section.model_copy(update={k: x for k, x in settings.items() if k not in said})
 
 
-def _refuse_another_choice(
-    section: Lora, found: ChosenAdapters, leaves: Sequence[Leaf], uses: Uses | None
-) -> None:
+def _named_in(section: Lora) -> dict[str, Any]:
+    """What the config itself names to adapt and train."""
+    return {key: getattr(section, key) for key in _CHOOSE & section.model_fields_set}
+
+
+def _refuse_another_choice(section: Lora, found: ChosenAdapters, asking: "_Choosing") -> None:
     """Raise ConfigError if the config names what to adapt, and a saved adapter is another one."""
-    given = {key: getattr(section, key) for key in _CHOOSE & section.model_fields_set}
+    given = _named_in(section)
     if not given:
         return
-    asking = _Choosing(found.section.model_copy(update=given), leaves, uses)
     asked = asking.choice()
 
     def sizes(choice: ChosenAdapters) -> set[Any]:
@@ -180,9 +193,17 @@ def _refuse_another_choice(
 
 
 class _Choosing:
-    def __init__(self, section: Lora, leaves: Sequence[Leaf], uses: Uses | None) -> None:
+    def __init__(
+        self,
+        section: Lora,
+        leaves: Sequence[Leaf],
+        uses: Uses | None,
+        other_names: Callable[[Mapping[str, Any]], OtherNames] | None,
+    ) -> None:
         self.section, self.leaves, self.uses = section, leaves, uses
         self.named = NamedLeaves(leaves)
+        self._find_other_names = other_names
+        self._is_own = dict[str, bool]()  # whether a pattern covers a path of the model
         self.problems: list[str] = []
         self.weights = [
             leaf
@@ -265,9 +286,7 @@ class _Choosing:
                 self.problems.append(f"lora.{key}: found {target!r}. Needs {problem}.")
                 continue
             own = {
-                leaf.path: {
-                    i for i in self.named.layers(leaf) if self.named.is_of(pattern, leaf, i)
-                }
+                leaf.path: {i for i in self.named.layers(leaf) if self._is_of(target, leaf, i)}
                 for leaf in leaves
             }
             if not any(own.values()):
@@ -281,10 +300,36 @@ class _Choosing:
                     found[path] = found.get(path, set()) | layers
         return found
 
+    def _is_of(self, target: str, leaf: Leaf, layer: int) -> bool:
+        """Whether a name or pattern covers a leaf, or this layer of it.
+
+        A name that the model has nowhere may be that of Hugging Face's model, as PEFT knows it.
+        """
+        pattern = _pattern(target)
+        if target not in self._is_own:
+            self._is_own[target] = self.named.covers(pattern)
+        if self._is_own[target]:
+            return self.named.is_of(pattern, leaf, layer)
+        of_layer = (None, layer) if leaf.path in self.named.prefixes else None
+        return any(
+            f".{name}".endswith(f".{target}")
+            for number, name in self._other_names.get(leaf.path, ())
+            if of_layer is None or number in of_layer
+        )
+
+    @cached_property
+    def _other_names(self) -> OtherNames:
+        if self._find_other_names is None:
+            return {}
+        return self._find_other_names({leaf.path: leaf.shape for leaf in self.leaves})
+
     def _module_names(self) -> list[str]:
         """The modules of weights, dotted as in PEFT, without the numbers of layers."""
-        modules = (leaf.path.rpartition("/")[0] or leaf.path for leaf in self.weights)
-        names = (".".join(p for p in m.split("/") if not p.isdigit()) for m in modules)
+        modules = [
+            (leaf.path.rpartition("/")[0] or leaf.path).replace("/", ".") for leaf in self.weights
+        ]
+        modules += [name for x in self.weights for _, name in self._other_names.get(x.path, ())]
+        names = (".".join(p for p in m.split(".") if not p.isdigit()) for m in modules)
         return list(dict.fromkeys(names))
 
     def _number(self, leaf: Leaf, layer: int) -> int | None:
@@ -407,7 +452,7 @@ class _Choosing:
     def _of_layer(
         self, values: Mapping[str, float], leaf: Leaf, layer: int, default: float
     ) -> float:
-        found = (x for name, x in values.items() if self.named.is_of(_pattern(name), leaf, layer))
+        found = (x for name, x in values.items() if self._is_of(name, leaf, layer))
         return next(found, default)
 
     def _biases(self, adapters: Mapping[str, Adapter]) -> dict[str, Sequence[bool]]:

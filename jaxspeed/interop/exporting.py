@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
+from jaxspeed.adapters.choose_adapters import OtherNames
 from jaxspeed.checkpoint.catalog import existing
 from jaxspeed.checkpoint.header import FILES as SAVED
 from jaxspeed.checkpoint.header import AdapterRecord, Header, read_header
@@ -171,6 +172,22 @@ def saved_adapter(folder: str | Path, config: Config, model: Any) -> AdapterFold
     with contextlib.suppress(NoHFForm):
         table = hf_form(config, model).table
     return AdapterFolder(read_adapter(folder), table)
+
+
+def other_names(config: Config, model: Any, shapes: Mapping[str, Any]) -> OtherNames:
+    """What modules, and parameters of no module's weight, are named in Hugging Face's model."""
+    try:
+        bound = bind(hf_form(config, model).table.in_memory(), shapes)
+    except PretrainedError:  # it has no such form
+        return {}
+    heads = {embedding: head for head, embedding in bound.table.tied.items()}
+    found: dict[str, list[tuple[int | None, str]]] = {}
+    for path, pieces in bound.pieces.items():
+        for piece in pieces:
+            for tensor in filter(None, (piece.tensor, heads.get(piece.tensor))):
+                name = tensor.removesuffix(".weight").removesuffix(".bias")
+                found.setdefault(path, []).append((next(iter(piece.at), None), name))
+    return found
 
 
 def save_adapter(

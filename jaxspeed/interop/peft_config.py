@@ -286,7 +286,7 @@ def _shortest(
     """The shortest ends of these names that no other one has.
 
     Args:
-      has_end: PEFT's rule. For `modules_to_save` an end is any text: "norm" is of "input_layernorm".
+      has_end: PEFT's rule. In `modules_to_save` an end is any text: "norm" ends "input_layernorm".
     """
     found = set()
     for name in names:

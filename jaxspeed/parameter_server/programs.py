@@ -21,6 +21,7 @@ from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, PlacementError
 from jaxspeed.interop import saved_adapter
+from jaxspeed.interop.exporting import other_names
 from jaxspeed.parameter_server.bucketed_update import bucket_paths
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
@@ -219,6 +220,8 @@ def build(
 ) -> Program:
     """The program of any config; `given` are the other arguments of `build_program`."""
 
+    if config.lora:
+        given["other_names"] = partial(other_names, config, model)
     if config.lora and config.lora.adapter:
         given["saved"] = saved_adapter(config.lora.adapter, config, model)
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.adapters.adapt_loss import weight_dims
 from jaxspeed.adapters.adapted_model import AdaptedModel
-from jaxspeed.adapters.choose_adapters import SavedAdapter, choose_adapters
+from jaxspeed.adapters.choose_adapters import OtherNames, SavedAdapter, choose_adapters
 from jaxspeed.axes import AXES, PIPE, data_ranks, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
@@ -64,11 +64,13 @@ def build_program(
     codecs: Sequence[AssignsCodecs] = (),
     exchange: Exchange = BY_CONSTRAINT,
     saved: SavedAdapter | None = None,
+    other_names: Callable[[Mapping[str, Any]], OtherNames] | None = None,
 ) -> Program:
     """The program of a run on one mesh.
 
     `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded;
-    `saved` is the adapter that `lora.adapter` names.
+    `saved` is the adapter that `lora.adapter` names; `other_names` are those that the section
+    `lora` may have for parameters of these shapes, beside the model's own.
 
     `parameter_server.build` takes any config, those with a parameter server too.
     """
@@ -107,7 +109,7 @@ def build_program(
     if trace and by_use:
         paths = {v: path for path, v in trace().parameters.items()}
         uses = weight_dims(trace().closed.jaxpr, paths)
-    adapted, leaves, layers = _with_adapters(config, base, leaves, uses, saved)
+    adapted, leaves, layers = _with_adapters(config, base, leaves, uses, saved, other_names)
     trained = replace(trained, layers=layers)
     leaves = trained.over(leaves)
     trained.check(leaves)
@@ -152,7 +154,7 @@ def build_program(
         autocast_of(config, table),
         _sequence_of(config),
     )
-    build = functools.partial(build_program, saved=saved) if saved else build_program
+    build = functools.partial(build_program, saved=saved, other_names=other_names)
     update_device = _update_device_of(config)
     streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)
     update = Update(
@@ -190,6 +192,7 @@ def _with_adapters(
     leaves: tuple[Leaf, ...],
     uses: Uses | None,
     saved: SavedAdapter | None,
+    other_names: Callable[[Mapping[str, Any]], OtherNames] | None,
 ) -> tuple[Model, tuple[Leaf, ...], Mapping[str, Sequence[bool]]]:
     """The model with the config's adapters, and its leaves, of which these are trained.
 
@@ -197,7 +200,7 @@ def _with_adapters(
     """
     if config.lora is None:
         return base, leaves, {}
-    choice = choose_adapters(config.lora, leaves, uses, saved)
+    choice = choose_adapters(config.lora, leaves, uses, saved, other_names)
     own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
     adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)
     return adapted, adapted.leaves, choice.layers

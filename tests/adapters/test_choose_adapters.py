@@ -70,6 +70,34 @@ def test_weights_are_chosen_by_names_and_patterns(lora, paths):
     assert {*chosen(**lora).adapters} == paths
 
 
+def test_names_that_the_model_has_nowhere_are_those_of_another_library():
+    there = {
+        UP: [(i, f"model.layers.{i}.mlp.up_proj") for i in range(3)],
+        DOWN: [(i, f"model.layers.{i}.mlp.experts.down_proj") for i in range(3)],
+        "embed/table": [(None, "model.embed_tokens"), (None, "lm_head")],
+        Q: [(i, f"model.layers.{i}.self_attn.up") for i in range(3)],  # ours is another one
+    }
+
+    def chosen(**lora):
+        section = Config(train_batch_size=8, lora=lora).lora
+        return choose_adapters(section, LEAVES, None, other_names=lambda shapes: there)
+
+    found = chosen(
+        target_modules=["up_proj", "o_proj", "layers.1.mlp.experts.down_proj"],
+        rank_pattern={"layers.2.mlp.up_proj": 2},
+        alpha_pattern={"mlp.up_proj": 4},
+        modules_to_save=["lm_head"],
+    )
+    ranks = {path: adapter.ranks for path, adapter in found.adapters.items()}
+    assert ranks == {UP: (8, 8, 2), OUT: (8,), DOWN: (0, 8, 0)}
+    assert found.adapters[UP].scales == (0.5, 0.5, 2) and found.trained == {"embed/table"}
+    assert chosen(target_modules=["up"]).adapters.keys() == {UP}
+    assert chosen(target_parameters=["experts.down_proj"]).adapters.keys() == {DOWN}
+    assert chosen(exclude_modules=["up_proj"]).adapters.keys() == LINEAR - {UP}
+    with pytest.raises(ConfigError, match=r"'up_projj' names nothing .*model.layers.mlp.up_proj"):
+        chosen(target_modules=["up_projj"])
+
+
 def test_roles_of_dims_are_those_of_flaxs_layers_or_of_the_traced_loss():
     found = chosen(target_modules=["*"]).adapters
     assert found[Q].dims == WeightDims((0,), (1,), (2, 3), "product")

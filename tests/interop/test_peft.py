@@ -484,5 +484,26 @@ def test_names_of_ours_are_of_the_same_modules_in_peft(
     assert (ours / "adapter_config.json").read_text() == (again / "adapter_config.json").read_text()
 
 
+def test_a_section_names_modules_as_hugging_face_does(folder_of):
+    base = str(folder_of("small mixtral"))
+    lora = {
+        "r": 2, "target_modules": ["self_attn.q_proj", "lm_head"], "rank_pattern": {"lm_head": 3},
+        "target_parameters": ["layers.1.mlp.experts.gate_up_proj"], "modules_to_save": ["mlp.gate"],
+    }  # fmt: skip
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "lora": lora}
+    for model in ({"pretrained": base}, {"family": "mixtral", "preset": "tiny"}):
+        engine = jaxspeed.initialize(config=config | {"model": model})
+        ranks = {path: a.ranks for path, a in engine.program.model.adapters.items()}
+        (layers,) = {len(r) for path, r in ranks.items() if "w_" in path}
+        assert ranks == {
+            "blocks/attn/q_proj/kernel": (2,),
+            "blocks/mlp/w_gate": (0, 2, *[0] * (layers - 2)),
+            "blocks/mlp/w_up": (0, 2, *[0] * (layers - 2)),
+            "head/table": (3,),
+        }
+        own = [row.path for row in engine.program.table if row.leaf.trainable]
+        assert [path for path in own if not path.startswith("lora/")] == ["blocks/mlp/router"]
+
+
 def arrays_of(shapes):
     return {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
