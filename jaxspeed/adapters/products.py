@@ -286,7 +286,7 @@ def merged(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) ->
     change = delta(weight.shape, dims, factors.a, factors.b, scale)
     total = weight.astype(jnp.promote_types(weight.dtype, change.dtype)) + change
     if factors.magnitude is not None:
-        ratio = factors.magnitude / norms(weight, dims, factors, scale)
+        ratio = _ratio(weight, dims, factors, scale)
         total = total * _along(ratio, _labels_of_outputs(dims), range(weight.ndim))
     return total.astype(weight.dtype)
 
@@ -315,6 +315,13 @@ def norms(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) -> 
     own = _contract(gram, (*dims.stack, RANK, RANK - 1), b, again, of_b, **_EXACT)
     total = squares + jnp.sum((2 * cross + own) * b, axis=len(dims.stack))
     return lax.stop_gradient(jnp.sqrt(jnp.maximum(total, 0)))
+
+
+def _ratio(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) -> jax.Array:
+    """DoRA's factor of each output: its magnitude over its norm, or 1 where all weights are 0."""
+    assert factors.magnitude is not None
+    norm = norms(weight, dims, factors, scale)
+    return jnp.where(norm == 0, 1, factors.magnitude / jnp.where(norm == 0, 1, norm))
 
 
 def _labels_of_a(dims: WeightDims) -> tuple[int, ...]:
@@ -380,7 +387,7 @@ def adapted(
 
     if factors.magnitude is None:
         return base(x) + low_rank(dropped)
-    ratio = factors.magnitude / norms(weight, dims, factors, scale)
+    ratio = _ratio(weight, dims, factors, scale)
     labels = _labels_of_outputs(dims)
 
     def scaled(ratio: jax.Array, product: Callable[[Any], Any], x: jax.Array) -> jax.Array:

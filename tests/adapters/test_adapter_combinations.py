@@ -1,9 +1,12 @@
 """Adapters with settings that other tests do not combine them with."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import jaxspeed
 from tests.adapters.lora_loop import adapted_cases, split_of, train_plainly
 from tests.adapters.test_adapted_kinds import CASE as KINDS
 from tests.adapters.test_adapted_kinds import CONV, DOWN, TABLE, UP, cross_entropy, plain_loss
@@ -32,6 +35,41 @@ def test_dora_of_some_layers_merged_equals_it_applied():
         values[f"lora/{path}/A"] = np.zeros((*values[path].shape[:-1], 1), np.float32)
         values[f"lora/{path}/B"] = np.zeros((1, outputs), np.float32)
     assert applied == pytest.approx(float(plain_loss(values, batch, None)), rel=1e-5)
+
+
+class ZeroAtFirst(nnx.Module):
+    """A branch that begins without an effect, in two stacked layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.Dict(kernel=nnx.Param(jnp.zeros((2, 8, 8)), logical_axes=("layers",)))
+        self.head = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        def block(x, kernel):
+            return x + jnp.tanh(x) @ kernel, None
+
+        return self.head(jax.lax.scan(block, x, self.blocks.kernel[...])[0])
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_dora_of_weights_that_are_zero_is_finite_and_trains(layers):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 8)), "y": rng.normal(size=(8, 3))}
+    batch = {name: x.astype(np.float32) for name, x in batch.items()}
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "lora": {"r": 2, "use_dora": True, "layers_to_transform": layers},
+    }
+    engine = jaxspeed.initialize(
+        ZeroAtFirst,
+        lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        config,
+        example_batch=batch,
+        devices=jax.devices()[:1],
+    )
+    losses = losses_of(engine, [batch] * 4)
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
 
 
 def test_int8_base_on_stages_with_biases_and_8_bit_moments_trains_as_on_one():
