@@ -18,7 +18,8 @@ from jax import lax
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
-from jaxspeed.jaxpr.sample_rules import SUMS, relations_of
+from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of
+from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, is_var, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
@@ -70,10 +71,13 @@ class Tokens:
         # Of an equation for several values, those without tokens depend on none.
         least = 0 if inner or eqn.primitive.name in PAIRWISE else 1
         once = all(least <= len(dims) <= 1 for dims in makes) and all(len(d) <= 1 for d in reads)
-        if eqn.effects or not once:
+        pairs = [*zip(eqn.invars, reads, strict=True), *zip(eqn.outvars, makes, strict=True)]
+        parts = any(shape_of(v)[d] % self.size for v, dims in pairs for d in dims)
+        if eqn.effects or not once or parts:  # parts: fewer than tokens, as of pairs of them
             return AlongTokens.MIXES
         if inner:
             known = _is_transparent(eqn) and not _runs_over(eqn, reads, makes)
+            known = known and not any(self.dims(f, v) for f in inner for v in f.jaxpr.constvars)
             return (
                 AlongTokens.TOKEN
                 if known and AlongTokens.MIXES not in within
@@ -82,6 +86,14 @@ class Tokens:
         found = relations_of(eqn)
         if found is None:
             return AlongTokens.MIXES
+        each = [*zip(pairs, (*found.operands, *found.results), strict=True)]
+        factors = {own[d] for (_, dims), own in each for d in dims}
+        if any(
+            f in factors and f is not None and d not in dims and shape_of(v)[d] != 1
+            for (v, dims), own in each
+            for d, f in enumerate(own)
+        ):
+            return AlongTokens.MIXES  # a constant of all tokens, whose dims are of no class
         if not any(reads):
             return (
                 AlongTokens.FILL if eqn.primitive.name == "broadcast_in_dim" else AlongTokens.MIXES
@@ -90,8 +102,6 @@ class Tokens:
             return AlongTokens.MIXES  # a lookup, of a table that may be stored sharded
         if eqn.primitive.name in PAIRWISE:
             return AlongTokens.TOKEN
-        pairs = [*zip(found.operands, reads), *zip(found.results, makes)]
-        factors = {factors[d] for factors, dims in pairs for d in dims}
         one = len(factors) == 1 and None not in factors and not factors & found.mixed
         return AlongTokens.TOKEN if one else AlongTokens.MIXES
 
@@ -186,7 +196,8 @@ class Tokens:
         # Constants, whose dims are related to others in the pass that reads them.
         rest = [v for v, on in zip(residuals, saved, strict=True) if not on]
         filled = as_function(slice_of(program, program.eqns, (), rest))
-        first = self._pass(program, consts, [*made, *kept], [self.dims(frame, v) for v in inputs])
+        of_inputs = [self.dims(frame, v) for v in inputs]
+        first = self._pass(program, consts, [*made, *kept], of_inputs, sums=False)
 
         def pull(*args: Any) -> list[Any]:
             given, others = iter(args), iter(filled())
@@ -209,7 +220,8 @@ class Tokens:
         def backward(carried: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
             given = [*kept, *real]
             program, consts = _traced(pull, given)
-            second = self._pass(program, consts, program.outvars, [first.dims(v) for v in given])
+            of_given = [first.dims(v) for v in given]
+            second = self._pass(program, consts, program.outvars, of_given, sums=True)
             arrived = [ct for ct, on in zip(cotangents, active, strict=True) if on]
             grads = iter(second.run([*carried, *arrived], count))
             return tuple(next(grads) if _is_real(v) else None for v in inputs)
@@ -224,10 +236,13 @@ class Tokens:
         consts: Sequence[Any],
         outputs: Sequence[Any],
         dims: Sequence[tuple[int, ...]],
+        *,
+        sums: bool,
     ) -> "_Pass":
         """A traced pass, with the dims of tokens of its inputs.
 
-        Raises MixesTokensError if it is not per token.
+        Raises MixesTokensError if it is not per token, or a sum over tokens, where `sums` says that
+        those of tiles are added. A sum is read by what is linear in it, and by no token.
         """
         invars = [*program.constvars, *program.invars]
         # Without what nothing reads, whose dims are related to no others.
@@ -238,10 +253,22 @@ class Tokens:
             found.classes.tie(nodes[0], node)
         assert nodes[0] is not None
         tokens = Tokens(found.classes, nodes[0], self.size, differentiated=False)
+        summed: set[Any] = set()
         for position, eqn in enumerate(jaxpr.eqns):
-            sums = eqn.primitive.name in SUMS and not tokens.dims(found.top, eqn.outvars[0])
-            if not sums and tokens.kind(found.top, position) is AlongTokens.MIXES:
-                raise MixesTokensError(eqn.primitive.name)
+            name, top = eqn.primitive.name, found.top
+            of_sums = [is_var(v) and v in summed for v in eqn.invars]
+            with_tokens = any(tokens.dims(top, v) for v in eqn.outvars)
+            of_tokens = any(tokens.dims(top, v) for v in eqn.invars)
+            is_sum = name in SUMS and of_tokens and not with_tokens
+            if any(of_sums):
+                kinds = (SampleKind.SUM if on else SampleKind.FREE for on in of_sums)
+                known = not with_tokens and is_linear(name, [SampleValue(kind) for kind in kinds])
+            else:
+                known = sums if is_sum else tokens.kind(top, position) is not AlongTokens.MIXES
+            if not known:
+                raise MixesTokensError(name)
+            if is_sum or any(of_sums):
+                summed.update(eqn.outvars)
         return _Pass(tokens, found.top, consts)
 
 

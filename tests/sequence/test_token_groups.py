@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed import hlo, ops
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.jaxpr.traverse import bodies
+from jaxspeed.jaxpr.slicing import renamed
+from jaxspeed.jaxpr.traverse import Literal, bodies
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.sequence_parallel.settings import SequenceTiles
 from jaxspeed.sequence_parallel.tile_sequence import in_sequence_tiles
@@ -72,7 +73,28 @@ def masked(w: Any, b: Any) -> Any:
     return (hidden.reshape(BATCH, SEQ, 4, 8).swapaxes(1, 2).reshape(BATCH, 4, -1) ** 2).sum()
 
 
+PLACES = np.linspace(0.5, 1.5, SEQ, dtype=np.float32)[:, None]
+
+
+def with_constant(w: Any, b: Any) -> Any:
+    """Per token, by an array of all tokens that is a constant of an equation."""
+    traced = jax.make_jaxpr(lambda x, places: x * places)(b["x"], PLACES).jaxpr
+    x, places = traced.invars
+    names = {places: Literal(PLACES, places.aval)}
+    eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in traced.eqns]
+    placed = as_function(traced.replace(invars=[x], eqns=eqns))
+    hidden = jax.jit(placed)(jnp.tanh(b["x"] @ w["up"]) @ w["down"])[0]
+    return jnp.square(jnp.tanh(hidden @ w["up"]) @ w["down"]).sum()
+
+
+def of_pairs(w: Any, b: Any) -> Any:
+    """The larger ones of two tokens, in a dim of half as many."""
+    hidden = jnp.tanh(b["x"] @ w["up"]) @ w["down"]
+    return jnp.square(hidden.reshape(BATCH, SEQ // 2, 2, EMBED).max(2)).sum()
+
+
 PER_TOKEN = [relu, gated, checkpointed, full_logits, chunked_loss, masked]
+PER_TOKEN += [with_constant, of_pairs]
 
 
 def convolved(w: Any, b: Any) -> Any:
@@ -107,7 +129,36 @@ def normed_over_tokens(w: Any, b: Any) -> Any:
     return (((hidden - hidden.mean(1, keepdims=True)) @ w["down"]) ** 2).sum()
 
 
+@jax.custom_vjp
+def normalized_gradient(x: jax.Array) -> jax.Array:
+    """The identity, whose gradient is divided by its norm over all tokens."""
+    return x
+
+
+normalized_gradient.defvjp(lambda x: (x, None), lambda _, ct: (ct / jnp.sqrt(jnp.sum(ct**2)),))
+
+
+@jax.custom_vjp
+def scaled_gradient(x: jax.Array) -> jax.Array:
+    """The identity, whose gradient is scaled by a norm that the forward pass saves."""
+    return x
+
+
+scaled_gradient.defvjp(lambda x: (x, jnp.sqrt(jnp.sum(x**2))), lambda norm, ct: (ct / norm,))
+
+
+def normed_in_gradient(w: Any, b: Any) -> Any:
+    hidden = normalized_gradient(b["x"] @ w["up"])
+    return jnp.square(jnp.tanh(hidden) @ w["down"]).sum()
+
+
+def normed_by_saved(w: Any, b: Any) -> Any:
+    hidden = scaled_gradient(b["x"] @ w["up"])
+    return jnp.square(jnp.tanh(hidden) @ w["down"]).sum()
+
+
 MIXING = [convolved, cumulated, over_time, attended, normed_over_tokens]
+MIXING += [normed_in_gradient, normed_by_saved]
 
 
 def tiled(
@@ -146,6 +197,8 @@ def error(x: Any, exact: Any) -> float:
 
 POINTS = [(loss, dtype) for loss in (*PER_TOKEN, *MIXING) for dtype in (jnp.float32, jnp.bfloat16)]
 ALWAYS = [(relu, jnp.float32), (gated, jnp.bfloat16), (chunked_loss, jnp.bfloat16)]
+ALWAYS += [(with_constant, jnp.float32), (of_pairs, jnp.float32), (normed_in_gradient, jnp.float32)]
+ALWAYS += [(normed_by_saved, jnp.float32)]
 
 
 @pytest.mark.parametrize(("loss", "dtype"), covering(POINTS, ALWAYS))
@@ -201,7 +254,7 @@ def test_gradients_are_equal_where_samples_and_tokens_are_sharded(loss: Any) -> 
 REDUCED_ONCE = {relu: ("up", "down"), gated: ("gate", "up", "down"), tied: ("up",)}
 
 
-@pytest.mark.parametrize("loss", PER_TOKEN[:-1])
+@pytest.mark.parametrize("loss", (relu, gated, checkpointed, full_logits, chunked_loss))
 def test_nothing_wide_has_all_tokens(loss: Any) -> None:
     """In the gradient's program; 4 tiles of 30 tokens have 8 or 6."""
 
