@@ -11,6 +11,7 @@ from jaxspeed.config import Config
 from jaxspeed.data import known_shapes, limits_of
 from jaxspeed.engine.oom_help import device_limit, remedies
 from jaxspeed.hardware import chip_of_kind
+from jaxspeed.placement.batch_dims import check_sequence_dims
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory import Memory, memory_of
 from jaxspeed.train.program import Program
@@ -51,11 +52,17 @@ def warn_of_room(program: Program, batch: Any = None) -> None:
 def refuse_attention(program: Program, batch: Any = None) -> None:
     """Raise ConfigError with all attentions that cannot run over `seq` as the config says.
 
-    Before anything is allocated; only where the batch's shapes are known, as in `warn_of_room`.
-    Otherwise the first step refuses them.
+    And for an order of tokens that the loss does not allow, and BatchError for a batch without the
+    dims of positions that the config names. Before anything is allocated; only where the batch's
+    shapes are known, as in `warn_of_room`. Otherwise the first step refuses them.
     """
-    config = program.config
-    if program.mesh.shape[SEQ] == 1 or config.parallel.sequence.kind == "auto":
+    config, sequence = program.config, program.config.parallel.sequence
+    if program.mesh.shape[SEQ] == 1:
+        return
+    if batch is not None:
+        samples = batch.samples if isinstance(batch, WithExtra) else batch
+        check_sequence_dims(samples, sequence.dims, program.mesh.shape)
+    if sequence.kind == "auto" and sequence.layout != "zigzag":
         return
     shapes = _any_shapes(config, program.mesh.shape[SEQ]) if batch is None else batch
     if shapes is not None and not program.serving:

@@ -52,7 +52,8 @@ def choose_form(
         asked = every[settings.kind]
         found = [how for how in asked if why_not(how) is None]
         if not found:
-            reason = why_not(asked[0]) if asked else f"seq {devices} has no groups of devices"
+            none = f"seq {devices} has no groups of devices: use ulysses, ring or gather"
+            reason = why_not(asked[0]) if asked else none
             raise ConfigError(f"parallel.sequence.kind {settings.kind}: {reason}")
         return found[0], "parallel.sequence.kind says so"
     if form.rows is not None:

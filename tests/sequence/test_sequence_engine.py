@@ -103,6 +103,43 @@ def test_all_attentions_that_a_kind_cannot_have_are_in_one_error():
     assert "6 query heads" in text and "something else between its products" in text
 
 
+def _mean_of_squares(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(batch["tokens"]) ** 2)
+
+
+@pytest.mark.usefixtures("nothing_is_allocated")
+@pytest.mark.parametrize(
+    ("sequence", "length", "text"),
+    [
+        ({"layout": "zigzag"}, 36, "zig-zag has 16 chunks, which do not divide 36 tokens"),
+        ({"dims": {"images": 1}}, SEQ, "names 'images'; the batch has tokens"),
+        ({"dims": {"tokens": 2}}, SEQ, r"has 2 for 'tokens', and tokens is \[1, 32\]"),
+        ({"kind": "both"}, SEQ, "seq 2 has no groups of devices: use ulysses, ring or gather"),
+    ],
+)
+def test_other_settings_are_refused_before_anything_is_allocated(sequence, length, text):
+    mesh = {"seq": 2} if "kind" in sequence else {"seq": 8}
+    settings = config(0, mesh=mesh, parallel={"sequence": sequence})
+    del settings["model"]
+    example = {"tokens": np.zeros((1, length), np.int32)}
+    with pytest.raises((BatchError, ConfigError), match=text):
+        jaxspeed.initialize(_Two, _mean_of_squares, config=settings, example_batch=example)
+
+
+@pytest.mark.usefixtures("nothing_is_allocated")
+def test_a_batch_without_positions_is_refused_before_anything_is_allocated():
+    settings = config(0, mesh={"seq": 8})
+    del settings["model"]
+    example = {"x": np.zeros((1, SEQ, 48), np.float32)}
+    with pytest.raises(BatchError, match="no array of the batch is known to have a dim of pos"):
+        jaxspeed.initialize(
+            lambda rngs: nnx.Linear(48, 2, rngs=rngs),
+            lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+            config=settings,
+            example_batch=example,
+        )
+
+
 def test_evaluation_is_that_of_one_device(saved):
     """A mean over targets, whose number differs from shard to shard."""
     engine, *_ = saved
