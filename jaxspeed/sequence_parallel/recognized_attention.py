@@ -548,18 +548,25 @@ class RecognizedAttention:
         return _spliced(call, [*self.sources, *variables], self.out, at)
 
 
+# In fp32 the sum with a score of less than 32 is this number.
+_ABSORBS = -1e9
 _SUNK = ("gather", "dot_general", "reduce_sum", "reduce_max", "reduce_min", "reduce_or",
          "reduce_and", "concatenate")  # fmt: skip
 
 
 def _blind(found: Exponentials) -> Blind | None:
-    """What a query that sees no key gets by the model's own code; None if no kernel gives that."""
+    """What a query that sees no key gets by the model's own code; None if no kernel gives that.
+
+    Scores to which less is added than `_ABSORBS` still differ: its softmax is not uniform.
+    """
     masks = found.of.masks
     fills = {m.fill for m in masks}
     if fills == {-math.inf} or not found.shifted:
         return "nan"
-    one = len(masks) == 1 or (len(fills) == 1 and not any(m.added for m in masks))
-    return "mean" if one and -math.inf not in fills else None
+    added = any(m.added for m in masks)
+    one = len(masks) == 1 if added else len(fills) == 1
+    absorbs = not added or max(fills) <= _ABSORBS
+    return "mean" if one and absorbs and -math.inf not in fills else None
 
 
 def _substituted(

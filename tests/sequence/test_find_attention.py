@@ -311,6 +311,15 @@ def test_blind_queries_of_an_infinite_fill_are_nan() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("bias", "by_kernel"), [(-1e4, False), (-1e6, False), (-1e9, True)])
+def test_blind_queries_of_a_small_bias_keep_the_differences_of_their_scores(bias, by_kernel):
+    def function(q: Array, k: Array, v: Array, real: Array) -> Array:
+        return plain(q, k, v, bias=(1 - real[:, None, None].astype(jnp.float32)) * bias)
+
+    found = recognized(function, *EQUAL, REAL & jnp.array([[True], [False]]))
+    assert (found.rows is None) == by_kernel
+
+
 # -- only their own programs describe these --------------------------------------------------------
 
 
