@@ -60,6 +60,7 @@ class Recorder:
     _since: Instant = field(
         default_factory=lambda: Instant(0.0, 0.0)
     )  # when the previous steps were done
+    _last: Instant | None = None  # the seconds of the last step that is done
     _running: deque[Any] = field(default_factory=deque)  # an output of each step in flight
     _done: deque[Instant] = field(default_factory=deque)  # the seconds of steps not yet recorded
 
@@ -101,6 +102,7 @@ class Recorder:
             with self.progress.doing(shown):
                 yield
         if name not in ("data", "compute"):  # other phases are not part of a step's time
+            self._note_hidden()
             self._restart_clock()
 
     def _restart_clock(self) -> None:
@@ -135,7 +137,13 @@ class Recorder:
                     (now.waited - self._since.waited) / ready,
                 )
             ] * ready
-            self._since = now
+            self._since, self._last = now, self._done[-1]
+
+    def _note_hidden(self) -> None:
+        """Steps that were in flight during another phase take as long as the ones before."""
+        if self._last is not None:
+            self._done += [self._last] * len(self._running)
+            self._running.clear()
 
     def arrived(self, count: int, tokens: int) -> list[dict[str, float]]:
         """The throughput of each of the next steps of `tokens` each, whose metrics were read."""
