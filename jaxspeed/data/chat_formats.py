@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspeed.config.run_sections import ChatFormat
 from jaxspeed.config.verdicts import shown
-from jaxspeed.data.chat_template import Message
+from jaxspeed.data.chat_template import Arguments, Message
 from jaxspeed.errors import DataError
 
 # The fields by which a record is recognized; of several formats, the first.
@@ -175,7 +175,7 @@ def _with_arguments(call: Any, name: str) -> Any:
             read = json.loads(arguments)
         except (ValueError, RecursionError):
             return call
-        return {**call, "arguments": read} if isinstance(read, dict) else call
+        return {**call, "arguments": Arguments(read, arguments)} if isinstance(read, dict) else call
     return call
 
 

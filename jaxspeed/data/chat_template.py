@@ -6,6 +6,7 @@ sandbox that transformers gives them, with its extensions: `{% generation %}` ma
 assistant.
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -34,6 +35,17 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 class MissingTemplateError(DataError):
     """There is no chat template, or it is no valid Jinja."""
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call, which a record has as JSON text.
+
+    Most templates write them as JSON, and text would be quoted again. Some write them as text.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text  # templates read a public attribute before an argument of its name
 
 
 class Rendered(NamedTuple):
@@ -99,6 +111,10 @@ class ChatTemplate:
                 blocks.append(block)
                 marked.length += len(block)
         except Exception as error:  # of Jinja, of the template, and any of Python's in its code
+            if (texts := _with_text(messages)) != messages:
+                how: Any = {"add_generation_prompt": add_generation_prompt, **variables}
+                with contextlib.suppress(DataError):
+                    return self.render(texts, tools, **how)
             reason = str(error) or type(error).__name__
             raise DataError(f"the chat template ({self.name}) raises: {reason}") from None
         return Rendered("".join(blocks), marked.spans)
@@ -113,6 +129,15 @@ def _with_reasoning(message: Message) -> Message:
     if found is None:
         return message
     return {"thinking": found, **message, "reasoning_content": found}
+
+
+def _with_text(value: Any) -> Any:
+    """Messages whose tool calls have the text of their arguments."""
+    if isinstance(value, Arguments):
+        return value._text
+    if isinstance(value, Mapping):
+        return {key: _with_text(each) for key, each in value.items()}
+    return [*map(_with_text, value)] if isinstance(value, list | tuple) else value
 
 
 class _Marked:

@@ -159,6 +159,27 @@ def test_parts_tools_and_share_gpts_names_are_read(tmp_path):
     assert b'{"name": "f", "arguments": {"x": 1}}' in text and b'<tools>\n{"name": "f"}\n' in text
 
 
+def test_arguments_are_the_text_that_they_were_for_a_template_that_adds_texts(tmp_path):
+    """DeepSeek's does; of an argument named as a method or an attribute the value is read."""
+    source = (
+        "{% for m in messages %}{{ m.role + ':' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + READ }}{% endfor %}{{ m.content }}\n{% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": '{"text":1,  "_text": 2}'}}
+    talk = [message("user", "hi"), message("assistant", "b", tool_calls=[call])]
+    write_lines(tmp_path / "a.jsonl", [{"messages": talk}])
+    reads = {
+        "c.function.arguments": b'f{"text":1,  "_text": 2}b',
+        "c.function.arguments['text'] | string": b"f1b",
+        "c.function.arguments.text | string": b"f1b",
+    }
+    for read, said in reads.items():
+        (tmp_path / "t.jinja").write_text(source.replace("READ", read))
+        corpus = start(tmp_path / "a.jsonl", seq_len=1500, chat_template=str(tmp_path / "t.jinja"))
+        ((text, _),) = documents_of(corpus)
+        assert b"assistant:" + said in text
+
+
 @pytest.mark.parametrize("written", ["jsonl", "parquet"])
 def test_a_content_of_null_beside_calls_is_one_that_templates_can_ask_about(tmp_path, written):
     """As in transformers: DeepSeek's template writes calls `if message.content is none`."""
