@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -96,6 +96,12 @@ def choose_adapters(
     if choice.section.bias != "none" and not any(map(_is_bias, choice.trained)):
         of = "this model" if choice.section.bias == "all" else "an adapted module"
         log.warning("lora.bias is %r, and no parameter of %s is a bias", choice.section.bias, of)
+    if choice.section.use_dora and (experts := choosing.named_experts(choice.adapters)):
+        log.warning(
+            "lora.use_dora: PEFT has no DoRA of stacked experts (%s). The adapter can be merged, but "
+            "not saved in PEFT's format: for that exclude them (lora.exclude_modules)",
+            listed(experts),
+        )
     return choice
 
 
@@ -322,6 +328,11 @@ class _Choosing:
         if self._find_other_names is None:
             return {}
         return self._find_other_names({leaf.path: leaf.shape for leaf in self.leaves})
+
+    def named_experts(self, paths: Collection[str]) -> list[str]:
+        """Which of these are stacked experts, of a model that has Hugging Face's names."""
+        experts = [x.path for x in self.leaves if x.path in paths and experts_dim(x)]
+        return [path for path in experts if path in self._other_names]
 
     def _module_names(self) -> list[str]:
         """The modules of weights, dotted as in PEFT, without the numbers of layers."""

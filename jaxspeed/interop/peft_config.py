@@ -62,8 +62,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        what = f"no {CONFIG}" if folder.is_dir() else "no such folder"
+    except (FileNotFoundError, NotADirectoryError):
+        what = "a file, not a folder" if folder.is_file() else "no such folder"
+        what = f"no {CONFIG}" if folder.is_dir() else what
         raise PretrainedError(f"{folder}: {what}: not a saved adapter") from None
     except (OSError, ValueError, RecursionError) as error:
         raise PretrainedError(f"{path}: cannot be read: {error}") from None

@@ -63,7 +63,8 @@ class AttentionNotes:
         """The report; ConfigError with all attentions that the config's kind cannot have."""
         if problems := list(dict.fromkeys(self.refused)):
             lines = "".join(f"\n  - {problem}" for problem in problems)
-            raise ConfigError(f"{len(problems)} problem(s) in the config:{lines}")
+            count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+            raise ConfigError(f"{count} in the config:{lines}")
         equal: dict[Any, int] = {}
         for run in self.runs.values():
             key = run.kind, run.order, run.why, run.shapes

@@ -263,6 +263,19 @@ def test_a_saved_adapter_of_experts_has_no_dropout():
         of(lora_dropout=0.1)
 
 
+def test_dora_of_experts_that_peft_cannot_have_is_warned_of(caplog):
+    section = Config(train_batch_size=8, lora={"use_dora": True}).lora
+    names = {DOWN: [(None, "layers.0.experts.down_proj")], Q: [(None, "layers.0.q_proj")]}
+    choose_adapters(section, LEAVES, None, other_names=lambda shapes: names)
+    (said,) = caplog.messages
+    assert f"({DOWN})" in said and "lora.exclude_modules" in said
+    caplog.clear()
+    choose_adapters(section, LEAVES, None, other_names=lambda shapes: {})
+    excluded = section.model_copy(update={"exclude_modules": ["down"]})
+    choose_adapters(excluded, LEAVES, None, other_names=lambda shapes: names)
+    assert not caplog.messages
+
+
 def test_biases_of_the_adapted_layers_alone_are_trained(caplog):
     bias = "blocks/mlp/up/bias"
     found = chosen(bias="lora_only", target_modules=["up", "dense"], layers_to_transform=[1])

@@ -384,6 +384,9 @@ def test_what_is_no_adapter_is_named(saved, tmp_path):
     folder, _ = saved
     with pytest.raises(jaxspeed.PretrainedError, match="no such folder: not a saved adapter"):
         read_adapter(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(jaxspeed.PretrainedError, match="a file, not a folder: not a saved"):
+        read_adapter(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     with pytest.raises(jaxspeed.PretrainedError, match=r"no adapter_config.json: not a saved"):
         read_adapter(tmp_path / "empty")
