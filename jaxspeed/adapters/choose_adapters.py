@@ -98,8 +98,8 @@ def choose_adapters(
         log.warning("lora.bias is %r, and no parameter of %s is a bias", choice.section.bias, of)
     if choice.section.use_dora and (experts := choosing.named_experts(choice.adapters)):
         log.warning(
-            "lora.use_dora: PEFT has no DoRA of stacked experts (%s). The adapter can be merged, but "
-            "not saved in PEFT's format: for that exclude them (lora.exclude_modules)",
+            "lora.use_dora: PEFT has no DoRA of stacked experts (%s): the adapter can be merged, "
+            "but is not written in PEFT's format: for that exclude them (lora.exclude_modules)",
             listed(experts),
         )
     return choice
