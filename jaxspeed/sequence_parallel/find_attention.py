@@ -46,14 +46,12 @@ from jaxspeed.sequence_parallel.index_expressions import (
     Element,
     Expression,
     depends,
-    expression_of,
-    known_value,
     leaves,
-    of_atom,
     with_dims,
     with_leaves,
 )
 from jaxspeed.sequence_parallel.recognized_attention import LowProducts, RecognizedAttention
+from jaxspeed.sequence_parallel.traced_expressions import expression_of, known_value, of_atom
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 EXPONENTIALS = ("exp", "exp2")

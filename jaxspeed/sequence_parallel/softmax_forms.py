@@ -18,8 +18,8 @@ from jaxspeed.sequence_parallel.index_expressions import (
     Expression,
     TwoValued,
     negated,
-    of_atom,
 )
+from jaxspeed.sequence_parallel.traced_expressions import of_atom
 
 # A score that no other reaches: its exponential is 0 beside any that is seen.
 _HIDES = -1e4
