@@ -196,7 +196,7 @@ class Config(Settings):
         """Solve for the batch triple with so many data ranks and pipeline stages.
 
         Args:
-          data_parallel_size: number of shards of the samples: mesh.replica x mesh.data.
+          data_parallel_size: number of shards of the samples, over all axes that shard them.
           pipe: number of stages; needed only if the config does not set it.
 
         Raises:

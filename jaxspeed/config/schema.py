@@ -313,7 +313,9 @@ class Settings(Lenient):
 
     mesh: Mesh = section()
     parallel: Parallel = section()
-    data_parallel_size: Count | None = honoured(None, "The size of mesh.replica x mesh.data.")
+    data_parallel_size: Count | None = honoured(
+        None, "The size of mesh.replica x mesh.data x mesh.expert."
+    )
     sequence_parallel_size: Count | None = honoured(None, "The size of mesh.seq.")
     tensor_parallel: TensorParallel = section()
     expert_parallel: ExpertParallel = section()
