@@ -16,8 +16,8 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
     """Resolve the mesh from all keys for it, and list contradictions.
 
     `tensor_parallel.autotp_size` is the tensor axis, `data_parallel_size` the product of replica,
-    data and expert, `sequence_parallel_size` the seq axis, `mics_shard_size` the data axis with copies on
-    replica. An axis of -1 takes the remaining devices; where no key has -1, that is data.
+    data and expert, `sequence_parallel_size` the seq axis, `mics_shard_size` the data axis with
+    copies on replica. An axis of -1 takes the remaining devices; where no key has -1, that is data.
     """
     given = [axis for axis in axis_names() if axis in settings.mesh.model_fields_set]
     sizes: dict[str, int] = {axis: getattr(settings.mesh, axis) for axis in given}
