@@ -99,7 +99,7 @@ def test_all_attentions_that_a_kind_cannot_have_are_in_one_error():
             example_batch={"tokens": np.zeros((1, SEQ), np.int32)},
         )
     text = str(found.value)
-    assert text.startswith("2 problem(s)")
+    assert text.startswith("2 problems ")
     assert "6 query heads" in text and "something else between its products" in text
 
 
