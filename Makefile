@@ -25,8 +25,8 @@ REFERENCES = .venv-references
 
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
-# A worker that dies ends the run: xdist would run its test again, and wait forever if that dies.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 0 \
+# A worker that dies is replaced once, and its test is run again: see tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 1 \
 	--dist loadfile --no-loadscope-reorder
 # Which test executes which file, as `make test-map` recorded it.
 TEST_MAP = .cache/test_map

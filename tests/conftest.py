@@ -60,6 +60,34 @@ def references() -> Iterator[Any]:
     assert "torch" not in sys.modules
 
 
+# -- a worker that dies ----------------------------------------------------------------------------
+
+# Seen a few times in some ten thousand tests: a segmentation fault in libgcc's unwinder, in its table
+# of the frames of compiled programs, of which one was no longer mapped (jaxlib 0.12.0.1 on CPUs,
+# libgcc 12). xdist runs the tests of a dead worker again in a new one. So the first death is named,
+# and is no failure; a test in which the new worker dies too fails.
+DIED = "worker died"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
+    deaths = sched.config.stash.setdefault(_DEATHS, [])
+    deaths.append(crashitem)
+    if len(deaths) == 1:
+        report.outcome = DIED
+
+
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    return (DIED, "D", DIED.upper()) if report.outcome == DIED else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for report in terminalreporter.stats.get(DIED, ()):
+        terminalreporter.line(f"WORKER DIED in {report.nodeid}, which was run again")
+
+
+_DEATHS = pytest.StashKey[list[str]]()
+
 # -- tests marked `fast` compile nothing -----------------------------------------------------------
 
 _COMPILED: list[str] = []  # what JAX compiled, or read from its cache, in the test that runs
