@@ -62,8 +62,8 @@ def references() -> Iterator[Any]:
 
 # -- a worker that dies ----------------------------------------------------------------------------
 
-# Seen a few times in some ten thousand tests: a segmentation fault in libgcc's unwinder. It reads its
-# table of the frames of compiled programs, one of which is no longer mapped (jaxlib 0.12.0.1 on
+# Seen a few times in some ten thousand tests: a segmentation fault in libgcc's unwinder. It reads
+# its table of the frames of compiled programs, one of which is no longer mapped (jaxlib 0.12.0.1 on
 # CPUs, libgcc 12). xdist runs the tests of a dead worker again in a new one. So the first death is
 # named, and is no failure; a test in which the new worker dies too fails.
 DIED = "worker died"
