@@ -405,8 +405,10 @@ class _Walk(Rewriter[View | None]):
             for v, view in zip(eqn.invars, views, strict=True)
         ]
         program.emit(eqn, operands)
+        # A result that is an operand unchanged has its adapter if that has been merged.
+        left = [None if view and view.parts else view for view in views]
         return [
-            None if i is None else views[i]
+            None if i is None else left[i]
             for i in forwarded_operands(eqn) or [None] * len(eqn.outvars)
         ]
 

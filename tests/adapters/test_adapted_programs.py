@@ -19,6 +19,7 @@ from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.weight_uses import WeightDims
 from jaxspeed.ops import moe
+from jaxspeed.placement.grad_barrier import grads_together
 from tests.support.covering import covering
 
 WIDTH, LAYERS = 6, 3
@@ -230,6 +231,9 @@ def own_product(w: Any, x: Any) -> Any:
 
 own_product.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ saved[0].T))
 merging("a derivative of its own", SQUARE, PLAIN)(lambda w, x: jnp.tanh(own_product(w, x)))
+merging("a result of a derivative of its own", SQUARE, PLAIN)(
+    lambda w, x: jnp.tanh(jnp.matmul(*grads_together(x, w)))
+)
 
 # -- the test --------------------------------------------------------------------------------------
 

@@ -102,6 +102,19 @@ def test_int8_base_on_stages_with_biases_and_8_bit_moments_trains_as_on_one():
             np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
+def test_a_head_over_tensor_is_adapted_once():
+    """Its loss passes each shard of the head through a barrier with a derivative of its own."""
+    case = CASES["gpt2"]
+    engine = case.engine(tensor=2, devices=jax.devices()[:2], lora={"target_modules": ["embed"]})
+    base, adapters = split_of(engine.parameters)
+    assert {*adapters} == {"lora/embed/table/A", "lora/embed/table/B"}
+    batches = case.batches(2)
+    expected, own = train_plainly(case, {**base, **adapters}, batches, 1.5)
+    np.testing.assert_allclose(losses_of(engine, batches), expected, rtol=1e-5)
+    for path, value in split_of(engine.parameters)[1].items():
+        np.testing.assert_allclose(value, own[path], rtol=1e-5, atol=1e-5, err_msg=path)
+
+
 @pytest.mark.parametrize("lora", [{}, pytest.param({"use_dora": True}, marks=pytest.mark.full)])
 def test_a_parameter_server_trains_adapters_as_data_parallelism_does(lora):
     case = CASES["pair"]
