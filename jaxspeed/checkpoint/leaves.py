@@ -143,8 +143,8 @@ def _joined(parts: Mapping[str, SavedLeaf]) -> SavedLeaf:
 
 
 def join(leaf: SavedLeaf, parts: Mapping[str, Any]) -> jax.Array:
-    """The value of a leaf with parts, as it is saved; called inside jit."""
-    values = [unpad(on_device(x), leaf.parts[name].shape) for name, x in parts.items()]
+    """The value of a leaf with parts, as it is saved; called inside jit, which sorts `parts`."""
+    values = [unpad(on_device(parts[name]), part.shape) for name, part in leaf.parts.items()]
     return pad(jnp.concatenate(values).astype(leaf.stored.dtype), leaf.stored.shape)
 
 

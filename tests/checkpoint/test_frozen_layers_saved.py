@@ -10,15 +10,23 @@ from jaxspeed.models import gpt2
 import jaxspeed
 from jaxspeed.checkpoint.header import NAME
 from jaxspeed.errors import CheckpointError
-from tests.train.frozen_nets import batches, forward
+from tests.train.frozen_nets import Stacked, batches, forward
 from tests.train.test_frozen_layers import ADAM, start
 
 KERNEL = "blocks/up/kernel"
 BF16 = {"bf16": {"enabled": True}, "optimizer": ADAM | {"ema_decay": 0.9}}
 
 
+class Deep(Stacked):
+    layers = 12
+
+
 def arrays(engine):
     return {path: np.asarray(x, np.float32) for path, x in engine.parameters.items()}
+
+
+def averages(engine):
+    return {path: np.asarray(x) for path, x in engine.ema_parameters.items()}
 
 
 def assert_equal(a, b):
@@ -54,12 +62,26 @@ def test_it_is_resumed_on_another_mesh_and_stage_as_if_it_had_gone_on(saved):
     again = start(zero_optimization={"stage": 3}, mesh={"data": 4, "tensor": 2}, **BF16)
     again.load_checkpoint(folder)
     assert_equal(arrays(again), arrays(engine))
+    assert_equal(averages(again), averages(engine))
     batch = batches(3)[-1]
     ours, theirs = again.train_batch(batch), engine.train_batch(batch)
     assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=2e-2)
     for path, x in arrays(engine).items():
         np.testing.assert_allclose(arrays(again)[path], x, atol=2e-3, err_msg=path)
     engine.load_checkpoint(folder)
+
+
+def test_ranges_are_saved_in_the_order_of_their_layers(tmp_path):
+    """That of their names is another one: [10:12] is before [2:10]."""
+    given = {"model": Deep, "trainable": ["blocks[2:10]/**"]}
+    given["optimizer"] = ADAM | {"ema_decay": 0.9}
+    engine, again = start(**given), start(**given, run={"seed": 4, "compilation_cache": False})
+    engine.train_batch(batches(1)[0])
+    engine.save_checkpoint(tmp_path)
+    engine.wait()
+    again.load_checkpoint(tmp_path)
+    assert_equal(arrays(again), arrays(engine))
+    assert_equal(averages(again), averages(engine))
 
 
 @pytest.mark.parametrize("trainable", [None, ("blocks[1:]/**",)])
