@@ -30,6 +30,14 @@ class RingGradients(Gradients):
 
     ring: Reduction
 
+    def __post_init__(self) -> None:
+        own = [r.path for r in self.table if spec_axes(r.read.spec).intersection(summing_axes())]
+        if own:
+            raise ModelError(
+                f'parallel.data_reduction "ring": {own[0]} is sharded over an axis that shards the '
+                'batch, so that no rank has it; use "xla"'
+            )
+
     def __call__(
         self,
         sources: Arrays,
@@ -48,12 +56,6 @@ class RingGradients(Gradients):
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
-        own = [r.path for r in self.table if spec_axes(r.read.spec).intersection(summing_axes())]
-        if own:
-            raise ModelError(
-                f'parallel.data_reduction "ring": {own[0]} is sharded over an axis that shards the '
-                'batch, so that no rank has it; use "xla"'
-            )
         if program.own_axes.collective:
             raise ModelError(
                 'parallel.data_reduction "ring": the loss reduces over the axis '
