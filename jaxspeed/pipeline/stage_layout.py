@@ -181,7 +181,7 @@ class StageLayout:
         gradient = gradients[0] if len(gradients) == 1 else jnp.concatenate(gradients)
         slots = self.slots(parameter)
         numbers = np.arange(slots.shape[2])
-        if (slots == np.arange(len(gradient))).all():
+        if len(gradient) == len(numbers) and (slots == numbers).all():
             return gradient, True
         rows = jnp.asarray(slots)[stage, chunk]
         if (np.where(slots < 0, numbers, slots) == numbers).all():  # the empty ones are the last

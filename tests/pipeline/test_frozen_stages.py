@@ -51,6 +51,7 @@ RANGES = {
     "blocks[-2:]/**": [4, 5],
     "blocks[2:4]/**": [2, 3],  # of two stages the last and the first
     "blocks[:1]/**": [0],
+    "blocks[1:5]/**": [1, 2, 3, 4],  # of two stages two layers each, at three places
     "blocks[9:]/**": [],  # covers no layer: only the head is trained
 }
 GRID = [
@@ -59,6 +60,7 @@ GRID = [
 DEFAULT = [
     ("two stages", "blocks[-2:]/**", Stacked),
     ("stage 3", "blocks[2:4]/**", Stacked),
+    ("two stages", "blocks[1:5]/**", Stacked),
     ("chunks", "blocks[-2:]/**", Listed),
     ("saved", "blocks[9:]/**", Stacked),
     ("padded", "blocks[-2:]/**", Listed),
