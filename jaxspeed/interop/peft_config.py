@@ -49,6 +49,11 @@ SECTION = (
 )  # fmt: skip
 # Initializations that change the weights of the base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Of these models PEFT takes the names in `target_modules`, of any module, for those of experts
+# (its `transformers_weight_conversion.py`, 0.21), and drops the adapters of all others.
+_TAKEN_FOR_EXPERTS = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "qwen3_moe"), ("gate_proj", "up_proj", "down_proj")
+)
 # The names of embeddings whose weights PEFT saves beside their adapters.
 SAVED_EMBEDDINGS = ("embed_tokens", "lm_head")
 
@@ -211,6 +216,12 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
         asked = config["target_parameters"] or ()
         if parameters != {n for n in bound.tensors if ends(n, asked)}:
             config["target_parameters"] = _shortest(parameters, {*bound.tensors}) or None
+        taken = _TAKEN_FOR_EXPERTS.get((form.config or {}).get("model_type", ""), ())
+        if named := {name for name in names if ends(name, taken)}:  # as parameters they are found
+            config["exclude_modules"] = config["layers_to_transform"] = None
+            config["target_modules"] = _shortest(names - named, owners)
+            parameters |= {f"{name}.weight" for name in named}
+            config["target_parameters"] = _shortest(parameters, {*bound.tensors})
         kept = saved_modules(form, bound)
         saved = tuple(config["modules_to_save"] or ())
         if kept != {name for name in owners if name.endswith(saved)}:

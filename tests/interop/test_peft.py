@@ -507,3 +507,31 @@ def test_a_section_names_modules_as_hugging_face_does(folder_of):
 
 def arrays_of(shapes):
     return {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
+
+
+def test_peft_does_not_take_shared_experts_and_dense_layers_for_experts(
+    references, folder_of, tmp_path
+):
+    """Their names in `target_modules` are those of experts to PEFT, which drops the adapters."""
+    base = folder_of("deepseek_v3")
+    lora = {
+        "r": 2, "target_modules": ["q_b_proj", "up_proj", "gate_proj", "down_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "init_lora_weights": False,
+    }  # fmt: skip
+    config = {
+        "model": {"pretrained": str(base)}, "lora": lora, "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }  # fmt: skip
+    engine = jaxspeed.initialize(config=config)
+    engine.save_adapter(tmp_path / "ours")
+    found = references.call(
+        "adapter_files.loaded", base=base, folder=tmp_path / "ours",
+        arguments={"input_ids": TOKENS}, again=tmp_path / "again",
+    )  # fmt: skip
+    ours, theirs = (
+        load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "again")
+    )
+    assert ours.keys() == theirs.keys()
+    logits = jax.jit(lambda tokens: engine.module(tokens))(TOKENS)
+    np.testing.assert_allclose(logits, found, atol=1e-4, rtol=0)
