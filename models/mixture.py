@@ -243,14 +243,7 @@ def loss(model: MixtureDecoder, batch: language.LanguageBatch, train: bool | Non
         + c.sequence_aux_loss_coef * balance.sequence_loss(k)
         + c.router_z_loss_coef * balance.z_loss()
     )
-    sent, seq = balance.counts, p.tokens.shape[1]
-    if c.capacity_factor is not None:  # the others are dropped
-        factor, least = c.capacity_factor, c.min_capacity
-        sent = jnp.minimum(
-            sent,
-            ops.moe.capacity_of(c.num_experts, seq, k=k, factor=factor, min_capacity=least),
-        )
-    rounds = jnp.max(ops.moe.rounds_of(sent, k, seq))
+    rounds = jnp.max(ops.moe.rounds_of(balance.sent, k, p.tokens.shape[1]))
     metrics = {**balance.metrics(), "auxiliary_loss": auxiliary, "dispatch_rounds": rounds}
     if model.expert_counts is not None and train is not False:
         model.expert_counts[...] += balance.total()

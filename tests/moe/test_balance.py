@@ -96,6 +96,7 @@ def test_balanced_layers_have_a_loss_of_one_each_and_metrics_of_one():
         counts,
         jnp.full(counts.shape, 3.0),
         jnp.full((BATCH, LAYERS), 4.0),
+        counts[:, :, None],
         jnp.full((BATCH, LAYERS), 12, jnp.int32),
     )
     assert_near([even.switch_loss(2), even.sequence_loss(2), even.z_loss()], [3, 3, 12])

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ from jax.interpreters import ad
 from jaxspeed import ops
 from jaxspeed.ops.moe import dispatch
 from jaxspeed.ops.moe import grouped_products as products
-from jaxspeed.ops.moe.dispatch import pair_rows, rounds_of
+from jaxspeed.ops.moe.dispatch import pair_rows, pairs_of_parts, rounds_of
 from tests.moe.mixture_cases import (
     BATCH,
+    EMBED,
     EXPERTS,
     LOADS,
-    SEQ,
     K,
     case,
     dense_layer,
@@ -33,6 +34,7 @@ MESHES = {
     "data 2 x tensor 2": {"data": 2, "tensor": 2},
     "expert 4 x tensor 2": {"expert": 4, "tensor": 2},
     "data 2 x expert 2": {"data": 2, "expert": 2},
+    "seq 2 x expert 2": {"seq": 2, "expert": 2},
 }
 MORE_MESHES = {
     "expert 2": {"expert": 2},
@@ -42,6 +44,7 @@ MORE_MESHES = {
     "pipe 2 x expert 2 x tensor 2": {"pipe": 2, "expert": 2, "tensor": 2},
 }
 dense = with_gradients(dense_layer)
+EVEN = 6  # tokens of a sample that a sequence axis divides
 
 
 @functools.cache
@@ -64,6 +67,30 @@ def compiled(mesh: str):
 def test_outputs_and_gradients_are_those_of_the_dense_mixture(mesh, load):
     given = case(load)
     assert max(errors(compiled(mesh)(given), dense(given)).values()) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [{"seq": 4}, {"data": 2, "seq": 2, "expert": 2}])
+def test_each_device_of_a_sequence_computes_its_positions(sizes):
+    """Of all samples in place; a program for one device has a share of the rows of experts."""
+    given, mesh, made = case("skewed", 8, 12), simulated_mesh(**sizes), []
+
+    def run(given):
+        def feed_forward(rows):
+            made.append(rows.values.shape)
+            hidden = jax.nn.silu(rows.product(given.gate)) * rows.product(given.up)
+            return rows.product(given.down, hidden * rows.weights)
+
+        routing = routing_of(given.chosen, given.combine)
+        return ops.moe.mixture(given.x, routing, feed_forward)
+
+    with jax.set_mesh(mesh):
+        found = with_gradients(layer)(given)
+        compiled = jax.jit(run).lower(given).compile()
+    assert max(errors(found, dense(given)).values()) < 1e-5
+    shards = int(np.prod([*sizes.values()]))
+    pairs, slack = 8 * 12 * K // shards, 1.25 if "expert" in sizes else 1
+    assert made[0][1:3] == (shards, pairs * slack)
+    assert not re.search(rf"all-gather.*f32\[(8,12|96|192),{EMBED}\]", compiled.as_text())
 
 
 @pytest.mark.full
@@ -113,22 +140,23 @@ def test_the_ragged_form_equals_the_dense_mixture(ragged, load):
 
 def expected_rounds(chosen, sizes):
     """ceil of the most rows from one device to another over what fits, with Python's loops."""
-    groups = sizes.get("expert", 1)
+    groups, parts = sizes.get("expert", 1), sizes.get("seq", 1)
     shards = groups * sizes.get("data", 1) * sizes.get("replica", 1)
-    samples = len(chosen) // shards
+    samples, positions = len(chosen) // shards, EVEN // parts
     most = 0
-    for shard, group in itertools.product(range(shards), range(groups)):
+    for shard, part, group in itertools.product(range(shards), range(parts), range(groups)):
         own = chosen[shard * samples : (shard + 1) * samples]
+        own = own[:, part * positions : (part + 1) * positions]
         most = max(most, int(np.sum(own // (EXPERTS // groups) == group)))
-    fits = -(-5 * samples * SEQ * K // (4 * groups))
+    fits = -(-5 * samples * positions * K // (4 * groups))
     return max(1, -(-most // fits))
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_rounds_are_those_of_the_formula(load):
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 2}, {"seq": 2, "expert": 2}])
+def test_rounds_are_those_of_the_formula(load, sizes):
     """Those that are counted for metrics, and those that a layer runs."""
-    sizes = MESHES["data 2 x expert 2"]
-    given, ran = case(load), []
+    given, ran = case(load, seq=EVEN), []
 
     def feed_forward(rows):
         jax.debug.callback(lambda x: ran.append(None), rows.values[0, 0, 0, 0])
@@ -138,7 +166,7 @@ def test_rounds_are_those_of_the_formula(load):
     def run(given):
         routing = routing_of(given.chosen, given.combine)
         y = ops.moe.mixture(given.x, routing, feed_forward)
-        return y, rounds_of(routing.counts[:, None], K, SEQ)
+        return y, rounds_of(pairs_of_parts(given.chosen, EXPERTS)[:, None], K, EVEN)
 
     with jax.set_mesh(simulated_mesh(**sizes)):
         _, counted = run(given)

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspeed.ops.moe.dispatch import pairs_of_parts
+from jaxspeed.ops.moe.grouped_products import layout
 from jaxspeed.ops.moe.routing import Routing
 
 
@@ -30,6 +32,8 @@ class Balance(NamedTuple):
     counts: jax.Array  # [batch, layers, experts] int32: tokens that chose an expert
     probabilities: jax.Array  # [batch, layers, experts] fp32: the sum over tokens of s / sum(s)
     z: jax.Array  # [batch, layers] fp32: the mean over tokens of logsumexp(logits)^2
+    # [batch, layers, parts, experts] int32: pairs that travel, of each device's positions
+    sent: jax.Array
     dropped: jax.Array  # [batch, layers] int32: dropped pairs of token and expert
 
     @classmethod
@@ -39,6 +43,7 @@ class Balance(NamedTuple):
             jnp.zeros((batch, layers, experts), jnp.int32),
             jnp.zeros((batch, layers, experts), jnp.float32),
             jnp.zeros((batch, layers), jnp.float32),
+            jnp.zeros((batch, layers, layout().seq_shards, experts), jnp.int32),
             jnp.zeros((batch, layers), jnp.int32),
         )
 
@@ -48,6 +53,7 @@ class Balance(NamedTuple):
             routing.counts,
             routing.probabilities,
             routing.z / routing.experts.shape[1],
+            pairs_of_parts(routing.experts, routing.counts.shape[-1]),
             routing.dropped,
         )
 

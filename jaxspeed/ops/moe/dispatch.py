@@ -12,6 +12,8 @@ devices, so that control flow is the same everywhere:
 
     rounds = max over pairs of devices of ceil(rows from one to the other / c)
 
+Over a sequence axis a device has the pairs of its positions, as it has those of its samples.
+
 The first round stands outside of the loop of the others, which is skipped if there are none.
 
 A layer with such exchanges saves its inputs alone. There are two exchanges of rows forward, of the
@@ -131,13 +133,24 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
     shards, parts = where.shards, where.parts
     tokens = -(-batch * seq // shards)  # of a shard
     padding = tokens * shards - batch * seq
+    of_samples = shards // where.seq_shards
+    in_place = where.seq_shards > 1 and batch % of_samples == seq % where.seq_shards == 0
 
     def sharded(values: jax.Array, fill: int = 0) -> jax.Array:
         """[batch, seq, n] as [shards, tokens, n]."""
+        values = values.reshape(batch, seq, -1)
+        if in_place:
+            return to_shards(values, where, seq // where.seq_shards)
         values = values.reshape(batch * seq, -1)
         if padding:
             values = jnp.pad(values, ((0, padding), (0, 0)), constant_values=fill)
         return values.reshape(shards, tokens, -1)
+
+    def in_sequences(values: jax.Array) -> jax.Array:
+        """[shards, tokens, embed] as [batch, seq, embed]."""
+        if in_place:
+            return from_shards(values, where, seq // where.seq_shards)
+        return values.reshape(shards * tokens, -1)[: batch * seq].reshape(batch, seq, -1)
 
     def of_shards(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         sent = _Exchange(where, experts, tokens, k)
@@ -177,7 +190,7 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
 
             total = others(total, x, weights)
         total = jnp.sum(total, axis=0) if parts > 1 else total[0]
-        return total.reshape(shards * tokens, -1)[: batch * seq].reshape(batch, seq, -1)
+        return in_sequences(total)
 
     # Without exchanges it has residuals as other layers have.
     layer = of_shards
@@ -208,25 +221,76 @@ def pair_rows(pairs: int, expert_shards: int) -> int:
     return min(pairs, math.ceil(SLACK * pairs / expert_shards))
 
 
-def rounds_of(counts: jax.Array, k: int, seq: int) -> jax.Array:
+def pairs_of_parts(chosen: jax.Array, experts: int) -> jax.Array:
+    """[batch, parts, experts] int32: pairs that travel, of each device's part of a sample.
+
+    Args:
+      chosen: the experts of tokens, [batch, seq, k]; `experts` is no expert.
+    """
+    parts, seq = layout().seq_shards, chosen.shape[1]
+    size = -(-seq // parts)
+    with jax.named_scope(ANY_ORDER):  # these are the tokens that a device has, whichever they are
+        of_parts = (chosen[:, i * size : (i + 1) * size, :, None] for i in range(parts))
+        numbers = jnp.arange(experts)
+        sums = [jnp.sum(part == numbers, axis=(1, 2), dtype=jnp.int32) for part in of_parts]
+        return jnp.stack(sums, axis=1)
+
+
+def rounds_of(sent: jax.Array, k: int, seq: int) -> jax.Array:
     """The rounds that layers need in the context's mesh.
 
     Args:
-      counts: [batch, layers, experts], pairs of each sample that travel.
+      sent: [batch, layers, parts, experts], the pairs of each part of a sample that travel
+        (`pairs_of_parts`).
       k: experts of a token.
       seq: tokens of a sample.
     """
     where = layout()
-    batch, layers, _ = counts.shape
-    groups, shards = where.expert_shards, where.shards
+    batch, layers, parts, _ = sent.shape
+    groups = where.expert_shards
+    shards = where.shards // where.seq_shards  # of the samples
     if groups == 1:
         return jnp.ones((layers,), jnp.int32)
     samples = -(-batch // shards)
-    counts = jnp.pad(counts, ((0, samples * shards - batch), (0, 0), (0, 0)))
-    sent = counts.reshape(shards, samples, layers, groups, -1).sum((1, 4))
-    most = jnp.max(sent, axis=(0, 2))
-    return jnp.maximum(-(-most // pair_rows(samples * seq * k, groups)), 1)
+    sent = jnp.pad(sent, ((0, samples * shards - batch), *[(0, 0)] * 3))
+    sent = sent.reshape(shards, samples, layers, parts, groups, -1).sum((1, 5))
+    most = jnp.max(sent, axis=(0, 2, 3))
+    return jnp.maximum(-(-most // pair_rows(samples * -(-seq // parts) * k, groups)), 1)
 
+
+# -- one device's positions of its samples ---------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def to_shards(x: jax.Array, where: Layout, positions: int) -> jax.Array:
+    """[batch, seq, n] as [shards, tokens, n]; each device keeps its part, so nothing is sent.
+
+    Its transpose is the inverse, which that of `shard_map` would follow by a sum over other axes.
+    """
+    del positions
+    run = where.on_devices(
+        lambda x: x.reshape(1, -1, x.shape[-1]), (where.sequences,), P(where.tokens)
+    )
+    return run(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def from_shards(x: jax.Array, where: Layout, positions: int) -> jax.Array:
+    """[shards, tokens, n] as [batch, seq, n], of so many positions of a device."""
+    run = where.on_devices(
+        lambda x: x.reshape(-1, positions, x.shape[-1]), (P(where.tokens),), where.sequences
+    )
+    return run(x)
+
+
+to_shards.defvjp(
+    lambda x, *how: (to_shards(x, *how), None),
+    lambda where, positions, _, ct: (from_shards(ct, where, positions),),
+)
+from_shards.defvjp(
+    lambda x, *how: (from_shards(x, *how), None),
+    lambda where, positions, _, ct: (to_shards(ct, where, positions),),
+)
 
 # -- one device's rows -----------------------------------------------------------------------------
 
@@ -277,7 +341,7 @@ class _Exchange:
         self.own = experts // self.groups  # experts of a shard
         self.pair_rows = pair_rows(self.pairs, self.groups)
         self.most_rounds = -(-self.pairs // self.pair_rows) if self.groups > 1 else 1
-        specs: list[Any] = [*[P(where.samples or None)] * 4, P()]
+        specs: list[Any] = [*[P(where.tokens or None)] * 4, P()]
         self.plans = SortedPairs(*specs)
 
     def plan(self, chosen: jax.Array) -> SortedPairs:
@@ -302,7 +366,7 @@ class _Exchange:
                 rounds = jnp.maximum(lax.pmax(needed, mesh.axis_names if mesh else ()), 1)
             return SortedPairs(order[None], inverse[None], starts[None], received[None], rounds)
 
-        return self.where.on_devices(device, (P(self.where.samples or None),), self.plans)(chosen)
+        return self.where.on_devices(device, (P(self.where.tokens or None),), self.plans)(chosen)
 
     def dispatch(
         self, plan: SortedPairs, number: Any, x: jax.Array, weights: jax.Array
@@ -321,7 +385,7 @@ class _Exchange:
                 of_rows = moved(of_rows, places.slot_of_row, places.row_of_slot)
             return values[None, None], of_rows[None, None], places.bounds[None]
 
-        rows, samples = self.where.rows, P(self.where.samples or None)
+        rows, samples = self.where.rows, P(self.where.tokens or None)
         return self.where.on_devices(device, (self.plans, P(), rows, rows), (rows, rows, samples))(
             plan, jnp.int32(number), x, weights
         )

@@ -12,10 +12,10 @@ when it is lowered:
 | any | plain products of blocks of rows of one expert each |
 
 Rows are [parts, shards, rows, dim]. `shards` are the devices' own rows, sharded over the axes of
-the samples. Where a tensor axis shards a dim of the weights, there are as many `parts`: a product
-that contracts this dim has partial sums as its result, one a part, and other results have a part of
-the dim. The gradient of the weights is computed on each device for its rows, and summed in the
-global view, so that it can be reduce-scattered.
+the samples and of their positions. Where a tensor axis shards a dim of the weights, there are as
+many `parts`: a product that contracts this dim has partial sums as its result, one a part, and
+other results have a part of the dim. The gradient of the weights is computed on each device for its
+rows, and summed in the global view, so that it can be reduce-scattered.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.axes import TENSOR, product
+from jaxspeed.axes import SEQ, TENSOR, axis_names, product, sample_axes
 from jaxspeed.jaxpr.primitives import GROUPED_GRADIENT, GROUPED_PRODUCT
-from jaxspeed.ops.free_axes import free_axes, free_sample_axes
+from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.ops.moe import megablox
 
 EXPERT = "expert"
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     """Where the rows of a mixture are: the mesh axes of the context that are not manual."""
 
     mesh: AbstractMesh | None  # None: one device
-    samples: tuple[str, ...]  # that shard the rows, outermost first; `expert` is the last one
+    tokens: tuple[str, ...]  # that shard the rows, outermost first; `expert` is the last one
     axes: tuple[tuple[str, int], ...]  # all axes that are not manual
 
     @property
@@ -59,16 +59,25 @@ class Layout(NamedTuple):
 
     @property
     def shards(self) -> int:
-        return product(self.samples, self.sizes)
+        return product(self.tokens, self.sizes)
 
     @property
     def expert_shards(self) -> int:
         return self.sizes.get(EXPERT, 1)
 
     @property
+    def seq_shards(self) -> int:
+        return self.sizes.get(SEQ, 1)
+
+    @property
+    def sequences(self) -> P:
+        """Of an array [batch, seq, ...]."""
+        return P(tuple(axis for axis in self.tokens if axis != SEQ) or None, SEQ)
+
+    @property
     def rows(self) -> P:
         """Of an array [parts, shards, ...]."""
-        return P(TENSOR if self.parts > 1 else None, self.samples or None)
+        return P(TENSOR if self.parts > 1 else None, self.tokens or None)
 
     def weights(self, sharded: Dim | None) -> P:
         """Of the experts' weights [experts, in, out]."""
@@ -98,7 +107,9 @@ def layout() -> Layout:
     free = free_axes()
     if math.prod(free.values()) == 1:
         return Layout(None, (), ())
-    return Layout(jax.sharding.get_abstract_mesh(), free_sample_axes(), tuple(free.items()))
+    of_tokens = (*sample_axes(), SEQ)
+    tokens = tuple(axis for axis in axis_names() if axis in of_tokens and free.get(axis, 1) > 1)
+    return Layout(jax.sharding.get_abstract_mesh(), tokens, tuple(free.items()))
 
 
 # -- the primitives --------------------------------------------------------------------------------
@@ -211,7 +222,7 @@ def _product_transpose(cotangent: Any, values: Any, weight: Any, bounds: Any, **
 
 def _partials(layout: Layout, sharded: Dim | None) -> tuple[str, ...]:
     """The axes over which gradients of weights are partial sums."""
-    axes = tuple(axis for axis in layout.samples if axis != EXPERT)
+    axes = tuple(axis for axis in layout.tokens if axis != EXPERT)
     return (TENSOR, *axes) if layout.parts > 1 and sharded is None else axes
 
 
@@ -277,7 +288,7 @@ def _product_on_devices(tpu: bool) -> Any:
             )
             return y[None, None]
 
-        specs = (layout.rows, layout.weights(sharded), P(layout.samples or None))
+        specs = (layout.rows, layout.weights(sharded), P(layout.tokens or None))
         return layout.on_devices(device, specs, layout.rows)(values, weight, bounds)
 
     return run
@@ -302,7 +313,7 @@ def _gradient_on_devices(tpu: bool) -> Any:
             return gradient(values[0, 0], cotangent[0, 0], bounds[0], preferred_element_type)[None]
 
         out = result_spec(GROUPED_GRADIENT, {"layout": layout, "sharded": sharded})
-        specs = (layout.rows, layout.rows, P(layout.samples or None))
+        specs = (layout.rows, layout.rows, P(layout.tokens or None))
         return layout.on_devices(device, specs, out)(values, cotangent, bounds)
 
     return run
