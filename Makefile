@@ -33,7 +33,7 @@ TEST_MAP = .cache/test_map
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-for test-map test-full test-oldest install-oldest references lint format types docs bench clean
+.PHONY: help install train test test-fast test-for test-map test-sample test-full test-record test-oldest install-oldest references lint format types docs bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -53,8 +53,13 @@ $(INSTALLED): pyproject.toml
 train: $(INSTALLED)  ## train a small model on 8 simulated devices: about three minutes
 	$(BIN)/jaxspeed train configs/tiny.yaml
 
-test: $(INSTALLED)  ## the tests, in their covering sets
+test: $(INSTALLED)  ## each claim of the tests once, within budgets
 	$(PYTEST) -m 'not full' $(TESTS)
+
+test-sample: $(INSTALLED)  ## one of the parts of the other tests, by the sources or by SEED=number
+	@mkdir -p .cache
+	@$(BIN)/python -m tests.support.sample $(if $(SEED),--seed $(SEED)) > .cache/sample
+	$(PYTEST) @.cache/sample
 
 test-fast: $(INSTALLED)  ## the tests that compile nothing: within a minute
 	$(PYTEST) -m 'fast and not full' $(FAST_TESTS)
@@ -72,6 +77,11 @@ test-map: $(INSTALLED)  ## record which test executes which file, for test-for (
 
 test-full: $(INSTALLED)  ## every combination that is promised (long)
 	$(PYTEST) -m 'full or not full' $(TESTS)
+
+test-record: $(INSTALLED)  ## run the tests of TESTS' files that `make test` leaves out, record their time
+	@mkdir -p .cache
+	$(PYTEST) -m full --cpu-seconds .cache/cpu_seconds $(TESTS)
+	$(BIN)/python -m tests.support.cpu_seconds .cache/cpu_seconds
 
 install-oldest:
 	$(MAKE) install VENV=$(OLDEST_VENV) REQUIREMENTS='$(OLDEST_JAX)'

@@ -88,6 +88,26 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 _DEATHS = pytest.StashKey[list[str]]()
 
+# -- which tests are run ---------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, metavar="SEED", help="see tests/support/sample.py")
+    parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `default_cases` does not name as `full`; before pytest selects by marks."""
+    from tests.support import covering, sample
+
+    covering.choose_default(items, config.stash)
+    if (seed := config.getoption("sample")) is not None:
+        kept = set(sample.keep(items, seed))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
 # -- tests marked `fast` compile nothing -----------------------------------------------------------
 
 _COMPILED: list[str] = []  # what JAX compiled, or read from its cache, in the test that runs
@@ -102,8 +122,10 @@ def pytest_configure(config: pytest.Config) -> None:
     from jax import monitoring
 
     from tests.support import covering
+    from tests.support.cpu_seconds import CpuSeconds
 
     covering.is_full = "full" in config.option.markexpr.replace("not full", "")
+    config.pluginmanager.register(CpuSeconds(config))
     monitoring.register_event_duration_secs_listener(_on_event)
 
 

@@ -1,11 +1,14 @@
 """Which cases of a grid, and how many examples, `make test` runs; `make test-full` runs all."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 is_full = False  # whether tests marked `full` are asked for; conftest.py sets it
+# Of each collected test whether `make test` runs it, before any are deselected; and the cases that
+# `default_cases` names and no test has.
+COLLECTED, UNKNOWN = pytest.StashKey[dict[str, bool]](), pytest.StashKey[list[str]]()
 
 
 def examples(few: int, many: int) -> int:
@@ -25,3 +28,18 @@ def covering(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
         )
         for case in cases
     ]
+
+
+def choose_default(items: Sequence[pytest.Item], stash: pytest.Stash) -> None:
+    """Mark the cases that a test's `default_cases(id, ...)` does not name as `full`."""
+    left: dict[str, set[str]] = {}
+    for item in items:
+        if named := item.get_closest_marker("default_cases"):
+            test, _, case = item.nodeid.partition("[")
+            cases = left.setdefault(test, set(named.args))
+            if case[:-1] in named.args:
+                cases.discard(case[:-1])
+            else:
+                item.add_marker(pytest.mark.full)
+    stash[UNKNOWN] = [f"{test}[{case}]" for test, cases in left.items() for case in sorted(cases)]
+    stash[COLLECTED] = {item.nodeid: not item.get_closest_marker("full") for item in items}

@@ -1,0 +1,104 @@
+"""`make test-sample`: the tests marked `full` in parts, of which a seed chooses one.
+
+A part has whole files, whose tests share fixtures, but for those that one worker would be busy with
+for too long: of these it has a run of neighbouring tests.
+"""
+
+import argparse
+import hashlib
+import math
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support.cpu_seconds import record
+
+ROOT = Path(__file__).resolve().parents[2]
+MINUTES, WORKERS = 12, 2  # a part takes so long on that many cores
+_PART_S = 0.9 * MINUTES * 60 * WORKERS  # they do not end at the same time
+_LONGEST_S = 300.0  # of one file in a part
+
+
+class Slice(NamedTuple):
+    """The tests of a file marked `full`, or the index-th of `count` runs of them."""
+
+    file: str
+    index: int
+    count: int
+    seconds: float
+
+
+def parts(seconds: Mapping[str, float]) -> list[list[Slice]]:
+    """Parts of about equal CPU time, from the files' CPU seconds: the same for equal records."""
+    slices = []
+    for file, value in seconds.items():
+        count = max(1, math.ceil(value / _LONGEST_S))
+        slices += [Slice(file, index, count, value / count) for index in range(count)]
+    slices.sort(key=lambda one: (-one.seconds, one.file, one.index))
+    number = math.ceil(sum(seconds.values()) / _PART_S)
+    while True:
+        made: list[list[Slice]] = [[] for _ in range(number)]
+        for one in slices:
+            min(made, key=_seconds).append(one)
+        if max(map(_seconds, made)) <= _PART_S:
+            return made
+        number += 1
+
+
+def _seconds(part: list[Slice]) -> float:
+    return sum(one.seconds for one in part)
+
+
+def part_of(seed: int) -> list[Slice]:
+    """The part that a seed chooses: as many consecutive seeds as there are parts choose all."""
+    made = parts(record()["full"])
+    return made[seed % len(made)]
+
+
+def seed_of_contents(root: Path = ROOT) -> int:
+    """A hash of the tracked files; of an export, which has no `.git`, of all but hidden ones."""
+    if (root / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+        names = listed.stdout.decode().split("\0")
+    else:
+        names = [str(file.relative_to(root)) for file in root.rglob("*")]
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        parts = Path(name).parts
+        if not any(p.startswith(".") or p == "__pycache__" or p.endswith(".egg-info") for p in parts):
+            if (root / name).is_file():
+                digest.update(f"{name}\0".encode() + (root / name).read_bytes())
+    return int.from_bytes(digest.digest()[:4])
+
+
+def keep(items: list[Any], seed: int) -> Iterable[Any]:
+    """Of the tests marked `full`, those of the part."""
+    by_file: dict[str, list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("full"):
+            by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for one in part_of(seed):
+        tests = by_file.get(one.file, [])
+        yield from tests[one.index * len(tests) // one.count : (one.index + 1) * len(tests) // one.count]
+
+
+def main() -> int:
+    """Print the arguments of pytest that run a part."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.sample", description=__doc__)
+    parser.add_argument("--seed", type=int, help="default: from the contents of the tracked files")
+    seed = parser.parse_args().seed
+    seed = seed_of_contents() if seed is None else seed
+    part, number = part_of(seed), len(parts(record()["full"]))
+    print(
+        f"part {seed % number + 1} of {number} of the tests marked `full` (SEED={seed}): "
+        f"{len(part)} files, {_seconds(part) / 60:.0f} CPU minutes as recorded",
+        file=sys.stderr,
+    )
+    print("\n".join(["-m", "full", f"--sample={seed}", *sorted({one.file for one in part})]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
