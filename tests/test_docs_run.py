@@ -139,6 +139,7 @@ def test_every_command_is_in_one_of_the_lists():
     assert not set(lists) - set(commands())
 
 
+@pytest.mark.default_cases(every=5)
 @pytest.mark.parametrize("command", QUICK)
 def test_a_quick_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(prepare(tmp_path))

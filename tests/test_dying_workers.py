@@ -22,6 +22,7 @@ def test_{name}(i):
 """
 
 
+@pytest.mark.default_cases("2-1-FAILED test_first.py::test_first[2]")
 @pytest.mark.parametrize(
     ("deaths", "code", "said"),
     [(1, 0, "8 passed, 1 worker died"), (2, 1, "FAILED test_first.py::test_first[2]")],
@@ -34,7 +35,7 @@ def test_the_first_death_is_named_and_the_second_fails(tmp_path, deaths, code, s
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=120,

@@ -54,6 +54,7 @@ def of_jaxspeed(request, tiny, tmp_path_factory):
     return work, weights, losses
 
 
+@pytest.mark.full
 def test_plain_jax_has_the_losses_of_jaxspeed(of_jaxspeed):
     work, weights, expected = of_jaxspeed
     step = peers_jax.plain_jax_step(weights, work, scanned=True)

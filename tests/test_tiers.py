@@ -1,7 +1,9 @@
 """What `make test` runs, within which budgets, and which part of the rest is sampled."""
 
+import fnmatch
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,7 +111,9 @@ def test_consecutive_seeds_run_all_tests_once(seconds, seed):
 def test_a_part_fits_its_minutes():
     seconds = record()["full"]
     parts = sample.parts(seconds)
-    assert sum(one.seconds for part in parts for one in part) == pytest.approx(sum(seconds.values()))
+    assert sum(one.seconds for part in parts for one in part) == pytest.approx(
+        sum(seconds.values())
+    )
     for part in parts:
         assert sum(one.seconds for one in part) <= sample.MINUTES * 60 * sample.WORKERS
 
@@ -140,6 +144,35 @@ def test_each_file_with_full_tests_has_a_record(pytestconfig):
     collected = pytestconfig.stash[COLLECTED]
     files = {name.partition("::")[0] for name, default in collected.items() if not default}
     assert sorted(files - set(record()["full"])) == [], "run `make test-record` for these"
+
+
+def claims():
+    """(what a row of docs/notes/verification.md claims, its tests' files and folders, its tier)."""
+    for line in (ROOT / "docs/notes/verification.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and "`tests/" in cells[1]:
+            names = re.findall("`([^`]+)`", cells[1])
+            for i, name in enumerate(names):  # a file after one of the same folder
+                names[i] = name if "/" in name else names[i - 1].rpartition("/")[0] + "/" + name
+            yield cells[0], names, cells[2]
+
+
+@pytest.mark.parametrize(
+    ("claim", "names", "tier"), [pytest.param(*c, id=c[0][:40]) for c in claims()]
+)
+def test_a_claim_has_tests_of_its_tier(claim, names, tier, pytestconfig):
+    assert tier in ("default", "points", "sampled", "a GPU")
+    collected = pytestconfig.stash[COLLECTED]
+    tests = [
+        is_default
+        for test, is_default in collected.items()
+        if any(fnmatch.fnmatch(test, name if "*" in name else f"{name}[:/]*") for name in names)
+    ]
+    if not tests:
+        assert all(list(ROOT.glob(name)) for name in names), "a file of its tests is gone"
+        pytest.skip("its tests were not collected")
+    assert tier == "sampled" or any(tests), "`make test` has no test of it"
+    assert tier == "default" or not all(tests), "`make test` has all tests of it"
 
 
 def test_each_default_case_exists(pytestconfig):

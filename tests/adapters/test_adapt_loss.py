@@ -163,6 +163,7 @@ class Adapted:
         return max(float(abs(a - b)), *off.values())
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_weights_roles_are_found_and_no_merged_weight_is_computed(name):
     function, shapes, roles = CASES[name]

@@ -149,6 +149,7 @@ COVERING = [
 ]  # the last: unlike stages
 
 
+@pytest.mark.default_cases("lora-1-1-2")
 @pytest.mark.parametrize("setting, stage, tensor, pipe", covering(ALL, COVERING))
 def test_weights_of_all_kinds_train_as_in_a_plain_loop(setting, stage, tensor, pipe):
     engine = CASE.engine(stage, tensor, pipe, lora=SETTINGS[setting])

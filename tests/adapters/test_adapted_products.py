@@ -240,6 +240,7 @@ def reference(
     return product(weight, False) + product((ratio - 1) * weight + ratio * change, True)
 
 
+@pytest.mark.full
 @given(st.sampled_from(KINDS), st.data())
 @settings(max_examples=examples(24, 800))
 def test_adapted_equals_merged_in_both_passes(kind, data):
@@ -543,6 +544,7 @@ LARGE = {
 }
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("how", [True, False, "gaussian"])
 @pytest.mark.parametrize("kind", LARGE)
 def test_initialized_factors_have_the_distributions_of_peft(kind, how):
@@ -562,6 +564,7 @@ def test_initialized_factors_have_the_distributions_of_peft(kind, how):
             assert 0.99 * largest <= abs(x).max() <= largest
 
 
+@pytest.mark.default_cases("gaussian")
 @pytest.mark.parametrize("how", [True, False, "gaussian"])
 def test_a_stacked_layers_factors_are_those_of_the_layer_alone(how):
     """Whatever the ranks of the others are."""

@@ -289,6 +289,7 @@ OF_PROGRAMS = [[case for case in CASES if case[0] == name] for name in PROGRAMS]
 COVERING = [cases[i % len(cases)] for i, cases in enumerate(OF_PROGRAMS)]
 
 
+@pytest.mark.default_cases(every=11)
 @pytest.mark.parametrize(("name", "setting"), covering(CASES, COVERING))
 def test_a_program_equals_it_with_merged_weights(name, setting):
     about = PROGRAMS[name]

@@ -18,6 +18,7 @@ def losses_of(engine, batches):
     return np.array([float(engine.train_batch(batch)["loss"]) for batch in batches])
 
 
+@pytest.mark.full
 def test_dora_of_some_layers_merged_equals_it_applied():
     lora = {"use_dora": True, "layers_to_transform": [1], "target_modules": [UP, DOWN]}
     engine = KINDS.engine(3, devices=jax.devices()[:2], lora=lora)
@@ -51,6 +52,7 @@ class ZeroAtFirst(nnx.Module):
         return self.head(jax.lax.scan(block, x, self.blocks.kernel[...])[0])
 
 
+@pytest.mark.default_cases("layers1")
 @pytest.mark.parametrize("layers", [None, [1]])
 def test_dora_of_weights_that_are_zero_is_finite_and_trains(layers):
     rng = np.random.default_rng(0)
@@ -72,6 +74,7 @@ def test_dora_of_weights_that_are_zero_is_finite_and_trains(layers):
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
 
 
+@pytest.mark.full
 def test_int8_base_on_stages_with_biases_and_8_bit_moments_trains_as_on_one():
     case = CASES["gpt2"]
     more = {
@@ -115,6 +118,7 @@ def test_a_head_over_tensor_is_adapted_once():
         np.testing.assert_allclose(value, own[path], rtol=1e-5, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [{}, pytest.param({"use_dora": True}, marks=pytest.mark.full)])
 def test_a_parameter_server_trains_adapters_as_data_parallelism_does(lora):
     case = CASES["pair"]
@@ -136,6 +140,7 @@ def test_a_parameter_server_trains_adapters_as_data_parallelism_does(lora):
         np.testing.assert_array_equal(plain.parameters[path], value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_int8_rings_reduce_gradients_of_adapters(stage):
     """Near the exact ones: each step's error is fed back to the next."""

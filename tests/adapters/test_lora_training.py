@@ -20,6 +20,7 @@ COVERING = [
 ]
 
 
+@pytest.mark.default_cases("linen-2-1-1")
 @pytest.mark.parametrize("name, stage, tensor, pipe", covering(ALL, COVERING))
 def test_lora_equals_a_plain_loop(name, stage, tensor, pipe):
     case = CASES[name]

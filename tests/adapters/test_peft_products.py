@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default_cases(every=7)
 @pytest.mark.parametrize(("layer", "config"), CASES)
 def test_both_passes_equal_pefts(layer, config, references):
     about, how = LAYERS[layer], {"r": RANK, "lora_alpha": ALPHA, **CONFIGS[config]}
@@ -171,6 +172,7 @@ def test_both_passes_equal_pefts(layer, config, references):
     jax.tree.map(close, pull(jnp.asarray(cotangent)), wanted)
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("how", [True, False, "gaussian"])
 @pytest.mark.parametrize("layer", ["linear", "embedding", "conv2d"])
 def test_the_start_of_training_is_distributed_as_pefts(layer, how, references):

@@ -82,6 +82,7 @@ def test_it_resumes_bit_by_bit(saved):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(of_both))
 
 
+@pytest.mark.default_cases("into fp32")
 @pytest.mark.parametrize(
     ("codecs", "more"),
     [

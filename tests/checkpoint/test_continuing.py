@@ -22,6 +22,7 @@ KINDS = {
 }
 
 
+@pytest.mark.default_cases("fp16 with a dynamic scale")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_run_is_bitwise_the_unbroken_one(tmp_path, kind):
     unbroken = states.engine(**KINDS[kind])

@@ -106,6 +106,7 @@ CORRUPTIONS = (
 
 
 # The default set meets each kind of corruption twice.
+@pytest.mark.default_cases("3", every=3)
 @pytest.mark.parametrize("seed", covering(range(100), range(2 * len(CORRUPTIONS))))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     saved, tmp_path, caplog, seed

@@ -21,6 +21,7 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
+@pytest.mark.default_cases("3-1-fp32")
 @pytest.mark.parametrize(
     ("stage", "other", "precision"),
     covering(

@@ -52,6 +52,7 @@ def test_the_stored_arrays_are_padded_and_the_saved_ones_are_not(saved):
     assert moments == [(12, 7)]
 
 
+@pytest.mark.default_cases("tensor 1", "tensor 4, masters")
 @pytest.mark.parametrize("name", MESHES)
 def test_another_mesh_restores_every_number_and_continues(saved, name):
     other = engine(**MESHES[name])

@@ -32,6 +32,7 @@ def restored(made, folder):
     return found
 
 
+@pytest.mark.full
 def test_it_resumes_with_the_same_codes_on_another_mesh(saved):
     made, folder = saved
     leaves = json.loads((folder / "first" / "checkpoint.json").read_text())["leaves"]
@@ -47,6 +48,7 @@ def test_it_resumes_with_the_same_codes_on_another_mesh(saved):
     other.train_batch(batch(1))
 
 
+@pytest.mark.full
 def test_its_values_become_plain_parameters(saved):
     made, folder = saved
     other = engine("stacked", 1, plain=True)

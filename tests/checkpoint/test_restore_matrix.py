@@ -44,6 +44,7 @@ def restored(request, saved):
     return engine
 
 
+@pytest.mark.default_cases(every=2)
 def test_every_number_is_what_was_saved(restored, saved):
     states.assert_same(states.held(restored), saved[1])
 
@@ -65,6 +66,7 @@ def test_what_layers_read_is_made_from_the_masters(saved):
         np.testing.assert_array_equal(np.asarray(param), whole.astype(param.dtype))
 
 
+@pytest.mark.default_cases("the same", "data 2 x tensor 2", "one device")
 @pytest.mark.parametrize("name", covering(MESHES, [*MESHES][:4]))
 def test_five_more_steps_are_those_of_the_unbroken_run(saved, name):
     engine = states.engine(**MESHES[name])

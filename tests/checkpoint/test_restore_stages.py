@@ -69,6 +69,7 @@ def saved(request, form, tmp_path_factory):
     return form, folder, states.held(made)
 
 
+@pytest.mark.default_cases(every=4)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_number_is_restored_with_its_sharding(saved, mesh):
     form, folder, held = saved

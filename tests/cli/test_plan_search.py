@@ -36,6 +36,7 @@ def searched(config):
     return json.loads(done.stdout), path
 
 
+@pytest.mark.full
 def test_the_config_as_it_is_is_a_candidate_and_the_best_is_no_slower(searched):
     told = searched[0]["search"]
     as_it_is = [each for each in told["candidates"] if not each["set"]]
@@ -114,6 +115,7 @@ def samples():
     return [{name: x[i] for name, x in whole.items()} for i in range(64)]
 
 
+@pytest.mark.full
 def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monkeypatch):
     """And those that it does not are told of."""
     asked = []

@@ -145,6 +145,7 @@ def plain_loss(logp, texts):
 # -- evaluation ------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("params")
 @pytest.mark.parametrize("weights", ["params", "ema"])
 def test_the_loss_of_files_is_that_of_plain_flax_in_each_and_in_all(saved, weights):
     ema = ["--ema"] if weights == "ema" else []
@@ -363,6 +364,7 @@ def section(page, heading):
     return written
 
 
+@pytest.mark.default_cases("Sampling elsewhere")
 @pytest.mark.parametrize(
     "heading", ["Perplexity of a file", "Averaged weights", "Sampling elsewhere"]
 )

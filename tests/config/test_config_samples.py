@@ -320,11 +320,13 @@ CHECKS = {
 }
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_json_schema_accepts_what_loads(name):
     assert valid(Config.json_schema(), json.loads(json.dumps(SAMPLES[name])))
 
 
+@pytest.mark.default_cases(every=5)
 @pytest.mark.parametrize(
     "tree",
     [

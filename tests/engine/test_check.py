@@ -38,6 +38,7 @@ def checked(stage=0, accumulation=1, samples=16, **more):
     return engine, engine.check(tiny.batch(samples))
 
 
+@pytest.mark.default_cases("2-2-more2")
 @pytest.mark.parametrize(
     ("stage", "accumulation", "more"),
     [
@@ -181,6 +182,7 @@ def test_a_model_that_cannot_fit_is_refused_with_numbers_and_a_smaller_one_check
     assert {leaf.path for leaf in report.leaves} == {"layers/0/w", "out"}
 
 
+@pytest.mark.full
 def test_fewer_layers_of_a_model_that_the_config_names(monkeypatch):
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -220,6 +222,7 @@ def test_what_check_cannot_do_is_said():
         summed.check(tiny.batch())
 
 
+@pytest.mark.full
 def test_dropout_is_the_same_on_one_device_and_on_eight():
     class Dropped(nnx.Module):
         def __init__(self, rngs):
@@ -238,6 +241,7 @@ def test_dropout_is_the_same_on_one_device_and_on_eight():
 QUICK = {"OwnScan"}  # test_check_noise.py has batch statistics
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model",
     [

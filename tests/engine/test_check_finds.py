@@ -144,6 +144,7 @@ ERRORS = {
 }  # fmt: skip
 
 
+@pytest.mark.default_cases("nested mode")
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_of_an_adapter_is_found(name, monkeypatch):
     put_back, model, loss, more, says = ERRORS[name]

@@ -108,6 +108,7 @@ BY_TURNS = [*zip(MODELS, [0, 3, 3, 0], strict=True)]
 OTHERS = [*zip(MODELS, [3, 0, 0, 3], strict=True)]
 
 
+@pytest.mark.default_cases("a list of layers-0", "linen-3", "marked functions-0")
 @pytest.mark.parametrize(("case", "stage"), covering(product(MODELS, [0, 3]), BY_TURNS))
 def test_the_first_layer_whose_output_is_infinite_is_named(case, stage):
     model, path, index, layer = MODELS[case]
@@ -120,6 +121,7 @@ def test_the_first_layer_whose_output_is_infinite_is_named(case, stage):
     assert f"the first layer whose output is not finite: {layer}" in str(found)
 
 
+@pytest.mark.default_cases("a list of layers-3", "linen-0", "marked functions-3")
 @pytest.mark.parametrize(("case", "stage"), covering(product(MODELS, [0, 3]), OTHERS))
 def test_a_parameter_that_is_not_finite_is_named_before_the_layers(case, stage):
     model, path, index, layer = MODELS[case]
@@ -150,6 +152,7 @@ class RematMixture(Mixture):
     remat = True
 
 
+@pytest.mark.default_cases("Mixture-Scanned", "RematMixture-Listed", "RematMixture-Scanned")
 @pytest.mark.parametrize("stack", [Listed, Scanned])
 @pytest.mark.parametrize("layer", [Mixture, RematMixture])
 def test_a_router_whose_logits_are_not_finite_is_named(monkeypatch, stack, layer):

@@ -41,6 +41,7 @@ def arrays(values):
     return {path: np.array(x, np.float32) for path, x in values.items()}
 
 
+@pytest.mark.default_cases("ZeRO 3")
 @pytest.mark.parametrize("name", covering(SETTINGS, ["ZeRO 3", "offloaded"]))
 def test_the_averages_are_unpadded_and_may_take_the_parameters_place(name, tmp_path):
     trained = engine(**SETTINGS[name])

@@ -65,6 +65,7 @@ def gathers(evaluate, state, shapes):
     return evaluate.lower(state, shapes).compile().as_text().count(" all-gather(")
 
 
+@pytest.mark.default_cases("offloaded")
 @pytest.mark.parametrize(
     "placement",
     [
@@ -109,6 +110,7 @@ def test_evaluations_in_a_context_gather_parameters_once(placement):
         assert inside == 0
 
 
+@pytest.mark.default_cases("ZeRO 2")
 @pytest.mark.parametrize("placement", AS_STORED)
 def test_where_nothing_is_gathered_a_context_changes_nothing(placement):
     engine = tiny.engine(**AS_STORED[placement])

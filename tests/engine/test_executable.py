@@ -82,6 +82,7 @@ def kept(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 def test_the_losses_are_the_same_bit_for_bit_and_no_step_is_compiled(kept, tmp_path):
     loose = Path(shutil.copy(kept, tmp_path))
     loose.chmod(0o666)
@@ -114,6 +115,7 @@ def changed(places, value):
     return config
 
 
+@pytest.mark.default_cases("none", "another rate", "another batch")
 @pytest.mark.parametrize("name", covering(OTHERS, OTHERS.keys() - {"another stage"}))
 def test_another_step_is_known_to_be_another(kept, name):
     places, value, differs = OTHERS[name]

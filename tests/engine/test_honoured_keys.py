@@ -618,6 +618,7 @@ SEEN = {
 }
 
 
+@pytest.mark.default_cases("fp32, warm-up")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in CONFIGS],

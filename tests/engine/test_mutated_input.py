@@ -65,6 +65,7 @@ def config(tmp_path_factory):
     return given
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_mutated_config_is_read_and_traced_or_refused(config, tmp_path, monkeypatch, seed):
     """As a tree, or as the text of a file; what is accepted is traced with its data."""

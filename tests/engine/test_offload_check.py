@@ -73,6 +73,7 @@ def test_stages_offload_what_the_config_sets(recompute):
     assert found.by_kind == {OPTIMIZER: (waiting, waiting)}
 
 
+@pytest.mark.default_cases("2-1", "3-3")
 @pytest.mark.parametrize(
     ("stage", "accumulation"),
     covering(itertools.product([0, 2, 3], [1, 3]), [(0, 3), (2, 1), (3, 3)]),
@@ -223,6 +224,7 @@ def test_an_activation_that_looks_like_a_weight_is_not_taken_for_its_gradient():
     assert found.by_kind[GRADIENTS][1] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", covering(["stage 0", "stage 3", "sequence"], ["sequence"]))
 def test_its_flops_are_those_of_the_compiled_step(way):
     """Products; also where not all devices share them."""

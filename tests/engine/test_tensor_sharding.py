@@ -189,6 +189,7 @@ class Depthwise(nnx.Module):
         return self.down(jax.nn.relu(self.up(self.dw(x))))
 
 
+@pytest.mark.default_cases("words1-4-0-2")
 @pytest.mark.parametrize(
     ("tensor", "stage", "accumulation"),
     [
@@ -222,6 +223,7 @@ class OddHead(nnx.Module):
         return self.head(x + self.down(jnp.tanh(self.up(x))))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.full), "ring"])
 def test_a_head_whose_vocabulary_does_not_divide_is_no_part_of_a_ring(overlap):
     batch = {"tokens": foreign_models.tokens(9)}
@@ -248,6 +250,7 @@ class Joined(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
+@pytest.mark.full
 def test_concatenated_samples_stay_sharded_over_the_data_axes():
     batch = {"x": foreign_models.numbers(2, 16)}
     flops = {}

@@ -184,6 +184,7 @@ def tokens_of(generator, engine, **options):
 DEFAULT = [*zip(MODELS, 3 * list(PLACEMENTS), strict=True)]  # by turns
 
 
+@pytest.mark.default_cases("nnx, own cache-one device")
 @pytest.mark.parametrize(("name", "placement"), covering(product(MODELS, PLACEMENTS), DEFAULT))
 def test_tokens_are_those_without_a_cache(name, placement, caplog):
     engine = engine_of(MODELS[name], placement)

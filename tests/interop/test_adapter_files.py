@@ -572,6 +572,7 @@ def test_a_wrong_use_of_the_command_is_an_error(run, tmp_path, capsys, words, me
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_adapter_s_folder_alone_starts_an_engine_from_it(run, tmp_path, stage):
     folder, params, of = run
@@ -593,6 +594,7 @@ def test_an_adapter_s_folder_alone_starts_an_engine_from_it(run, tmp_path, stage
         assert (tmp_path / "again" / name).read_bytes() == (folder / "saved" / name).read_bytes()
 
 
+@pytest.mark.full
 def test_settings_beside_an_adapter_may_not_contradict_it(run):
     config = json.loads((run[0] / "saved" / "adapter_config.json").read_text())
     same = {key: config[key] for key in ("r", "use_dora")}

@@ -54,6 +54,7 @@ def read(folder):
     return {name: np.array(file.array(name)) for file in files for name in file.tensors}
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("files", [1, 3])
 def test_a_folder_is_read_into_shards_and_written_again(tmp_path, files):
     tensors = folders.llama_tensors()
@@ -165,6 +166,7 @@ def test_an_export_is_cast(tmp_path, dtype, bits):
     assert summary.tensors == len(tensors)
 
 
+@pytest.mark.full
 def test_a_family_that_was_not_pretrained_is_exported_and_read_again(tmp_path):
     sizes = {"num_hidden_layers": 3, "qk_norm": True, "sliding_window": 7}
     for name, config in {"llama": sizes, "gpt2": {"tie_word_embeddings": False}}.items():
@@ -203,6 +205,7 @@ def test_a_model_of_ones_own_needs_a_mapping_table_alone(tmp_path):
     assert_same(read(tmp_path / "other"), tensors)
 
 
+@pytest.mark.full
 def test_a_models_other_state_is_initialized(tmp_path):
     tensors = folders.gpt2_tensors()
     source = folders.folder(tmp_path, folders.GPT2, tensors)

@@ -81,6 +81,7 @@ def codes_of(made, layer: int, name: str) -> dict[str, np.ndarray]:
 MESHES = [{"data": 8}, {"data": 4, "tensor": 2}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", covering(MESHES, MESHES[1:]))
 def test_a_folder_is_read_into_codes(tmp_path, mesh):
     given = tensors()
@@ -122,6 +123,7 @@ def test_layers_are_read_one_by_one(tmp_path, monkeypatch):
 FORMS = [("nf4", True), ("fp4", False), ("int8", False)]
 
 
+@pytest.mark.default_cases("nf4-True", "fp4-False")
 @pytest.mark.parametrize(("values", "double"), FORMS)
 def test_a_folder_of_bitsandbytes_has_its_values_and_codes(references, tmp_path, values, double):
     """Values as theirs; the same codes in a base of the same form, and other values in another."""

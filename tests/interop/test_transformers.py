@@ -386,6 +386,7 @@ def called(model, x):
     return model(**x) if isinstance(x, dict) else model(x)
 
 
+@pytest.mark.default_cases("olmo2")
 @cases
 def test_logits_loss_and_gradients_are_theirs(references, folder_of, case, tmp_path):
     pretrained = from_pretrained(folder_of(case))
@@ -428,6 +429,7 @@ def theirs_by_name(pretrained, values):
     return made
 
 
+@pytest.mark.default_cases("glm4")
 @cases
 def test_greedy_tokens_are_theirs(references, folder_of, case):
     """Prompts that differ in length, and texts beyond the windows of 77 and 100 tokens."""
@@ -461,6 +463,7 @@ def test_greedy_tokens_are_theirs(references, folder_of, case):
     assert len({token for mine in found for token in mine.tokens}) > 6
 
 
+@pytest.mark.default_cases("gpt2", "qwen3", "olmo2")
 @cases
 def test_tensors_come_back_bitwise(references, folder_of, case, tmp_path):
     folder = folder_of(case)
@@ -489,6 +492,7 @@ def test_tensors_come_back_bitwise(references, folder_of, case, tmp_path):
     assert differences(tmp_path / "again") == []
 
 
+@pytest.mark.default_cases("model.language_model.")
 @pytest.mark.parametrize("spelled", ["language_model.model.", "model.language_model."])
 def test_the_language_model_of_one_with_images_is_read_and_exported(
     references, tmp_path, caplog, spelled
@@ -599,6 +603,7 @@ def mutations(table):
                 yield what, dataclasses.replace(table, rules=rules)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     ["gpt2", *(pytest.param(c, marks=pytest.mark.full) for c in CASES if c != "gpt2")],

@@ -466,6 +466,7 @@ def test_every_rule_is_tested():
     assert set(CASES) == set(RULES)
 
 
+@pytest.mark.default_cases(every=5)
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=examples(5, 10))
 @given(st.data())

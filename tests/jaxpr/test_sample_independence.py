@@ -254,6 +254,7 @@ def test_a_sample_alone_is_proved(name):
     assert verdict(lambda x, y, m: SUMS["mask"](APART[name](x, y), y, m)).not_once is None
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("name", MIXING)
 def test_each_form_of_mixing_is_found(name):
     def function(x, y, m):

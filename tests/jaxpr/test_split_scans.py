@@ -77,6 +77,12 @@ def reads_of_all(jaxpr):
             yield from reads_of_all(body.jaxpr)
 
 
+@pytest.mark.default_cases(
+    "cast_and_transposed-sizes0",
+    "moved_and_back-sizes0",
+    "in_a_jit_and_a_checkpoint-sizes0",
+    "all_at_once-sizes0",
+)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)
 def test_values_and_gradients_are_those_of_the_program_as_it_was(function, sizes):

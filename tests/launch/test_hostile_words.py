@@ -77,6 +77,7 @@ CASES = covering(
 )
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize(("on", "i"), CASES)
 def test_a_script_with_a_hostile_word_runs_nothing(on, i, shelf, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

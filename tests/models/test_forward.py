@@ -28,6 +28,7 @@ def close(found, wanted, tolerance):
     assert np.linalg.norm(found - wanted) <= tolerance * np.linalg.norm(wanted)
 
 
+@pytest.mark.default_cases("llama-llama_logits")
 @pytest.mark.parametrize(
     ("family", "logits"),
     [("gpt2", reference.gpt2_logits), ("llama", reference.llama_logits)],
@@ -39,6 +40,7 @@ def test_logits_equal_numpy_in_fp64(family, logits):
         close(found[row], logits(model, TOKENS[row]), 1e-6)
 
 
+@pytest.mark.default_cases("llama")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_loss_is_the_mean_log_likelihood_of_the_next_token(family):
     built, model = make(family, vocab_chunk=100)

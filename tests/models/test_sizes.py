@@ -85,6 +85,7 @@ def count(family, preset):
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize(("family", "preset"), PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(family, preset):
     assert count(family, preset) == PUBLISHED[family, preset]

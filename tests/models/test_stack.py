@@ -47,6 +47,7 @@ def test_an_unrolled_stack_equals_a_scanned_one(family):
         assert np.any(y), f"{path} has no gradient"
 
 
+@pytest.mark.default_cases("llama", "gemma", "smollm3", "ministral", "mlp")
 @pytest.mark.parametrize("family", BATCHES)
 def test_a_stack_calls_its_block_once_inside_one_scan(family):
     built = models.build(family, "tiny", {"num_hidden_layers": 5})
@@ -73,6 +74,7 @@ def losses(built, model, times=1):
     return [float(built.loss(model, BATCHES["gpt2"])[0]) for _ in range(times)]
 
 
+@pytest.mark.default_cases("llama")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_dropout_draws_anew_in_training_and_is_off_in_evaluation(family):
     built = models.build(family, "tiny", {"dropout": 0.3})

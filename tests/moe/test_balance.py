@@ -74,6 +74,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.default_cases(every=8)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("router", ROUTERS)
 def test_each_loss_and_its_gradient_equal_the_reference(router, loss):
@@ -126,6 +127,7 @@ def test_totals_are_the_references_counts():
 # -- meshes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("sizes1", "sizes2")
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 8}, {"data": 4, "tensor": 2}])
 def test_counts_and_bias_updates_are_bitwise_equal_on_every_mesh(sizes):
     x, routers = inputs(batch=8)

@@ -60,6 +60,7 @@ def compiled(mesh: str):
     return on_mesh
 
 
+@pytest.mark.default_cases(every=7)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(
     "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.full) for mesh in MORE_MESHES)]
@@ -69,6 +70,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_mixture(mesh, load):
     assert max(errors(compiled(mesh)(given), dense(given)).values()) < 1e-5
 
 
+@pytest.mark.default_cases("sizes0")
 @pytest.mark.parametrize("sizes", [{"seq": 4}, {"data": 2, "seq": 2, "expert": 2}])
 def test_each_device_of_a_sequence_computes_its_positions(sizes):
     """Of all samples in place; a program for one device has a share of the rows of experts."""
@@ -152,6 +154,7 @@ def expected_rounds(chosen, sizes):
     return max(1, -(-most // fits))
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("sizes", [{"data": 2, "expert": 2}, {"seq": 2, "expert": 2}])
 def test_rounds_are_those_of_the_formula(load, sizes):
@@ -244,6 +247,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.default_cases("skipped_round")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda f: f.__name__)
 def test_a_mutation_is_seen(mutation, monkeypatch):
     mutation(monkeypatch)

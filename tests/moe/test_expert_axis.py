@@ -35,6 +35,7 @@ def expected() -> Any:
     return plain()
 
 
+@pytest.mark.default_cases("2-expert 2-1")
 @pytest.mark.parametrize(("stage", "mesh", "accumulation"), covering(CASES, DEFAULT))
 def test_training_over_experts_equals_plain_optax(stage, mesh, accumulation, expected):
     engine, losses, final = trained(config(stage, accumulation, mesh=mesh_of(mesh)))

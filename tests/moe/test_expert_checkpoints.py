@@ -32,6 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, [float(engine.train_batch(batch)["loss"]) for batch in batches()]
 
 
+@pytest.mark.default_cases("expert 1-0")
 @pytest.mark.parametrize(("mesh", "stage"), covering(CASES, DEFAULT))
 def test_a_run_continues_on_another_mesh(mesh, stage, saved):
     folder, expected = saved
@@ -41,6 +42,7 @@ def test_a_run_continues_on_another_mesh(mesh, stage, saved):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
+@pytest.mark.default_cases("zero0")
 @pytest.mark.parametrize(
     "zero",
     [

@@ -43,12 +43,14 @@ def test_where_every_expert_computes_every_token_tokens_are_gathered_and_results
     }
 
 
+@pytest.mark.default_cases("experts.exchange")
 @pytest.mark.parametrize("site", SITES)
 def test_a_dropped_constraint_around_experts_is_caught(site):
     found = programs.compiled(jax.devices(), "gshard", MESH, dropped=site)
     assert over_experts(found) != EXCHANGES
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", covering((0, 3), [3]))
 def test_a_tpus_program_exchanges_rows_too(stage):
     mesh = {"data": 2, "expert": 2, "tensor": 2}

@@ -61,6 +61,7 @@ def trained(form: str, mesh: dict[str, int], stage: int, named: bool = True, **m
     return engine
 
 
+@pytest.mark.default_cases("dense-4-1-2")
 @pytest.mark.parametrize(
     ("form", "expert", "tensor", "stage"),
     covering(
@@ -78,6 +79,7 @@ def test_updates_equal_plain_flax(form, expert, tensor, stage):
 # -- without names ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", covering(FORMS, ["gshard"]))
 def test_names_come_from_the_config(form):
     parallel = {"logical_axes": mixtures.names()}

@@ -51,6 +51,15 @@ def form(request, monkeypatch):
     return megablox.product, megablox.gradient
 
 
+@pytest.mark.default_cases(
+    "blocks-unaligned",
+    "blocks-rows of no expert",
+    "blocks-one expert",
+    "blocks-no rows",
+    "megablox-rows of no expert",
+    "megablox-one expert",
+    "megablox-no rows",
+)
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_products_and_gradients_of_one_device(form, bounds):
     multiply, gradient = form

@@ -31,6 +31,7 @@ CASES = [(name, stage) for name in REMATS for stage in (0, 3)]
 DEFAULT = [("full", 0), ("dots", 3), ("attention", 0), ("names", 3), ("budget", 0), ("pairs", 3)]
 
 
+@pytest.mark.default_cases("full-0", "dots-3", "attention-0", "budget-0")
 @pytest.mark.parametrize(("name", "stage"), covering(CASES, DEFAULT))
 def test_nothing_is_chosen_again(name, stage):
     given = Config.load(config("mixtral", remat=REMATS[name], stage=stage, accumulation=1))

@@ -72,6 +72,7 @@ def test_a_model_with_dtypes_of_its_own_trains_as_in_fp32(name):
     assert found[-1] < found[0]
 
 
+@pytest.mark.default_cases("an LSTM's carry", "batch norm in a scan", "strict operations")
 @pytest.mark.parametrize("name", CASES)
 def test_under_plain_bf16_it_fails_and_the_error_has_the_lines_to_write(name):
     with pytest.raises(ModelError) as error:
@@ -108,6 +109,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", some(SETTINGS))
 def test_it_composes_with_sharding_accumulation_remat_and_offload(setting):
     case = CASES["a decoder's cache"]
@@ -138,6 +140,7 @@ class Stack(nnx.Module):
         return x
 
 
+@pytest.mark.full
 def test_it_composes_with_pipeline_stages():
     case = CASES["batch norm in a scan"]._replace(model=Stack)
     pipe = {"mesh": {"data": 4, "pipe": 2}, "gradient_accumulation_steps": 2}
@@ -188,6 +191,9 @@ def traced(engine, case):
     return engine.program.objective.trace(rest, train=True).closed.jaxpr
 
 
+@pytest.mark.default_cases(
+    "an LSTM's carry", "a decoder's cache", "batch norm in a scan", "strict operations"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_product_of_both_passes_is_in_the_low_dtype(name):
     engine = engine_of(CASES[name], **AUTOCAST)
@@ -325,6 +331,9 @@ def test_a_precision_that_is_set_for_all_products_lowers_them(of_all):
     assert exact["dot_general"] == (BF16 if of_all == "highest" else FP32)
 
 
+@pytest.mark.default_cases(
+    "None-sigmoid", "None-softmax_of_top", "high-softmax", "high-sigmoid", "high-softmax_of_top"
+)
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "softmax_of_top"])
 @pytest.mark.parametrize("of_all", [None, "high"])
 def test_routers_are_computed_in_fp32(scores, of_all):

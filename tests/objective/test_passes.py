@@ -145,6 +145,7 @@ POINTS = [p for p in itertools.product(range(4), MESHES) if p[0] < 2 or "unlike"
 ALWAYS = [(3, "data"), (1, "tensor 2"), (0, "pipe 2"), (1, "pipe 2, unlike")]
 
 
+@pytest.mark.default_cases("3-data")
 @pytest.mark.parametrize(("stage", "mesh"), covering(POINTS, ALWAYS))
 def test_a_pass_acts_alike_on_every_mesh(stage, mesh, with_the_pass):
     run, model = engine(stage, **MESHES[mesh]), MESHES[mesh].get("init", init)

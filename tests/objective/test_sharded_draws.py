@@ -143,6 +143,7 @@ def test_draws_of_a_row_a_sample_are_constrained_on_it(fn):
         assert jaxpr is closed.jaxpr
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize("fn", LOSSES, ids=lambda fn: fn.__name__)
 def test_the_numbers_stay_the_same(fn):
     closed, jaxpr = written(fn)

@@ -86,6 +86,7 @@ DEFAULT = {(1, 1, "sum"), (0, 4, "mean"), (3, 4, "sum")}
 ALWAYS = [point for point in POINTS if point[1:] in DEFAULT]
 
 
+@pytest.mark.default_cases(every=5)
 @pytest.mark.parametrize(
     ("settings", "stage", "accumulation", "loss"),
     covering(POINTS, [*ALWAYS, ("pipe", 1, 4, "sum")]),
@@ -98,6 +99,7 @@ def test_the_loss_is_traced_at_most_twice_for_a_step_and_its_proof(
     assert calls_of_a_step(settings, stage, accumulation, loss) <= 2 + is_proved
 
 
+@pytest.mark.default_cases("plain")
 @pytest.mark.parametrize("settings", ["plain", "ring"])
 def test_a_fresh_engine_traces_it_as_often(settings):
     loss_fn, calls = counted(tiny.squared_error)

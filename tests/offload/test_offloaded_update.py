@@ -175,6 +175,7 @@ def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where):
     assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where)
 
 
+@pytest.mark.default_cases("by position-device")
 @pytest.mark.parametrize(
     ("optimizer", "where"),
     covering(
@@ -202,6 +203,7 @@ def assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where):
         assert_equal(a, b, old, 2)
 
 
+@pytest.mark.default_cases("adamw-0-device-True")
 @pytest.mark.parametrize(
     ("optimizer", "stage", "where", "bf16"),
     covering(
@@ -237,6 +239,7 @@ def test_gradients_and_parameters_may_be_offloaded_too(monkeypatch, optimizer, s
         np.testing.assert_array_equal(read[0][full], read[1][full])
 
 
+@pytest.mark.default_cases("lamb-host", "factored-device")
 @pytest.mark.parametrize(
     ("optimizer", "where"),
     covering(

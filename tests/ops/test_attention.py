@@ -97,6 +97,7 @@ def run(name, dtype, seq=64, **more):
     return jax.jit(functools.partial(with_gradients, f))(*args), wanted
 
 
+@pytest.mark.default_cases("window-float32", "causal-float16", every=10)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_equals_the_formula(name, dtype):
@@ -105,6 +106,12 @@ def test_attention_equals_the_formula(name, dtype):
     assert_close(found, wanted, TOLERANCE[dtype])
 
 
+@pytest.mark.default_cases(
+    "float32-window in segments, grouped-of heads",
+    "float16-causal-of samples",
+    "float16-window in segments, grouped-of heads",
+    "float16-window in segments, grouped-of samples",
+)
 @pytest.mark.parametrize("each", [False, True], ids=["of heads", "of samples"])
 @pytest.mark.parametrize("name", ["causal", "window in segments, grouped"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -132,6 +139,7 @@ def test_attention_in_fp64_is_fp64_throughout():
         assert_close(found, attention_and_gradients(*args, dense, 32**-0.5), 1e-14)
 
 
+@pytest.mark.default_cases("both ways", "window both ways")
 @pytest.mark.parametrize(
     "name",
     covering(
@@ -144,6 +152,7 @@ def test_blocks_of_rows_equal_the_formula(name):
     assert_close(found, wanted, TOLERANCE["float32"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keys", [100, 420])
 def test_blocks_of_rows_with_fewer_or_more_keys(keys):
     q, _, _, d_out = inputs(seq=300)
@@ -166,6 +175,7 @@ def test_cpu_has_blocks_of_rows_where_other_platforms_have_kernels():
     assert ",256,256]" in found.as_text()
 
 
+@pytest.mark.default_cases("causal-bfloat16")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     covering(
@@ -216,6 +226,7 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
         assert kernel_calls("cuda") == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("topology", "dtype"),
     [
@@ -230,6 +241,7 @@ def test_no_array_on_a_tpu_is_as_large_as_the_scores(topology, dtype):
     assert found.pop("plain") and not any(found.values()), found
 
 
+@pytest.mark.default_cases(every=4)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", score_buffers.FORMS)
@@ -258,6 +270,7 @@ MESHES = {
 }
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize("inside", [(), ("replica", "data")])
 @pytest.mark.parametrize("name", MESHES)
 def test_a_kernel_on_a_mesh_equals_the_plain_one(name, inside):

@@ -72,6 +72,7 @@ FORMS = {
 }
 
 
+@pytest.mark.default_cases("ids that come again, both ways")
 @pytest.mark.parametrize(
     "name",
     covering(
@@ -136,6 +137,7 @@ def test_mosaic_gpu_in_narrow_types(dtype, bound):
     assert max(errors(mosaic_gpu, **form, dtype=dtype)) < bound
 
 
+@pytest.mark.full
 @given(
     st.booleans(),
     st.none() | st.integers(1, 90),
@@ -154,6 +156,7 @@ def test_only_blocks_in_which_every_key_is_seen_have_no_mask(causal, window, seq
     assert (~tiles.all((1, 3)) == np.asarray(hides)).all()
 
 
+@pytest.mark.full
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 300), st.integers(0, 2**31))
 def test_no_block_is_left_out_in_which_ids_are_equal(q_blocks, k_blocks, names, seed):
     rng = np.random.default_rng(seed)
@@ -202,6 +205,7 @@ rows = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(rows, st.sampled_from([64, 200]), st.booleans())
 def test_documents_are_the_runs_of_ids(given_rows, seq, same_keys):
@@ -265,6 +269,7 @@ def cudnn_calls(text):
     }
 
 
+@pytest.mark.default_cases("True-100", "False-None")
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 100), (False, None)])
 def test_cudnn_is_given_documents_by_offsets(causal, window):
     found = cudnn_calls(lowered(HOPPER, causal=causal, window=window))
@@ -283,6 +288,13 @@ def test_cudnn_is_given_documents_by_offsets(causal, window):
         assert config["sliding_window_length"] == (window or 0)
 
 
+@pytest.mark.default_cases(
+    "capability3-options3-calls3",
+    "capability4-options4-calls4",
+    "capability5-options5-calls5",
+    "capability6-options6-calls6",
+    "capability7-options7-calls7",
+)
 @pytest.mark.parametrize(
     ("capability", "options", "calls"),
     [
@@ -378,6 +390,7 @@ def packed_by_formula(documents, q, k, v, mask, scale):
     return attend(q, k, v)
 
 
+@pytest.mark.default_cases("ids1")
 @pytest.mark.parametrize("ids", [[(1, 30), (2, 50), (3, 20), (0, 28)], [(1, 30), (2, 50), (1, 48)]])
 def test_both_passes_of_packed_documents_equal_the_formula(ids, monkeypatch):
     """With cuDNN's part by a formula, and for ids that come again with Triton's."""

@@ -135,6 +135,9 @@ CASES = covering(
 )
 
 
+@pytest.mark.default_cases(
+    "window both ways-the last shard, fewer keys", "documents both ways-the first shard, all keys"
+)
 @pytest.mark.parametrize(("form", "split"), CASES)
 def test_parts_of_the_keys_by_blocks_of_rows(form, split, monkeypatch):
     monkeypatch.setattr(row_blocks, "LARGEST", 50)
@@ -147,11 +150,13 @@ def test_blocks_of_rows_in_narrow_types(monkeypatch):
     assert max(run(dtype="bfloat16")) < 4 * 2.0**-9
 
 
+@pytest.mark.default_cases("window both ways-the last shard, fewer keys")
 @pytest.mark.parametrize(("form", "split"), CASES)
 def test_parts_of_the_keys_by_splash(form, split):
     assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "form", covering([*FORMS], ["causal", "documents with a window and soft cap"])
 )
@@ -176,11 +181,13 @@ def test_queries_in_pieces_by_splash(form, monkeypatch):
     assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
 
 
+@pytest.mark.default_cases("window both ways-the last shard, fewer keys")
 @pytest.mark.parametrize(("form", "split"), CASES)
 def test_parts_of_the_keys_by_triton(form, split):
     assert max(errors(triton, split, **FORMS[form], interpret=True)) < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("form", "split"),
     covering(
@@ -232,6 +239,7 @@ def test_a_million_tokens_trace_in_seconds(offset):
     assert time.process_time() - start < 10
 
 
+@pytest.mark.full
 @settings(max_examples=12, deadline=None)
 @given(
     st.booleans(),

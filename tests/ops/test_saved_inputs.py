@@ -56,6 +56,7 @@ def test_only_the_inputs_are_saved(name):
     assert saved_bytes(plain, args) >= 2 * saved_bytes(fn, args), "as JAX does it"
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_and_gradients_are_those_of_plain_jax(name, dtype):

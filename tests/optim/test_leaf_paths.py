@@ -163,6 +163,7 @@ def test_excluding_norms_is_stronger_than_a_group_that_names_their_layer():
     assert falls["blocks/mlp/kernel"] == 0.36
 
 
+@pytest.mark.default_cases("Adam", "AdamW", "Adagrad", "Lion", "Muon")
 @pytest.mark.parametrize("type_", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon"])
 def test_every_optimizer_honours_a_groups_rate(type_):
     plain = decrements(type_, {"lr": 0.1})

@@ -182,6 +182,7 @@ CYCLES = {
 }
 
 
+@pytest.mark.default_cases("decay0-plain", every=2)
 @pytest.mark.parametrize("name", CYCLES)
 @pytest.mark.parametrize("decay", [(0.0, 0), (0.5, 0), (0.5, 4)])
 def test_one_cycle(name, decay):

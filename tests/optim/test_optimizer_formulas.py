@@ -173,6 +173,7 @@ CASES = {
 }
 
 
+@pytest.mark.default_cases("sgd with dampening", "adagrad with lr_decay", every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_updates_equal_the_formula(name):
     type_, params, reference, arguments = CASES[name]

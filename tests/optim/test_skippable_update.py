@@ -32,6 +32,7 @@ def assert_equal(a, b) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
 
 
+@pytest.mark.default_cases("adam", "momentum", "trace twice", "stateless", "factored", "lamb")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_that_is_not_skipped_is_the_optimizers(name: str) -> None:
     tx = OPTIMIZERS[name]

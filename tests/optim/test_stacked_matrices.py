@@ -37,6 +37,7 @@ def stack(layers):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
+@pytest.mark.default_cases("Muon")
 @pytest.mark.parametrize("type_", ["Lamb", "Muon"])
 def test_stacked_layers_train_as_a_list_of_layers(type_):
     params = {"lr": 0.1, "weight_decay": 0.01}

@@ -74,6 +74,7 @@ def test_each_accepted_push_is_one_version():
     assert int(state.step) == sum(n for age, n in engine.staleness.items() if age <= 4)
 
 
+@pytest.mark.default_cases("wait")
 @pytest.mark.parametrize(
     "rule",
     [Rule(6, "wait"), Rule(3, "drop", decay=0.5)],
@@ -166,6 +167,7 @@ def test_a_seed_replays_a_run():
     assert train(other, 5) != train(first, 5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule", [pytest.param(WAIT, id="wait", marks=pytest.mark.full), pytest.param(DROP, id="drop")]
 )

@@ -122,6 +122,7 @@ SETTINGS = {
 DEFAULT = ("second dim, stage 3", "second dim, remat")
 
 
+@pytest.mark.default_cases("second dim, remat")
 @pytest.mark.parametrize(
     "name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in SETTINGS]
 )
@@ -131,6 +132,7 @@ def test_blocks_that_are_scanned_need_no_names(name):
     np.testing.assert_allclose(losses_of(Scanned(axis), **config), unsharded_losses(), rtol=1e-5)
 
 
+@pytest.mark.default_cases("second dim, remat")
 @pytest.mark.parametrize(
     "name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in SETTINGS]
 )
@@ -265,6 +267,7 @@ class OpenEnded(nnx.Module):
         return self.layers[-1](x)[:, 0]
 
 
+@pytest.mark.full
 def test_equal_layers_at_which_the_loss_does_not_split_are_unlike_stages():
     def as_sum(model, batch):
         error = (model(batch["x"]) - batch["y"]) ** 2

@@ -75,11 +75,13 @@ def engine_of(name, pattern, model=Stacked):
     return start(model, trainable=(pattern, "head/**"), **sections)
 
 
+@pytest.mark.default_cases("saved-blocks[9:]/**-Stacked")
 @pytest.mark.parametrize(("name", "pattern", "model"), covering(GRID, DEFAULT))
 def test_ten_steps_equal_plain_optax(name, pattern, model):
     assert_as_by_optax(engine_of(name, pattern, model), RANGES[pattern])
 
 
+@pytest.mark.full
 def test_the_check_against_plain_flax_knows_which_layers_are_trained():
     report = engine_of("two stages", "blocks[2:4]/**").check(batches(1)[0])
     assert report.ok, str(report)

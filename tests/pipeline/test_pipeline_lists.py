@@ -513,6 +513,7 @@ def on_one_device(name, micro, ranks):
     return plain(CASES[name][0], micro, "sgd", ranks=ranks)
 
 
+@pytest.mark.default_cases("activations_between-pipe2-stage3-1f1b-layers-step")
 @pytest.mark.parametrize(("name", "pipe", "stage", "words"), [*grid()])
 def test_it_trains_as_plain_jax(name, pipe, stage, words):
     case, parallel = CASES[name]

@@ -215,6 +215,7 @@ def test_the_run_that_repeats_is_found(case):
     assert case.model.run == case.run
 
 
+@pytest.mark.default_cases("pairs with a function between", "nothing repeats")
 @each_case
 def test_initial_weights_and_streams_are_those_of_the_layers_built_in_turn(case):
     theirs = values_of(case.by_hand(nnx.Rngs(3)))
@@ -225,6 +226,7 @@ def test_initial_weights_and_streams_are_those_of_the_layers_built_in_turn(case)
         np.testing.assert_allclose(x, wanted, rtol=1e-6, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.default_cases("pairs with a function between", "nothing repeats")
 @each_case
 def test_outputs_equal_dropout_included(case):
     inputs, _ = case.sample(np.random.default_rng(0))
@@ -245,6 +247,7 @@ def engine_of(case, **more):
     )
 
 
+@pytest.mark.default_cases("2-nothing repeats")
 @each_case
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ten_steps_equal_the_model_by_hand(case, accumulation):
@@ -283,6 +286,7 @@ def test_a_batch_is_a_pair_a_list_or_a_mapping(language):
     assert losses == [losses[0]] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_eight_devices_agree_with_one(stage):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

@@ -119,6 +119,7 @@ def models(draw):
 PADDED_TWICE = Model(5, {"w": (5,)}, {"w": (None,)}, stacked=False)
 
 
+@pytest.mark.full
 @given(models())
 @example((PADDED_TWICE, {"pipe": 2, "data": 2, "tensor": 1}, 1, 1))
 @settings(max_examples=25)
@@ -205,6 +206,7 @@ def test_weights_are_exchanged_in_the_dtype_that_layers_read(model):
     assert all(line.rstrip().endswith("xbf16>") for line in asked)
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_are_exchanged_once_and_nothing_is_gathered(model, stage):
     model, chunks = model

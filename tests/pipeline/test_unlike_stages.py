@@ -316,6 +316,7 @@ def test_no_branch_of_a_compiled_step_communicates(name, run_of):
         assert not re.search(r"all-reduce|all-gather|collective-permute|all-to-all", body)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_unlike_stages_continues_without_stages(tmp_path, run_of):
     run, batch = run_of("UNet, three stages")
     run.train_batch(batch)

@@ -64,6 +64,7 @@ def test_each_grid_has_its_seed_and_names_its_targets():
         assert {target_of(p.target).chip.platform for p in drawn.points(grid)} == {"tpu", "cuda"}
 
 
+@pytest.mark.default_cases("third 07")
 @pytest.mark.parametrize("name", QUICKEST)
 def test_never_fits_where_the_compiler_needs_more(name):
     assert estimate(name).on(total(name) - 1) != "fits"

@@ -60,6 +60,7 @@ def test_the_grid_is_complete_and_compiled():
     assert set(COMPILED["tpu"]) == set(POINTS)
 
 
+@pytest.mark.default_cases(every=5)
 @pytest.mark.parametrize(("platform", "name"), covering(QUICK, QUICKEST))
 def test_the_device_total_is_within_a_tenth_of_the_compilers(platform, name):
     assert abs(error(platform, name)) <= 0.1

@@ -82,6 +82,7 @@ BUFFER = 4 * math.ceil(1.25 * PAIRS / 4)  # rows
 
 
 # A TPU's ragged exchanges are given all rows of a device, and return those of its buffer.
+@pytest.mark.default_cases("cuda-sent1-none")
 @pytest.mark.parametrize(
     ("platform", "sent", "remat"),
     [("tpu", {PAIRS: 3, BUFFER: 2}, "full"), ("cuda", {BUFFER: 5}, "none")],
@@ -115,6 +116,7 @@ def test_the_experts_flops_are_those_of_their_tokens():
     assert alone == pytest.approx(rest + LAYERS * 9 * of_a_product, rel=0.02)
 
 
+@pytest.mark.full
 def test_one_round_is_assumed_and_said():
     found = step(4, stage=3)
     memory, time = memory_in(found, TARGET.chip), time_in(found, TARGET)

@@ -116,6 +116,7 @@ def sections(elements):
     return [e.attributes["id"] for e in elements if e.name == "section"]
 
 
+@pytest.mark.default_cases("gpus-dark", "attention-dark", "torus-light")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_opens_at_a_phone_s_and_a_desk_s_width(opened, plan, dark):
@@ -236,6 +237,7 @@ def test_another_figure_changes_the_number_that_shows_it(drawn):
     assert any("/memory/device)" in each for each in page_read.wrong(numbers, figures))
 
 
+@pytest.mark.default_cases("time", "search", "advice", "target")
 @pytest.mark.parametrize("missing", ["memory", "time", "search", "advice", "target"])
 def test_a_part_without_figures_is_left_out(drawn, missing):
     all_sections = ["advice", "memory", "time", "exchanges", "mesh", "search"]
@@ -284,6 +286,7 @@ VERDICTS = {
 }
 
 
+@pytest.mark.default_cases("tight", "not", "refused", "host")
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_headline_has_the_compilers_verdict_if_it_ran(drawn, name):
     verdict, outcome, says = VERDICTS[name]

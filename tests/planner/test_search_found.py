@@ -38,6 +38,7 @@ def found(seed=1, every=397):
     return make_result(TARGET, SPACE.samples, "tokens", 9999, 12.0, pairs, best_of(done))
 
 
+@pytest.mark.full
 def test_candidates_come_by_time_and_the_best_is_the_first_with_head_room():
     figures = found().figures()
     seconds = [each["seconds"] for each in figures["candidates"]]
@@ -55,6 +56,7 @@ def test_the_table_fits_80_columns_and_has_the_config_as_it_is():
     assert "best: " in shown and re.search(r"^\d+\*", shown, re.MULTILINE)
 
 
+@pytest.mark.default_cases("out.yaml")
 @pytest.mark.parametrize("name", ["out.yaml", "out.json"])
 def test_the_written_config_sets_the_choice(tmp_path, name):
     made = found()

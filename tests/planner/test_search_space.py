@@ -123,6 +123,7 @@ def test_a_choice_is_near_to_what_it_is_near_to_and_all_are_reached():
     assert seen == set(choices)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("seed", range(4))
 def test_neighbours_are_choices_and_singles_among_them(seed):
     space = space_of(PLAIN, 8)

@@ -47,6 +47,7 @@ def kernels(platform, fn, *args, capability=None):
     return [op for op in ops if op.name.startswith(KERNELS)]
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("heads", [HEADS, 2])
 @pytest.mark.parametrize(("causal", "window"), MASKS)
 def test_a_tpus_attention_counts_the_blocks_that_are_computed(causal, window, heads):

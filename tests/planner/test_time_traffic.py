@@ -97,6 +97,7 @@ def compiled(way):
     return found
 
 
+@pytest.mark.default_cases("stage 3-reduce-axes2")
 @pytest.mark.parametrize(("way", "which", "axes"), COMPARED)
 def test_inferred_collectives_are_those_of_the_compiled_step(way, which, axes):
     elements = sum(m.payload / 4 for m in read(way) if kind(m.kind) == which and m.axes == axes)

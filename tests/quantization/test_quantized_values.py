@@ -98,6 +98,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.default_cases(every=3)
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize(("shape", "inputs"), SHAPES)
 def test_codes_are_those_of_numpy_for_any_shape(shape, inputs, double):
@@ -121,6 +122,7 @@ def test_codes_are_those_of_numpy_for_any_shape(shape, inputs, double):
     assert np.abs(value - rows).max() < 0.2 * np.abs(rows).max()
 
 
+@pytest.mark.default_cases("codec1", "codec2")
 @pytest.mark.parametrize("codec", [FourBit(), FourBit(values="fp4", double=False), RowInt8()])
 def test_a_stack_has_the_codes_of_its_layers(codec):
     x = weight(3, 2, 128, 10)  # layers, experts

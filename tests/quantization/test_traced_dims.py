@@ -77,6 +77,7 @@ def natural():
 MESHES = {"one": {}, "data": {}, "tensor": {"tensor": 2}, "pipe": {"pipe": 2}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", covering(list(MESHES), ["one", "tensor"]))
 def test_codes_of_out_in_are_those_of_in_out(natural, mesh):
     """Also the scales of heads, the second level and the trained parameters."""
@@ -134,6 +135,7 @@ def experts_apply(params, x):
     return x @ params["head"]
 
 
+@pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("weights", ["nf4", "int8"])
 def test_stacks_of_experts_that_are_read_by_einsums(weights):
     """Of a model without names: each in its own direction; a table and gains are not quantized."""

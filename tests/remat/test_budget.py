@@ -75,6 +75,7 @@ def any_choice(costs, room, generator):
             return found
 
 
+@pytest.mark.default_cases("vit")
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=examples(6, 15), deadline=None)
 @given(share=st.floats(0, 1.1), seed=st.integers(0, 999))
@@ -121,6 +122,7 @@ def lowered_flops(block, params, x, policy):
     return jax.jit(step).lower(params, x).cost_analysis()["flops"]
 
 
+@pytest.mark.default_cases("vit")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_that_a_choice_spares_are_absent_from_the_lowered_program(family):
     """To 1% of a forward pass: XLA counts an erf as some fifty operations, the estimate as one."""

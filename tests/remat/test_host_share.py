@@ -22,6 +22,7 @@ def mesh():
 SHAPES = [(8, 8192, 64), (4, 6, 256), (4, 2048), (8, 33, 7)]
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("ratio", [0.05, 0.25, 0.4375, 0.9])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_share_is_within_a_step_and_the_parts_join_to_the_activation(mesh, shape, ratio):

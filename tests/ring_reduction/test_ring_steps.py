@@ -43,6 +43,7 @@ def sample(seed):
     return int(rng.integers(2, 9)), ["one", "both"][seed // 3 % 2], dtype, shape
 
 
+@pytest.mark.default_cases("0", every=3)
 @pytest.mark.parametrize("seed", covering(range(50), range(16)))
 def test_all_reduce_equals_psum_for_any_shape(seed):
     """Fifty shapes, of which most are not divided by N, in three dtypes and both forms."""
@@ -153,6 +154,7 @@ def test_only_a_chunk_is_sent_across_nodes():
     assert by_axis == {"data": 2 * 3 * length * 4, "replica": 2 * 1 / 2 * length * 4}
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_int8_sends_a_quarter_plus_scales(nodes):
     length = 2048 * nodes  # full blocks in each direction

@@ -59,6 +59,7 @@ def run(tmp_path_factory):
     trainer.close()
 
 
+@pytest.mark.full
 def test_the_loss_counts_the_trained_tokens_of_each_conversation_alone(run):
     config, (loss, weight), _ = run
     folder = config.parent / "run"
@@ -99,6 +100,7 @@ def test_a_chat_is_the_text_that_follows_the_rendered_conversation(run):
         Request(["a"], stop_tokens=["a"])
 
 
+@pytest.mark.full
 def test_a_run_on_prompts_and_completions_is_prompted_as_it_was_trained(tmp_path, capsys):
     """Without the template that there is, each message by itself."""
     lines = [{"prompt": f"{i} the of to", "completion": f" and in {i}"} for i in range(24)]

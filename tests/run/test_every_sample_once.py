@@ -60,6 +60,7 @@ def split(**arrays):
     return Split([ArrayRows(arrays)], seed=0, shuffle=False)
 
 
+@pytest.mark.default_cases("8 ranks")
 @pytest.mark.parametrize("mesh", covering(MESHES, ["one device", "8 ranks", "pipe 2"]))
 def test_loss_and_accuracy_of_a_classifier_are_those_of_plain_flax(mesh, tmp_path):
     labels = LABELS.copy()

@@ -51,6 +51,7 @@ MORE = [
 ]
 
 
+@pytest.mark.default_cases("step:fail:3-1-step-0.0")
 @pytest.mark.parametrize(
     ("fault", "rank", "section", "time_out"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
@@ -87,6 +88,7 @@ ending.end(fault_of({rank}, None, "stuck", "stuck for 8 s"))
 """
 
 
+@pytest.mark.default_cases("1-4")
 @pytest.mark.parametrize(("rank", "code"), [(1, ExitCode.HANG), (2, ExitCode.PEER)])
 def test_jax_aborts_a_process_that_is_about_to_end(rank, code):
     """Process 0 ends as soon as all have said that they leave; JAX then aborts the others."""

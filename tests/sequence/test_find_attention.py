@@ -285,6 +285,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.default_cases(every=10)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_way_to_write_attention_is_recognized(name: str) -> None:
     function, args, expected = WAYS[name]
@@ -365,6 +366,7 @@ GENERAL = {
 }  # fmt: skip
 
 
+@pytest.mark.default_cases(every=4)
 @pytest.mark.parametrize("name", GENERAL)
 def test_other_attention_keeps_its_program(name: str) -> None:
     function, args = GENERAL[name]

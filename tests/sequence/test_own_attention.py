@@ -59,6 +59,7 @@ def batch() -> Any:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": ids}
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("biased", [False, True])
 def test_own_attention_over_a_sharded_sequence(biased: bool, monkeypatch: Any) -> None:
     loss, given = with_bias(biased), batch()

@@ -210,6 +210,7 @@ DEFAULT = [
 ]
 
 
+@pytest.mark.default_cases(every=19)
 @pytest.mark.parametrize("parts, tensor, kind, name", covering(GRID, DEFAULT))
 def test_values_and_gradients_equal_one_device(parts, tensor, kind, name):
     form, arrays, d_out, wanted = case(name)
@@ -220,6 +221,7 @@ def test_values_and_gradients_equal_one_device(parts, tensor, kind, name):
 # -- rows that see no key, and lengths that the axis does not divide ------------------------------
 
 
+@pytest.mark.default_cases("ulysses-mean", "ring-mean")
 @pytest.mark.parametrize(
     "kind, blind",
     covering(
@@ -256,6 +258,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.default_cases("ulysses-documents", "both-causal")
 @pytest.mark.parametrize(
     "kind, name",
     covering(
@@ -298,6 +301,7 @@ def general(q, k, v, bias, same, table):
     return jnp.einsum("bhqk,bkhd->bqhd", shares, jnp.repeat(v, q.shape[2] // v.shape[2], 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seq", covering([64, 61], [61]))
 def test_a_general_program_runs_by_blocks_of_rows(seq, monkeypatch):
     monkeypatch.setattr(attention_rows, "MOST_SCORES", 2 * 8 * 64 * 6)
@@ -435,6 +439,7 @@ def test_attention_is_one_equation_where_sequences_are_sharded():
     assert "attention_call" not in names
 
 
+@pytest.mark.default_cases("gather")
 @pytest.mark.parametrize("kind", covering(KINDS, ["zig-zag ring", "gather"]))
 def test_narrow_types_lose_no_more_than_their_rounding(kind):
     form, arrays, d_out = given(dtype=jnp.bfloat16, documents_of=(7, 19, 3, 23), kv_heads=2)

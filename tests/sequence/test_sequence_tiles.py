@@ -132,6 +132,7 @@ ALWAYS = [(3, "4 tiles"), (0, "5 uneven tiles"), (3, "remat"), (1, "seq 2, tenso
 ALWAYS += [(3, "seq 2"), (1, "pipe 2")]
 
 
+@pytest.mark.default_cases("3-remat")
 @pytest.mark.parametrize(("stage", "way"), covering(POINTS, ALWAYS))
 def test_the_numbers_are_those_without_tiles(stage: int, way: str, plain: Any) -> None:
     run = engine(stage=stage, **WAYS[way])

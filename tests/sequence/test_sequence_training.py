@@ -41,6 +41,7 @@ def expected() -> Any:
     return plain(batches())
 
 
+@pytest.mark.default_cases("ulysses-seq 8-3-1-none")
 @pytest.mark.parametrize(
     ("kind", "mesh", "stage", "accumulation", "remat"), covering(CASES, DEFAULT)
 )

@@ -72,6 +72,7 @@ DEFAULT = [
 ]
 
 
+@pytest.mark.default_cases("ulysses-contiguous-4-8")
 @pytest.mark.parametrize("kind, layout, parts, kv_heads", covering(CASES, DEFAULT))
 def test_a_device_sends_what_the_formulas_say(kind, layout, parts, kv_heads):
     (forward, both), kinds = sent(SequenceForm(kind, layout), parts, kv_heads)
@@ -119,6 +120,7 @@ def blocks_of_devices(how, monkeypatch, ids=None):
         return work_of_devices(lambda: jax.jit(over)(*arrays), LENGTH, monkeypatch)
 
 
+@pytest.mark.default_cases("zigzag-1.02-gather", "contiguous-1.88-ring", "contiguous-1.88-gather")
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 @pytest.mark.parametrize("layout, most", [("zigzag", 1.02), ("contiguous", 1.88)])
 def test_zigzag_divides_causal_work_evenly(kind, layout, most, monkeypatch):
@@ -141,6 +143,7 @@ def test_blocks_of_other_documents_are_skipped(kind, monkeypatch):
 # -- a real compiler -------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "documents"),
     [("gather", False), ("ulysses", True), ("ring", True), ("both", False)],

@@ -227,6 +227,7 @@ ALWAYS = [
 ALWAYS.append(("encoder and decoder", MESHES[2]))
 
 
+@pytest.mark.default_cases(every=9)
 @pytest.mark.parametrize(("name", "mesh"), covering(POINTS, ALWAYS))
 def test_a_model_equals_one_device(name, mesh):
     made = CASES[name]()
@@ -263,6 +264,7 @@ FOUND = {
 }
 
 
+@pytest.mark.default_cases(every=2)
 @pytest.mark.parametrize("name", FOUND)
 def test_sequence_dims_are_found(name):
     assert FOUND[name] <= dims(along_seq(name, seq=4))

@@ -201,6 +201,12 @@ ALWAYS += [(with_constant, jnp.float32), (of_pairs, jnp.float32), (normed_in_gra
 ALWAYS += [(normed_by_saved, jnp.float32)]
 
 
+@pytest.mark.default_cases(
+    "with_constant-float32",
+    "of_pairs-float32",
+    "normed_in_gradient-float32",
+    "normed_by_saved-float32",
+)
 @pytest.mark.parametrize(("loss", "dtype"), covering(POINTS, ALWAYS))
 def test_values_and_gradients_are_those_of_the_function(loss: Any, dtype: Any) -> None:
     w, b = weights(dtype), inputs(dtype)
@@ -231,6 +237,7 @@ def read_otherwise(w: Any, b: Any) -> Any:
     return jnp.sum(jnp.tanh(jnp.einsum("bse,bed->bsd", hidden, own)) ** 2)
 
 
+@pytest.mark.default_cases("relu", "tied")
 @pytest.mark.parametrize("loss", [relu, gated, tied, read_otherwise, chunked_loss])
 def test_gradients_are_equal_where_samples_and_tokens_are_sharded(loss: Any) -> None:
     """And those of weights which products alone read are reduced once, not in each of 4 tiles."""

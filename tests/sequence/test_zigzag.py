@@ -204,6 +204,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.default_cases("both")
 @pytest.mark.parametrize("case", covering([*CASES], ["ring", "both", "draws", "flat"]))
 def test_the_numbers_are_those_of_one_device(case):
     of_model, how = CASES[case]
@@ -236,6 +237,7 @@ def on_one_device(loss: Any, key_heads: int = HEADS, **how: Any) -> tuple[Any, l
     return closed.jaxpr, jax.jit(as_function(closed.jaxpr, closed.consts))(*args)
 
 
+@pytest.mark.default_cases(every=6)
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_is_the_same_in_zigzag_order(case):
     of_model, how = CASES[case]
@@ -265,6 +267,7 @@ def test_results_with_tokens_come_out_in_their_order():
 # -- where the order matters -----------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("convolved-", "shifted-", "summed-")
 @pytest.mark.parametrize(
     ("mix", "text"),
     [
@@ -286,6 +289,7 @@ def test_a_model_that_mixes_tokens_stays_contiguous(mix, text, caplog):
     assert "mixes tokens (test_zigzag.py, line" in note
 
 
+@pytest.mark.default_cases("shifted")
 @pytest.mark.parametrize("mix", [convolved, shifted, summed])
 def test_without_the_proof_the_loss_would_be_wrong(mix, monkeypatch):
     def trusting(self, frame, position):
@@ -407,6 +411,14 @@ def test_chunks_must_divide_the_tokens():
 # -- the choice ------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases(
+    "ring-auto-of_model0-True",
+    "gather-auto-of_model1-True",
+    "ring-auto-of_model4-False",
+    "ulysses-auto-of_model5-False",
+    "ulysses-zigzag-of_model6-True",
+    "ring-contiguous-of_model7-False",
+)
 @pytest.mark.parametrize(
     ("kind", "layout", "of_model", "ordered"),
     [
@@ -428,6 +440,7 @@ def test_auto_is_zigzag_where_it_divides_the_work_better(kind, layout, of_model,
 # -- work ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("False-1.02-0.57")
 @pytest.mark.parametrize(("documents", "most", "total"), [(False, 1.02, 0.57), (True, 1.9, 0.1)])
 def test_work_in_training_is_even(documents, most, total, monkeypatch):
     """Of the forward passes of a program that trains; causal, then of documents."""
@@ -478,6 +491,7 @@ def test_the_config_says_the_order(layout, kind):
     assert bool(orders_in_engine(layout, kind)) == (layout == "zigzag")
 
 
+@pytest.mark.full
 def test_experts_take_tokens_in_any_order_but_first_come_first_served():
     def mixture(**sizes):
         return {"model": {"family": "mixtral", "preset": "tiny", "config": sizes}}
@@ -507,6 +521,7 @@ ENGINE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "mesh", "stage", "accumulation", "remat"), covering(ENGINE, ENGINE[1:2])
 )

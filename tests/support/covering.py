@@ -31,15 +31,21 @@ def covering(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
 
 
 def choose_default(items: Sequence[pytest.Item], stash: pytest.Stash) -> None:
-    """Mark the cases that a test's `default_cases(id, ...)` does not name as `full`."""
+    """Mark the cases that a test's `default_cases` does not choose as `full`.
+
+    It has their ids, or `every=n` for the first of each n, or both.
+    """
     left: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
     for item in items:
-        if named := item.get_closest_marker("default_cases"):
-            test, _, case = item.nodeid.partition("[")
-            cases = left.setdefault(test, set(named.args))
-            if case[:-1] in named.args:
-                cases.discard(case[:-1])
-            else:
-                item.add_marker(pytest.mark.full)
+        chosen = item.get_closest_marker("default_cases")
+        if chosen is None or item.get_closest_marker("full"):
+            continue
+        test, _, case = item.nodeid.partition("[")
+        case, number, every = case[:-1], counts.get(test, 0), chosen.kwargs.get("every")
+        counts[test] = number + 1
+        left.setdefault(test, set(chosen.args)).discard(case)
+        if case not in chosen.args and (every is None or number % every):
+            item.add_marker(pytest.mark.full)
     stash[UNKNOWN] = [f"{test}[{case}]" for test, cases in left.items() for case in sorted(cases)]
     stash[COLLECTED] = {item.nodeid: not item.get_closest_marker("full") for item in items}

@@ -64,18 +64,21 @@ def over_budget(seconds: Mapping[str, float], budgets: Mapping[str, float]) -> I
     used: dict[str, float] = collections.Counter()
     for nodeid, value in seconds.items():
         used[folder_of(nodeid)] += value
-    slower = max(1.0, statistics.median(used[f] / budgets[f] for f in used if budgets.get(f)))
+    ratios = [used[folder] / budgets[folder] for folder in used if folder in budgets]
+    slower = max(1.0, statistics.median(ratios)) if ratios else 1.0
     for folder, value in sorted(used.items()):
-        budget = budgets.get(folder)
-        if budget is None:
+        if folder not in budgets:
             yield f"tests/{folder} used {value:.0f} CPU seconds and has no budget in {RECORD.name}"
-        elif value > TOLERANCE * slower * budget + TOLERATED_S:
-            dearest = sorted((n for n in seconds if folder_of(n) == folder), key=seconds.get)[-3:]
-            machine = f" on a machine that needs {slower:.2f} of all budgets" * (slower > 1)
+        elif value > TOLERANCE * slower * budgets[folder] + TOLERATED_S:
+            more = value / slower - budgets[folder]
+            machine = f" on a machine that needs {slower:.2f} of all budgets" if slower > 1 else ""
+            dearest = sorted(
+                (n for n in seconds if folder_of(n) == folder), key=seconds.__getitem__
+            )
             yield (
-                f"tests/{folder} used {value:.0f} CPU seconds{machine}: {value / slower - budget:.0f}"
-                f" more than its budget of {budget:g}. Its dearest: "
-                + ", ".join(f"{n.partition('/')[2]} {seconds[n]:.0f}" for n in reversed(dearest))
+                f"tests/{folder} used {value:.0f} CPU seconds{machine}: {more:.0f} more than its "
+                f"budget of {budgets[folder]:g}. Its dearest: "
+                + ", ".join(f"{n.partition('/')[2]} {seconds[n]:.0f}" for n in dearest[:-4:-1])
             )
 
 

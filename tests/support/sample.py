@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MINUTES, WORKERS = 12, 2  # a part takes so long on that many cores
 _PART_S = 0.9 * MINUTES * 60 * WORKERS  # they do not end at the same time
 _LONGEST_S = 300.0  # of one file in a part
+_MADE = ("__pycache__", "_build", "build", "dist", "runs")  # folders that are no sources
 
 
 class Slice(NamedTuple):
@@ -60,16 +61,19 @@ def part_of(seed: int) -> list[Slice]:
 def seed_of_contents(root: Path = ROOT) -> int:
     """A hash of the tracked files; of an export, which has no `.git`, of all but hidden ones."""
     if (root / ".git").exists():
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True
+        )
         names = listed.stdout.decode().split("\0")
     else:
         names = [str(file.relative_to(root)) for file in root.rglob("*")]
     digest = hashlib.sha256()
     for name in sorted(names):
-        parts = Path(name).parts
-        if not any(p.startswith(".") or p == "__pycache__" or p.endswith(".egg-info") for p in parts):
-            if (root / name).is_file():
-                digest.update(f"{name}\0".encode() + (root / name).read_bytes())
+        made = any(
+            p.startswith(".") or p in _MADE or p.endswith(".egg-info") for p in name.split("/")
+        )
+        if not made and (root / name).is_file():
+            digest.update(f"{name}\0".encode() + (root / name).read_bytes())
     return int.from_bytes(digest.digest()[:4])
 
 
@@ -81,7 +85,9 @@ def keep(items: list[Any], seed: int) -> Iterable[Any]:
             by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for one in part_of(seed):
         tests = by_file.get(one.file, [])
-        yield from tests[one.index * len(tests) // one.count : (one.index + 1) * len(tests) // one.count]
+        yield from tests[
+            one.index * len(tests) // one.count : (one.index + 1) * len(tests) // one.count
+        ]
 
 
 def main() -> int:

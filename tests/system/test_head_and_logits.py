@@ -30,6 +30,7 @@ def compiled(name: str) -> Any:
     return run_on_topology("tests.system.tpu:heads", "v5e:2x4", names=names)[name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases(*CASES))
 def test_no_buffer_is_as_large_as_the_head_or_the_logits(name):
     """Nothing is half as large as either: the largest array of the program is another's."""

@@ -69,6 +69,7 @@ def constraints(site: str | None, case: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.default_cases("pipeline.outer")
 @pytest.mark.parametrize("site", TRACED)
 def test_what_a_constraint_says_of_the_traced_step(site):
     kept, dropped = constraints(None, TRACED[site]), constraints(site, TRACED[site])

@@ -51,6 +51,7 @@ INTERLEAVED_IN_FULL = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @INTERLEAVED_IN_FULL
 def test_a_stage_keeps_the_inputs_of_micro_batches_under_way_and_no_more(schedule):
     """v K + K - 1, however many micro-batches there are."""
@@ -71,6 +72,7 @@ def test_of_as_many_micro_batches_as_stages_it_keeps_all_and_needs_no_less_memor
     assert many <= 1.02 * few
 
 
+@pytest.mark.full
 def test_gpipe_keeps_the_input_of_every_micro_batch():
     assert slots("gpipe", 8 * K) == {8 * K}
 
@@ -161,6 +163,7 @@ def flops_over_ideal(
     return figures(*program)["flops"] / plain["flops"] / ideal
 
 
+@pytest.mark.full
 def test_flops_are_those_of_as_many_data_ranks_and_the_bubbles():
     """Of 32 samples: two a micro-batch on two ranks, or one of four micro-batches on eight."""
     with recomputed(LAYERS // K, "stage"):

@@ -50,6 +50,7 @@ FORM = {3: "scanned"}
 
 
 # By default one of the three that send two phases once a step.
+@pytest.mark.default_cases("0-4")
 @pytest.mark.parametrize(("stage", "accumulation"), covering(SCHEDULES, [(0, 4), (2, 2), (3, 2)]))
 def test_a_step_sends_its_phases_and_nothing_else(stage, accumulation):
     found = sends(stage, accumulation=accumulation, form=FORM.get(stage, "listed"))
@@ -66,6 +67,7 @@ def on_tpu(**case: Any) -> list[Communication]:
     return [c for c in found if c.axes == ("data",) and c.bytes * c.runs > 20 * SCALARS]
 
 
+@pytest.mark.full
 def test_a_layer_comes_and_goes_by_itself_under_stage_3():
     """Gathered in each pass, scattered once: so that no more than one layer is ever whole."""
     found = on_tpu(stage=3)
@@ -100,6 +102,7 @@ def test_what_tensor_cuts_goes_round_cut():
     )
 
 
+@pytest.mark.full
 def test_packed_gradients_are_a_half_and_a_quarter_with_scales():
     """The width is one at which blocks of int8 are whole."""
 

@@ -44,6 +44,7 @@ def losses() -> dict[str, Any]:
     return run_on_topology("tests.system.tpu_vocabulary:losses", "v5e:2x4")
 
 
+@pytest.mark.full
 def test_the_loss_exchanges_sums_of_tokens_and_one_gradient_whatever_the_chunks(losses):
     """The maximum of each token, its sums in one message, and the gradient of the hidden states."""
     assert exchanged(losses["cut"], "tensor") == {

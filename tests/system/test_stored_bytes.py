@@ -153,6 +153,7 @@ def check(case: Case) -> None:
     assert told == {**found, "opt": found["opt"] + counters}, "the table tells what is there"
 
 
+@pytest.mark.default_cases("stage2-data4-mixed", every=6)
 @pytest.mark.parametrize("case", ALWAYS, ids=lambda case: case.name)
 def test_bytes_of_every_role_equal_the_formula(case):
     check(case)
@@ -178,6 +179,7 @@ def stored(case: Case) -> dict[str, Fraction]:
     return {role: psi for role, psi in formulas(case).items() if role != "grad"}
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", covering([1, 2, 3], [2, 3]))
 def test_padding_is_all_that_the_formula_leaves_out(stage):
     """Matrices of 60 x 60 on 8 devices: ceil(60 / 8) = 8 rows each, and 8 of the shift's 60."""

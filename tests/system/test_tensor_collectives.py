@@ -83,6 +83,7 @@ def expected(block: dict[Any, int], ends: dict[Any, int]) -> Counter[Any]:
     return Counter({k: LAYERS * n for k, n in block.items()}) + Counter(ends)  # without zeros
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cases("whole"))
 def test_a_block_all_reduces_twice_in_each_pass(name):
     assert crossings(compiled(name)) == expected(WHOLE, ENDS_WHOLE)

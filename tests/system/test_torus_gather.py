@@ -21,6 +21,7 @@ def full_matrices(found: dict[str, Any], kind: str) -> int:
     return sum(c.kind == kind and c.elements == MATRIX for c in collectives_of(found))
 
 
+@pytest.mark.full
 def test_each_pass_gathers_a_layer_in_two_steps():
     gathers = [c for c in collectives_of(program()) if c.kind == "all-gather"]
     assert [c.elements for c in gathers if c.elements >= MATRIX // DEVICES] == [
@@ -39,6 +40,7 @@ MESHES: list[tuple[dict[str, int], list[list[str]] | None]] = [
 ]
 
 
+@pytest.mark.full
 def test_shards_over_any_axes_are_gathered_without_an_all_reduce():
     meshes = [mesh for mesh, _ in MESHES]
     found = run_on_topology("tests.system.tpu:gathers", "v5p:4x4x4", meshes=meshes)

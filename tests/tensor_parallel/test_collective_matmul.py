@@ -228,6 +228,7 @@ def test_inside_a_scan_over_layers_and_a_checkpoint(checkpoint, bidirectional):
     assert_equal_trees(found, reference(stack(PLAIN, True), weights, x))
 
 
+@pytest.mark.default_cases("inside-False")
 @pytest.mark.parametrize(
     ("derivative", "bidirectional"),
     [("inside", False), ("outside", True)],
@@ -268,6 +269,7 @@ def test_inside_a_shard_map_over_data(derivative, bidirectional):
 # -- dtypes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("float32")
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
 def test_bf16_matmuls_keep_their_dtypes_and_are_as_exact_as_plain_ones(preferred):
     """Against fp32 of the same bf16 values, with e the error of one rounding to bf16:
@@ -340,6 +342,7 @@ def compiled_collectives(step: Callable[..., Any], mesh: Mesh) -> list[Communica
         return collectives(lowered.compile().as_text() or "", mesh)
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_the_forward_pass_holds_permutes_over_tensor_alone(bidirectional):
     """Two columns and two rows: T - 1 messages each, or twice as many halves."""
@@ -352,6 +355,7 @@ def test_the_forward_pass_holds_permutes_over_tensor_alone(bidirectional):
     assert sum(c.bytes for c in found) == 4 * 3 * chunk
 
 
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_the_backward_pass_adds_the_sums_of_weight_gradients_over_data(bidirectional):
     """Columns: their forward ring, dx, and x again. Rows: theirs, and dy, which serves dh and dW.
@@ -413,6 +417,7 @@ def tpu() -> dict[str, Any]:
     return run_on_topology("tests.ring_reduction.ring_programs:compile_all", "v5e:2x4")
 
 
+@pytest.mark.full
 def test_no_matmul_waits_for_the_accumulator_that_it_is_added_to(tpu):
     """Fused with the sum, it could not begin before the permute has arrived."""
     assert tpu["products_that_wait"] == []

@@ -170,6 +170,7 @@ def dims(proposal):
     return {path: at.dim for path, at in proposal.sharded.items()}
 
 
+@pytest.mark.default_cases("encoder-decoder", every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_proposal_is_what_a_person_would_write(program, name):
     _, sharded, replicated = CASES[name]
@@ -229,6 +230,7 @@ GRID = [
 ]
 
 
+@pytest.mark.default_cases("gated by einsum-sizes20")
 @pytest.mark.parametrize("name, sizes", GRID)
 def test_sharded_as_proposed_a_model_computes_the_same_and_sends_what_was_counted(
     program, name, sizes

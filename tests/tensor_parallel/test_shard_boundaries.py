@@ -92,6 +92,7 @@ def written(loss: Any, layout: ActivationLayout, mesh: Any) -> tuple[Any, Any]:
 
 
 # Each program is tested with one layout, the first with all.
+@pytest.mark.default_cases(every=4)
 @pytest.mark.parametrize(
     ("loss", "layout"),
     covering(

@@ -22,6 +22,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_every_stage_trains_as_plain_flax_does(child):
     assert len(child["trained"]) == 8
     for case, found in child["trained"].items():

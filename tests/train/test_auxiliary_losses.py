@@ -123,6 +123,7 @@ DEFAULT = [
 ]
 
 
+@pytest.mark.default_cases("3-1-mesh16")
 @pytest.mark.parametrize(("stage", "accumulation", "mesh"), covering(CASES, DEFAULT))
 def test_a_step_is_that_of_a_plain_loop(stage, accumulation, mesh):
     ranks = mesh["data"]
@@ -153,6 +154,7 @@ def test_metrics_stay_averages_by_weight_and_evaluation_leaves_the_term_out():
     assert float(trained["loss"]) > float(trained["error"]) + 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"data": 8}, pytest.param({"pipe": 2}, marks=pytest.mark.full)])
 def test_check_agrees(mesh):
     engine = jaxspeed.initialize(
@@ -175,6 +177,7 @@ def test_the_weight_has_to_depend_on_the_batch_alone():
         engine.train_batch(batches(8, 4)[0])
 
 
+@pytest.mark.default_cases("parallel1", "parallel2")
 @pytest.mark.parametrize(
     "parallel",
     [

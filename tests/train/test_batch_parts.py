@@ -86,6 +86,7 @@ def plain(first):
     return losses, params
 
 
+@pytest.mark.default_cases("4-1", "2-2")
 @pytest.mark.parametrize(("parts", "accumulation"), [(2, 1), (4, 1), (2, 2)])
 def test_parts_take_the_steps_of_the_whole_batch(parts, accumulation):
     first, metrics, last = trained(parts, accumulation=accumulation)

@@ -160,6 +160,7 @@ FEW = [
 ]
 
 
+@pytest.mark.default_cases("unrolled-3-1-optimizer")
 @pytest.mark.parametrize(("form", "stage", "tensor", "offload"), covering(GRID, FEW))
 def test_adapters_train_on_an_int8_base_with_int8_moments(form, stage, tensor, offload):
     made = engine(form, stage, tensor=tensor, offload=offload)
@@ -230,6 +231,7 @@ CHECKED = [
 ]
 
 
+@pytest.mark.default_cases("stacked-more0")
 @pytest.mark.parametrize(("form", "more"), covering(CHECKED, [CHECKED[0], CHECKED[2]]))
 def test_the_step_agrees_with_plain_training_on_the_decoded_base(form, more):
     made = engine(form, 3, (BASE,), **more)
@@ -276,6 +278,7 @@ def test_a_codec_may_have_the_same_codes_on_every_mesh():
     assert row.shape(row.source) == (3, 32), "eight shards of a block"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tensor", covering([1, 2], [2]))
 def test_padding_stays_in_the_stored_arrays(tensor):
     """Dims of 12 and 7 over 8 and 4 shards."""
@@ -298,6 +301,7 @@ def test_padding_stays_in_the_stored_arrays(tensor):
         made.train_batch(samples)
 
 
+@pytest.mark.full
 def test_padded_rows_are_streamed_with_their_scales():
     """Seven rows over eight shards, updated a row at a time, with a scale for each row."""
     pair = (

@@ -64,6 +64,7 @@ def test_an_nnx_module_trains_as_in_plain_flax(setting, name):
     assert_alike(train_jaxspeed(Spectral, *args), train_nnx(Spectral, *args))
 
 
+@pytest.mark.full
 @settings(REPLICATED)
 def test_a_linen_module_trains_as_in_plain_flax(setting):
     def plain(out, after, batch):
@@ -144,6 +145,7 @@ def test_zero_shards_them():
     assert all(x.addressable_shards[0].data.nbytes * 8 == x.nbytes for x in moments)
 
 
+@pytest.mark.default_cases("ring")
 @pytest.mark.parametrize(
     "sections",
     [
@@ -195,6 +197,7 @@ def only_real(x):
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+@pytest.mark.default_cases("nnx")
 @pytest.mark.parametrize("model", [Spectral, LinenSpectral()], ids=["nnx", "linen"])
 def test_check_finds_that_they_are_not_trained(model, monkeypatch):
     for module in (nnx_model, linen_model, pair_model):

@@ -105,6 +105,7 @@ class Described(nnx.Module):
         return self.head(jnp.tanh(x * self.scale))[:, 0]
 
 
+@pytest.mark.default_cases("Described-stage3-x4-tensor1")
 @settings(SHARDED)
 @pytest.mark.parametrize("model", [Tables, Normalized, Described])
 def test_arrays_in_containers_are_state_as_for_plain_flax(model, setting):

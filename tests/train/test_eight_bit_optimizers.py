@@ -35,6 +35,7 @@ GRID = [
 FEW = [("AdamW8bit", 3, 2, 1, False), ("AdamW8bit", 1, 1, 2, True), ("Lion8bit", 2, 2, 1, True)]
 
 
+@pytest.mark.default_cases("AdamW8bit-3-2-1-False")
 @pytest.mark.parametrize(("optimizer", "stage", "tensor", "pipe", "offload"), covering(GRID, FEW))
 def test_ten_updates_are_those_of_the_definition(optimizer, stage, tensor, pipe, offload):
     made = engine(
@@ -107,6 +108,7 @@ def test_a_skipped_step_changes_no_code():
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(made.state.opt))
 
 
+@pytest.mark.full
 def test_it_agrees_with_one_device_in_bf16_with_frozen_layers_groups_and_an_average():
     groups = [
         {"pattern": "layers[0:1]", "frozen": True},
@@ -132,6 +134,7 @@ def test_it_agrees_with_one_device_in_bf16_with_frozen_layers_groups_and_an_aver
         assert np.abs(average - first[path][1]).max() > 1e-4
 
 
+@pytest.mark.full
 def test_a_parameter_server_has_8_bit_moments():
     kind = {"data_reduction": "parameter_server", "servers": 2}
     made = engine("AdamW8bit", parallel=kind, devices=jax.devices()[:6], train_batch_size=16)
@@ -221,6 +224,7 @@ def test_a_tiny_llama_ends_within_one_percent_of_adamws_loss():
     assert abs(rounded / exact - 1) < 0.01, losses
 
 
+@pytest.mark.full
 def test_adam8bit_with_a_coupled_decay_is_adam_on_the_decoded_moments():
     params = {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}
     made = engine("Adam8bit", optimizer_={"params": params}, **ALONE)

@@ -43,6 +43,7 @@ def rebuilt(model, batch):
     return jnp.mean((model(batch["x"]) - batch["x"]) ** 2)
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("by_stream", [True, False])
 def test_a_linen_model_that_samples_is_evaluated_as_by_plain_flax(by_stream):
     module, batch = Vae(by_stream), tiny.batch()

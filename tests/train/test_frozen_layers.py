@@ -89,12 +89,14 @@ DEFAULT = [
 ]
 
 
+@pytest.mark.default_cases("stage 0-blocks[2:4]/**")
 @pytest.mark.parametrize(("setting", "pattern"), covering(GRID, DEFAULT))
 def test_ten_steps_equal_plain_optax_on_the_trained_layers(setting, pattern):
     engine = start(trainable=(pattern, "head/**"), **SETTINGS[setting])
     assert_as_by_optax(engine, RANGES[pattern])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", covering(SETTINGS, ["tensor 2"]))
 def test_the_check_against_plain_flax_knows_which_layers_are_trained(setting):
     report = start(**SETTINGS[setting]).check(batches(1)[0])
@@ -113,6 +115,7 @@ def test_frozen_groups_of_the_optimizer_leave_the_same_layers():
     assert_as_by_optax(engine, [2, 3])
 
 
+@pytest.mark.full
 def test_groups_of_layers_have_their_own_rates():
     """As layers that are trained and not, those with another rate are leaves of their own."""
     groups = [{"pattern": "blocks[:3]/**", "lr_factor": 0.5}]
@@ -224,6 +227,7 @@ def test_frozen_layers_have_no_byte_of_gradient_and_optimizer_state(setting):
     assert stored <= 2 * own + 2 * 8 * 4  # the head's bias is padded
 
 
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("stage", covering([0, 1, 2, 3], [0, 2]))
 def test_no_byte_of_a_frozen_layer_is_reduced(stage):
     engine = start(
@@ -286,6 +290,7 @@ NAMED = {
 }
 
 
+@pytest.mark.default_cases("Checkpointed-0")
 @pytest.mark.parametrize(
     ("model", "stage"),
     covering(

@@ -111,6 +111,7 @@ def train_plain(module, loss_fn, setting):
     return losses, {path: np.array(x) for path, x in flat.items()}
 
 
+@pytest.mark.default_cases("towers-setting0")
 @pytest.mark.parametrize(
     "setting", [Setting(3, 4, 1), pytest.param(Setting(0, 1, 2), marks=pytest.mark.full)]
 )
@@ -131,6 +132,7 @@ def test_all_calls_of_the_loss_create_parameters(module, loss_fn, plain, setting
         np.testing.assert_allclose(ours.values[path], x, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.full
 def test_init_with_creates_what_the_loss_calls_in_a_transformation():
     class Field(nn.Module):
         @nn.compact
@@ -192,6 +194,7 @@ def by_apply(model, batch):
     return jnp.mean(out**2) + changed["losses"]["square"][0] + jnp.mean(hidden**2)
 
 
+@pytest.mark.default_cases("by_apply")
 @pytest.mark.parametrize("loss_fn", [by_call, by_apply])
 def test_streams_collections_and_intermediates_as_with_apply(loss_fn):
     setting = Setting(3, 4, 1)

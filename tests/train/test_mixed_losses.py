@@ -75,6 +75,7 @@ DEFAULT = [
 ]
 
 
+@pytest.mark.default_cases("ranked-nnx-setting21")
 @pytest.mark.parametrize(("name", "kind", "setting"), covering(POINTS, DEFAULT))
 def test_samples_are_those_of_a_micro_batch_of_all_ranks(name, kind, setting):
     loss, steps = LOSSES[name], batches(3, SAMPLES)

@@ -154,6 +154,7 @@ def test_a_step_whose_gradients_nothing_checks_is_named_with_the_reason(caplog):
     assert warning.startswith("step 1: the loss is nan") and "check_grad_overflow is off" in warning
 
 
+@pytest.mark.default_cases("5")
 @pytest.mark.parametrize("first_steps", [12, 5])
 def test_a_run_counts_them_in_its_records_and_over_restarts(first_steps, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

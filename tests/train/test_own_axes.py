@@ -101,6 +101,7 @@ def test_statistics_over_an_axis_are_those_of_the_micro_batch(setting):
     assert_alike(train_jaxspeed(Net, reduced_loss, batches(), SGD, setting), plain)
 
 
+@pytest.mark.full
 @settings(REPLICATED)
 def test_statistics_of_a_linen_module_over_an_axis(setting):
     plain = train_linen(
@@ -170,6 +171,7 @@ class LinenAnnotated(nn.Module):
         return nn.Dense(1)(jnp.tanh(h))[:, 0]
 
 
+@pytest.mark.full
 @settings(REPLICATED)
 def test_annotations_of_a_model_are_mapped_or_ignored(setting, caplog):
     caplog.set_level(logging.INFO, "jaxspeed")
@@ -180,6 +182,7 @@ def test_annotations_of_a_model_are_mapped_or_ignored(setting, caplog):
     assert "own sharding constraints are ignored" in caplog.text
 
 
+@pytest.mark.default_cases("usual")
 @pytest.mark.parametrize(
     ("model", "names"),
     [
@@ -227,6 +230,7 @@ def test_constraints_on_a_mesh_of_the_same_devices_change_no_number():
     assert engine.check(tiny.batch()).ok
 
 
+@pytest.mark.default_cases("sections0")
 @pytest.mark.parametrize("sections", [{}, {"mesh": {"pipe": 2}, "gradient_accumulation_steps": 2}])
 def test_a_mesh_that_the_process_has_set_is_not_that_of_the_step(sections):
     """As a library may do when it is imported; `check` also runs the step on one device."""
@@ -264,6 +268,7 @@ class BoxedNnx(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))[:, 0]
 
 
+@pytest.mark.full
 @settings(REPLICATED, STAGE_1)
 def test_dims_that_are_named_by_axes_of_this_mesh(setting):
     plain = train_linen(

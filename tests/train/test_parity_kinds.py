@@ -5,6 +5,7 @@ import pytest
 from tests.train.parity import assert_trains_as_plain_jax, grid
 
 
+@pytest.mark.default_cases("pair-stage0-x1-adam")
 @pytest.mark.parametrize(
     ("name", "stage", "accumulation", "optimizer"),
     grid("linen", "pair", "dropout", "batch statistics"),

@@ -174,6 +174,7 @@ def grid():
         yield pytest.param(point, id="-".join(map(str, point)), marks=marks)
 
 
+@pytest.mark.default_cases("attention-both-host-host-3-tensor-llama-4")
 @pytest.mark.parametrize("point", [*grid()])
 def test_what_is_saved_changes_no_result(point):
     case = case_of(point.model, LAYERS)

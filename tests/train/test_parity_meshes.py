@@ -38,6 +38,7 @@ def test_a_mesh_trains_as_one_device_does(name, mesh, stage, optimizer, ranks):
         assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
 
 
+@pytest.mark.default_cases("mesh1")
 @pytest.mark.parametrize("mesh", [{"data": 4, "tensor": 2}, {"replica": 2, "data": 4}])
 def test_replicas_and_tensor_ranks_share_the_weights_as_asked(mesh):
     """ZeRO cuts over `data` alone; `tensor` cuts what the model names; `replica` holds copies."""
@@ -76,6 +77,7 @@ def test_linen_and_pairs_start_from_the_seeds_key():
     np.testing.assert_allclose(start["head"], init(jax.random.key(3))["head"], rtol=2**-22)
 
 
+@pytest.mark.full
 def test_one_device_is_a_mesh_too():
     case = CASES["batch statistics"]
     batches = case.batches(4)[:3]

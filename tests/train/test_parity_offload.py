@@ -35,6 +35,7 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
+@pytest.mark.default_cases("2-pair")
 @pytest.mark.parametrize(
     ("stage", "name"),
     covering(
@@ -121,6 +122,7 @@ def test_the_hosts_cores_update_as_the_device_does(name):
     assert kinds(host.engine.state.opt) == {HOST}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "stage"),
     covering(itertools.product(["bf16", "fp16"], [0, 3]), [("fp16", 3)]),

@@ -169,6 +169,9 @@ def on_one_device(model, layers, micro, ranks):
     return plain(case_of(model, layers), micro, "sgd", ranks=ranks)
 
 
+@pytest.mark.default_cases(
+    "modelllama-layers6-schedule1f1b-pipe4-stage3-micro4-recomputelayers-gatherstep-tensor2"
+)
 @pytest.mark.parametrize("point", [*grid()])
 def test_a_pipeline_trains_as_one_device(point):
     case = case_of(point.model, point.layers)
@@ -228,6 +231,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

@@ -42,6 +42,7 @@ def reference(optimizer, accumulation):
     return plain(CASE, accumulation, optimizer, ranks=MESH["data"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "optimizer", "accumulation"),
     [

@@ -189,6 +189,7 @@ FEW = [
 ]
 
 
+@pytest.mark.default_cases("stacked-3-tensor-nf4-")
 @pytest.mark.parametrize(("form", "stage", "mesh", "weights", "offload"), covering(GRID, FEW))
 def test_training_is_that_of_plain_jax_on_the_values(form, stage, mesh, weights, offload):
     quantize = {"weights": weights}
@@ -245,6 +246,7 @@ def by_layer(made: Engine) -> dict[tuple[int, str], Any]:
     return found
 
 
+@pytest.mark.default_cases("stacked-3-data-int8", "stacked-3-tensor-nf4")
 @pytest.mark.parametrize(("form", "stage", "mesh", "weights"), covering(CODES, FEW_CODES))
 def test_codes_are_equal_on_every_mesh(codes_on_one_device, form, stage, mesh, weights):
     more = {"gradient_accumulation_steps": 2} if "pipe" in MESHES[mesh] else {}

@@ -624,16 +624,19 @@ def names(examples: Any, full: Sequence[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.full if name in full else ()) for name in examples]
 
 
+@pytest.mark.default_cases(every=13)
 @pytest.mark.parametrize("name", names(NNX, FULL_NNX))
 def test_an_nnx_module_trains_as_plain_nnx(name):
     assert_trains_as_plain_flax(*NNX[name], linen=False)
 
 
+@pytest.mark.default_cases("state that becomes a constant in a remat")
 @pytest.mark.parametrize("name", names(BOTH, FULL_LINEN))
 def test_a_linen_module_trains_as_plain_linen(name):
     assert_trains_as_plain_flax(*BOTH[name], linen=True)
 
 
+@pytest.mark.default_cases("in each micro-batch")
 @pytest.mark.parametrize("name", OVERWRITING)
 def test_a_trained_parameter_that_the_loss_writes_is_updated_from_there(name):
     assert_trains_as_plain_flax(*OVERWRITING[name], linen=False)

@@ -139,11 +139,13 @@ def over_settings():
     )
 
 
+@pytest.mark.full
 @over_settings()
 def test_saved_inputs_of_two_dims_are_offloaded(kind, setting):
     trained(NORMED, kind, setting, activation_checkpointing={"cpu_checkpointing": True})
 
 
+@pytest.mark.default_cases("nnx-setting0")
 @over_settings()
 def test_the_nearest_number_of_checkpoints_is_taken(kind, setting, caplog):
     _note_count.cache_clear()
@@ -153,11 +155,13 @@ def test_the_nearest_number_of_checkpoints_is_taken(kind, setting, caplog):
     assert caplog.text.count("4 are used, the nearest number") == 1
 
 
+@pytest.mark.default_cases("nnx-setting0")
 @over_settings()
 def test_a_model_in_which_nothing_repeats_is_recomputed_as_one_unit(kind, setting):
     trained(SINGLE, kind, setting, parallel={"remat": "full"})
 
 
+@pytest.mark.default_cases("linen-remat")
 @pytest.mark.parametrize(
     ("kind", "way"),
     covering(

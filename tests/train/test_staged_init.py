@@ -68,6 +68,7 @@ def placed(shape):
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
+@pytest.mark.default_cases("of_one_array", "at_once", "with_constants")
 @pytest.mark.parametrize(
     "function", [of_flax(3), keys_split_in_turn, of_one_array, at_once, with_constants]
 )
@@ -117,6 +118,7 @@ def test_what_takes_long_to_compile_leaves_time_for_other_work(slow):
     assert callers == [threading.current_thread()] * slow
 
 
+@pytest.mark.full
 def test_a_chain_to_host_memory_passes_by_group(monkeypatch):
     from jaxspeed.train_state import staged_init as module
 

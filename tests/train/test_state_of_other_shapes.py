@@ -93,6 +93,7 @@ def nothing_is_small(monkeypatch):
     monkeypatch.setattr(opt_layout, "LARGE", 64)
 
 
+@pytest.mark.default_cases("factored-setting9")
 @pytest.mark.parametrize(
     ("name", "setting"),
     covering(POINTS, [("preconditioners", Setting(3, 4, 1)), ("factored", Setting(3, 1, 2))]),

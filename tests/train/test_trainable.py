@@ -64,6 +64,7 @@ def frozen(filter):
     return not nnx.filterlib.to_predicate(filter)(("norm", "scale"), nnx.Param(0.0))
 
 
+@pytest.mark.default_cases("any")
 @pytest.mark.parametrize(("trainable", "plain"), FILTERS)
 def test_filters_train_what_they_train_in_plain_flax(trainable, plain):
     module = Adapted(nnx.Rngs(SEED))

@@ -31,6 +31,7 @@ def always(monkeypatch):
     monkeypatch.setattr(product_vjp, "INPUTS", 0)
 
 
+@pytest.mark.default_cases("UnlikeBlocks")
 @pytest.mark.parametrize(
     "model", covering(AWKWARD, (Plain, UnlikeBlocks)), ids=lambda model: model.__name__
 )
@@ -90,6 +91,7 @@ class Wide:
         return [e.outvars[0].aval.shape for e in found if e.params["sharding"].is_fully_replicated]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("always")
 def test_no_number_changes():
     wide = Wide()

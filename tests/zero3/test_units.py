@@ -127,6 +127,7 @@ def assert_same(plain: Any, cut: Any) -> None:
         )
 
 
+@pytest.mark.default_cases("UnlikeBlocks", every=22)
 @pytest.mark.filterwarnings("ignore:Using .Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("model_class", AWKWARD, ids=lambda c: c.__name__)
 def test_units_are_found_and_change_no_number(model_class):

@@ -195,6 +195,9 @@ MODELS = {
 }
 
 
+@pytest.mark.default_cases(
+    "pure functions, scanned", "pure functions, recomputed", "pure functions in jit"
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_plain_jax(name):
     loss, make, units = MODELS[name]

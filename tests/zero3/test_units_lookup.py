@@ -77,6 +77,7 @@ MESHES = ({"data": 8}, {"replica": 2, "data": 4}, {"data": 4, "tensor": 2})
 
 
 # Every way to read at both widths, every mesh at both widths.
+@pytest.mark.default_cases("one id a sample-64-mesh18", "one id a sample-60-mesh22")
 @pytest.mark.parametrize(
     ("read", "width", "mesh"),
     covering(
@@ -109,6 +110,7 @@ def test_an_id_outside_the_table_is_still_not_a_number():
     assert np.isnan(program.evaluate(program.init(0), wrong)["loss"])
 
 
+@pytest.mark.default_cases("ops.embed", "one id a sample")
 @pytest.mark.parametrize("read", READS)
 def test_only_the_head_gathers_the_table(read):
     """Once in each pass, for the product; the lookup moves what it looked up."""

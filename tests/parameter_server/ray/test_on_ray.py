@@ -26,7 +26,7 @@ from tests.parameter_server.ray.ray_parts import LLAMA, batches
 from tests.support.covering import covering
 
 pytest.importorskip("ray")  # as a script that imports Ray before jaxspeed does
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 STORE = 200 * 2**20  # bytes
 config, plain = (partial(of, model=LLAMA) for of in (ray_parts.config, ray_parts.plain))
@@ -243,7 +243,6 @@ def test_a_cluster_without_resources_is_an_error_at_once(engine, monkeypatch):
         clusters.Cluster(4)
 
 
-@pytest.mark.full
 def test_processes_of_several_devices_that_update_in_buckets_are_restarted(engine, tmp_path):
     """Tensor-parallel workers; then one of them is killed, and a server."""
     free = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
