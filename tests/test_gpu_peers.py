@@ -62,6 +62,7 @@ def test_plain_jax_has_the_losses_of_jaxspeed(of_jaxspeed):
     np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
 
 
+@pytest.mark.full
 def test_torch_has_the_losses_of_jaxspeed(of_jaxspeed, references):
     work, weights, expected = of_jaxspeed
     python = str(references.interpreter("torch"))

@@ -166,7 +166,7 @@ def test_weights_in_host_memory_are_squared_where_layers_read_them():
     assert not made.program.objective.with_squares(made.state.sources(made.placements), {})
 
 
-@pytest.mark.default_cases("more0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     covering(

@@ -22,7 +22,7 @@ COVERING = [
 ]
 
 
-@pytest.mark.default_cases("experts-nf4-3-1-1")
+@pytest.mark.full
 @pytest.mark.parametrize("name, weights, stage, tensor, pipe", covering(ALL, COVERING))
 def test_qlora_equals_a_plain_loop_on_the_values(name, weights, stage, tensor, pipe):
     case = CASES[name]

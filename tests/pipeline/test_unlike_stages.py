@@ -253,7 +253,7 @@ def setting_engine(case, pipe, data, config):
 
 @pytest.mark.parametrize(
     "name",
-    [n if i < 2 else pytest.param(n, marks=pytest.mark.full) for i, n in enumerate(SETTINGS)],
+    [n if i < 1 else pytest.param(n, marks=pytest.mark.full) for i, n in enumerate(SETTINGS)],
 )
 def test_unlike_stages_train_as_plain_optax(name, run_of):
     run, batch = run_of(name)

@@ -58,6 +58,7 @@ def test_a_stage_keeps_the_inputs_of_micro_batches_under_way_and_no_more(schedul
     assert slots(schedule, 2 * K) == slots(schedule, 8 * K) == {CHUNKS[schedule] * K + K - 1}
 
 
+@pytest.mark.full
 @INTERLEAVED_IN_FULL
 def test_memory_does_not_grow_with_the_micro_batches(schedule):
     more, many = (compiled(schedule, n * K)["temp_bytes"] for n in (2, 8))
@@ -98,10 +99,10 @@ def test_a_steady_tick_of_1f1b_sends_one_message_each_way():
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
     [
-        ("1f1b", 8 * K),
-        ("gpipe", 8 * K),
+        ("1f1b", M),
+        pytest.param("1f1b", 8 * K, marks=pytest.mark.full),
+        pytest.param("gpipe", 8 * K, marks=pytest.mark.full),
         pytest.param("interleaved", M, marks=pytest.mark.full),
-        pytest.param("1f1b", M, marks=pytest.mark.full),
         pytest.param("gpipe", M, marks=pytest.mark.full),
         pytest.param("interleaved", 8 * K, marks=pytest.mark.full),
     ],

@@ -44,7 +44,6 @@ def losses() -> dict[str, Any]:
     return run_on_topology("tests.system.tpu_vocabulary:losses", "v5e:2x4")
 
 
-@pytest.mark.full
 def test_the_loss_exchanges_sums_of_tokens_and_one_gradient_whatever_the_chunks(losses):
     """The maximum of each token, its sums in one message, and the gradient of the hidden states."""
     assert exchanged(losses["cut"], "tensor") == {
@@ -102,6 +101,7 @@ def attentions() -> dict[str, Any]:
     return run_on_topology("tests.system.tpu_vocabulary:attentions", "v5e:2x4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", HEADS)
 def test_key_heads_that_devices_do_not_divide_cost_the_sum_of_their_gradients(attentions, name):
     """One activation in each pass, and with the second one the gradients of keys and values."""

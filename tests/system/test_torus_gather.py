@@ -49,6 +49,7 @@ def test_shards_over_any_axes_are_gathered_without_an_all_reduce():
         assert steps is None or [axes for *_, axes in collectives] == steps
 
 
+@pytest.mark.full
 def test_no_loop_holds_the_shards_of_all_layers_in_bf16():
     stacks = {b["bytes"] for b in program()["largest"] if b["shape"][:1] == [LAYERS]}
     assert 4 * LAYERS * MATRIX // DEVICES in stacks

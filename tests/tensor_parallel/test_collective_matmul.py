@@ -423,6 +423,7 @@ def test_no_matmul_waits_for_the_accumulator_that_it_is_added_to(tpu):
     assert tpu["products_that_wait"] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["rows", "columns"])
 def test_every_message_overlaps_with_a_matmul(tpu, kind):
     assert tpu[kind] == {"count": 3, "covered": 3}
