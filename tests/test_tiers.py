@@ -108,6 +108,25 @@ def test_consecutive_seeds_run_all_tests_once(seconds, seed):
     assert most <= sample.MINUTES * 60 * sample.WORKERS
 
 
+class Item:
+    """A collected test, as much of it as a part looks at."""
+
+    def __init__(self, nodeid, full):
+        self.nodeid, self.full = nodeid, full
+
+    def get_closest_marker(self, name):
+        return self if name == "full" and self.full else None
+
+
+def test_all_parts_have_each_test_marked_full_once(monkeypatch):
+    full = {"tests/a.py": 1_000.0, "tests/b.py": 10.0, "tests/c.py": 2_000.0}
+    monkeypatch.setattr(sample, "record", lambda: {"full": full})
+    items = [Item(f"{file}::test[{i}]", i % 4 > 0) for file in full for i in range(9)]
+    parts = len(sample.parts(full))
+    kept = [item.nodeid for seed in range(7, 7 + parts) for item in sample.keep(items, seed)]
+    assert sorted(kept) == sorted(item.nodeid for item in items if item.full)
+
+
 def test_a_part_fits_its_minutes():
     seconds = record()["full"]
     parts = sample.parts(seconds)
