@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from threading import RLock
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from unittest import mock
 
 import flax.linen as nn
 import jax
-from flax.core import meta
+from flax.core import lift, meta
 from flax.core.scope import DenyList, in_filter, union_filters
 
 from jaxspeed.jaxpr.module_scopes import scope
@@ -184,8 +184,12 @@ class ModuleCalls(NamedTuple):
 
 @contextlib.contextmanager
 def recorded_calls(seen: ModuleCalls) -> Iterator[None]:
-    """Context in which what modules sow and ask for is added to `seen`."""
-    sow, has_rng = nn.Module.sow, nn.Module.has_rng
+    """Context in which what modules sow and ask for is added to `seen`.
+
+    They ask for a stream by `has_rng`, and by `split_rngs` of a lifted transformation: where
+    `make_rng` falls back to `params`, it would draw from a stream that is not split.
+    """
+    sow, has_rng, pack = nn.Module.sow, nn.Module.has_rng, lift.pack
 
     def recorded_sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
         seen.sown.add((col, *self.path, name))
@@ -195,10 +199,20 @@ def recorded_calls(seen: ModuleCalls) -> Iterator[None]:
         seen.streams.add(name)
         return has_rng(self, name)
 
+    def recorded_pack(
+        fn: Any, ins: Any, outs: Any, rngs: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        for filtered in rngs:  # a stream's name, several, a filter of names, or whether all
+            names = [filtered] if isinstance(filtered, str) else filtered
+            if isinstance(names, list | tuple | set | frozenset):
+                seen.streams.update(name for name in names if isinstance(name, str))
+        return pack(fn, ins, outs, rngs, *args, **kwargs)
+
     with (
         _lock,
         mock.patch.object(nn.Module, "sow", recorded_sow),
         mock.patch.object(nn.Module, "has_rng", recorded_has_rng),
+        mock.patch.object(lift, "pack", recorded_pack),
     ):
         yield
 

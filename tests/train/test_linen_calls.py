@@ -194,6 +194,45 @@ def by_apply(model, batch):
     return jnp.mean(out**2) + changed["losses"]["square"][0] + jnp.mean(hidden**2)
 
 
+class NoisySteps(nn.Module):
+    """A recurrence with noise in each step, of a stream that only `split_rngs` names."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Step(nn.Module):
+            @nn.compact
+            def __call__(self, carry, x):
+                noise = jax.random.normal(self.make_rng("noise"), carry.shape)
+                return jnp.tanh(nn.Dense(WIDTH)(carry + x)) + noise, noise
+
+        scan = nn.scan(
+            Step,
+            variable_broadcast="params",
+            split_rngs={"params": False, "noise": True},
+            in_axes=1,
+            out_axes=1,
+        )
+        carry, noise = scan()(x, jnp.repeat(x[:, None], 5, axis=1))
+        return jnp.mean(carry**2), noise
+
+
+def test_a_stream_that_a_lifted_scan_splits_draws_anew_in_each_step():
+    def loss(model, batch):
+        value, noise = model(batch["x"])
+        apart = jnp.abs(noise[:, 1:] - noise[:, :-1]).min()
+        return value, {"first": noise[0, 0, 0], "apart": apart}
+
+    engine = tiny.engine(NoisySteps(), loss)
+    params = unflatten_dict({k: np.asarray(v) for k, v in engine.parameters.items()}, sep="/")
+    metrics = engine.train_batch(tiny.batch())
+    assert metrics["apart"] > 0
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), 0)
+    rngs = {"noise": jax.random.fold_in(key, 2)}  # after `params` and `dropout`
+    plain = loss(lambda x: NoisySteps().apply({"params": params}, x, rngs=rngs), tiny.batch())
+    np.testing.assert_allclose(metrics["loss"], plain[0], rtol=1e-5)
+    np.testing.assert_allclose(metrics["first"], plain[1]["first"], rtol=1e-5)
+
+
 @pytest.mark.default_cases("by_apply")
 @pytest.mark.parametrize("loss_fn", [by_call, by_apply])
 def test_streams_collections_and_intermediates_as_with_apply(loss_fn):
