@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,8 @@ class NnxModel:
         self._graph, state, self.needs_values = self._abstract()
         module = nnx.merge(self._graph, state, copy=True)
         self._has_after_step = has_after_step(module)
-        self._held_by: WeakKeyDictionary[nnx.Module, list[Any]] = WeakKeyDictionary()
+        # By a module's identity: one with a dataclass as a base compares by its fields.
+        self._held_by: dict[int, list[Any]] = {}
         self.trains_itself = _has_own(module, "train") and not self._left_in_evaluation(
             type(module)
         )
@@ -198,10 +199,14 @@ class NnxModel:
                 for path, (keys, v) in self._kinds.items()
             ]
             module: nnx.Module = nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
+        copies = []
         for path, node, name, held in list(_held(module)):
             object_now = held.copied()
             setattr(node, name, nnx.static(object_now))
-            self._held_by.setdefault(module, []).append((path, object_now, held))
+            copies.append((path, object_now, held))
+        if copies:
+            self._held_by[id(module)] = copies
+            finalize(module, self._held_by.pop, id(module))
         return module
 
     def _reseeded(self, variables: Arrays, step: Any, micro: Any) -> Arrays:
@@ -215,7 +220,7 @@ class NnxModel:
 
     def mutated(self, bound: nnx.Module, params: Arrays) -> Arrays:
         """Collect changed state; random streams and intermediate values are per micro-batch."""
-        for path, object_now, held in self._held_by.get(bound, ()):
+        for path, object_now, held in self._held_by.get(id(bound), ()):
             changed = held.changed(object_now)
             if changed:
                 raise ModelError(

@@ -1,5 +1,7 @@
 """Arrays that an nnx module keeps in lists, dicts and tuples, and Variables with metadata."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,8 +133,30 @@ def test_plain_objects_are_there_in_evaluation_and_in_engine_module():
     assert isinstance(engine.module.more[0], Rotation)
 
 
-def test_an_array_of_a_plain_object_that_the_loss_changes_is_named():
-    class Counting(Rotated):
+@dataclasses.dataclass
+class Sizes:
+    """Modules with such a base compare by these fields, and have no hash."""
+
+    width: int = WIDTH
+
+
+def test_a_module_with_a_dataclass_as_a_base_trains():
+    class Sized(tiny.Listed, Sizes):
+        def __init__(self, rngs):
+            Sizes.__init__(self)
+            tiny.Listed.__init__(self, rngs)
+
+    engine = tiny.engine(Sized)
+    alike = tiny.engine()
+    for _ in range(2):
+        wanted = alike.train_batch(tiny.batch())["loss"]
+        np.testing.assert_allclose(engine.train_batch(tiny.batch())["loss"], wanted, rtol=1e-6)
+    assert engine.module.width == WIDTH
+
+
+@pytest.mark.parametrize("base", [object, Sizes])
+def test_an_array_of_a_plain_object_that_the_loss_changes_is_named(base):
+    class Counting(Rotated, base):
         def __call__(self, x):
             self.rotation.steps[0]["shift"] += 1
             return super().__call__(x)
