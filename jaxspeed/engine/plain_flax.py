@@ -103,7 +103,8 @@ def plain_gradients(
 
     def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any, unit: Any) -> Any:
         model_now = bound({**values, **active}, number)
-        loss, _ = parse_loss(call_loss(loss_fn, model_now, batch, values, step, number, train=True))
+        returned = call_loss(loss_fn, model_now, batch, values, step, number, train=True)
+        loss, _ = parse_loss(returned, stop_weight=False)
         total, weight = loss.total, loss.weight
         if unit is not None:  # the mean weight of all micro-batches
             total, weight = total + loss.auxiliary * unit, unit

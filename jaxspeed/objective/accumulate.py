@@ -60,7 +60,7 @@ def shares(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def per_weight(x: Any, weight: jax.Array) -> jax.Array:
     """Compute `x / weight`, and 0 where the weight is 0."""
-    return jnp.where(weight > 0, x / weight, 0)
+    return jnp.where(weight > 0, x / jnp.where(weight > 0, weight, 1), 0)
 
 
 def micro_batches(batch: Any, count: int, ranks: int) -> Any:

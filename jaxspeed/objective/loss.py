@@ -58,10 +58,14 @@ class Loss(NamedTuple):
         )
 
 
-def parse_loss(result: Any) -> tuple[Loss, bool]:
+def parse_loss(result: Any, stop_weight: bool = True) -> tuple[Loss, bool]:
     """Parse the return value of a loss function: (loss, whether it was (sum, weight)).
 
-    Raises ModelError for any other form.
+    Args:
+      stop_weight: stop the gradient of the weight.
+
+    Raises:
+      ModelError: it has any other form.
     """
     if isinstance(result, Outputs):
         return Loss(jnp.zeros(()), jnp.ones(()), result.arrays), False
@@ -100,7 +104,9 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
                 f"loss_fn's metric {name!r} has shape {value.shape}; metrics are scalars"
             )
     floats = {name: value.astype(jnp.float32) for name, value in shown.items()}
-    weight, floats = jax.lax.stop_gradient((weight, floats))
+    if stop_weight:
+        weight = jax.lax.stop_gradient(weight)
+    floats = jax.lax.stop_gradient(floats)
     return Loss(total, weight, floats, *auxiliary), is_sum
 
 

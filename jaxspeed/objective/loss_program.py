@@ -34,6 +34,7 @@ class LossProgram:
       own_axes: axis names of the model.
       positions: the sequence dims of those that have one.
       left_alone: its attention that is not recognized, where an axis shards sequences.
+      weight_parameters: those that the weight of the loss depends on, which then has its gradient.
       loss: the traced loss that this is a part of, or was rewritten from.
     """
 
@@ -47,6 +48,7 @@ class LossProgram:
     own_axes: OwnAxes = field(default_factory=lambda: OwnAxes((), ()))
     positions: Mapping[Var, int] = field(default_factory=dict)
     left_alone: tuple[LeftAlone, ...] = ()
+    weight_parameters: tuple[str, ...] = ()
     loss: "LossProgram | None" = None
 
     def rewritten(self, jaxpr: Jaxpr) -> "LossProgram":

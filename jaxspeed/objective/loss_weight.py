@@ -1,21 +1,32 @@
-"""The weight of a micro-batch before its loss: the part of the traced loss that computes it.
+"""The weight of a micro-batch's loss: the part of the traced loss that computes it.
 
-It is evaluated from the result backward, and only what is needed, also of inner programs. A sum of
-several values at once, as of a loss and its weight, is evaluated for one of them.
+Before its loss, it is evaluated from the result backward, and only what is needed, also of inner
+programs. A sum of several values at once, as of a loss and its weight, is evaluated for one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax import lax
-from jax.interpreters import partial_eval
+from jax.interpreters import ad, partial_eval
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.jaxpr.inline_calls import with_all_calls_inlined
 from jaxspeed.jaxpr.primitives import INLINED
-from jaxspeed.jaxpr.slicing import free_variables, sub_jaxpr
-from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, called, is_marked, is_var, open_jaxpr
+from jaxspeed.jaxpr.slicing import free_variables, slice_of, sub_jaxpr
+from jaxspeed.jaxpr.traverse import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    called,
+    is_marked,
+    is_var,
+    open_jaxpr,
+)
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
@@ -32,6 +43,31 @@ def weight_of(program: LossProgram, batch: Any) -> jax.Array:
     at = program.loss_outputs.weight
     weight: jax.Array = _Needed(closed.jaxpr, known).value(closed.jaxpr.outvars[at])
     return weight
+
+
+def with_weight_differentiated(program: LossProgram, trained: Collection[str]) -> LossProgram:
+    """The loss whose weight has its gradient, if it has one with respect to trained parameters.
+
+    The weight is a number of samples or tokens in almost all losses: `parse_loss` stops its
+    gradient, and only here it is looked whether there is one.
+    """
+    jaxpr, at = program.closed.jaxpr, program.loss_outputs.weight
+    stops = [e for e in jaxpr.eqns if jaxpr.outvars[at] in e.outvars]
+    if not stops or stops[0].primitive.name != "stop_gradient" or not is_var(stops[0].invars[0]):
+        return program
+    (weight,) = stops[0].invars
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    # A custom derivative that returns a sum and its weight has tangents for both.
+    inlined = with_all_calls_inlined(slice_of(jaxpr, jaxpr.eqns, inputs, [weight]))
+    needed, is_read = partial_eval.dce_jaxpr(inlined, [True])
+    read = {v for v, on in zip(inputs, is_read, strict=True) if on}
+    paths = {v: path for path, v in program.parameters.items() if path in trained and v in read}
+    moves = [v in paths for v in inputs if v in read]
+    if not any(moves) or not ad.jvp_jaxpr(ClosedJaxpr(needed, ()), moves, False)[1][0]:
+        return program
+    outvars = [weight if i == at else v for i, v in enumerate(jaxpr.outvars)]
+    differentiated = program.rewritten(jaxpr.replace(outvars=outvars))
+    return replace(differentiated, weight_parameters=tuple(paths.values()))
 
 
 class _Needed:

@@ -100,7 +100,16 @@ class Objective:
         }
         patterns = tuple(self.unit_patterns)
         casts = self.autocast, self.compute_dtype
-        return LossTraces(self.model, self.loss_fn, params, patterns, *casts, ranges, self.sequence)
+        trained = {
+            name
+            for path, rows in table.parameters.items()
+            for row in rows
+            if row.leaf.trainable
+            for name in (path, row.path)
+        }
+        return LossTraces(
+            self.model, self.loss_fn, params, patterns, *casts, ranges, self.sequence, trained
+        )
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool

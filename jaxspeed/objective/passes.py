@@ -7,7 +7,7 @@ runs (embedding, stage, head). They depend on the mesh of the trace's context an
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any
@@ -23,6 +23,7 @@ from jaxspeed.jaxpr.split_scans import in_parts
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
 from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.objective.loss_weight import with_weight_differentiated
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.paths import listed
@@ -55,6 +56,7 @@ class TraceContext:
     # Of parameters whose ranges of layers are leaves: (path, number of layers) of each.
     ranges: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
     sequence: SequenceSettings = field(default_factory=SequenceSettings)
+    trained: Collection[str] = ()  # paths of parameters, and of ranges of their layers
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,11 @@ def sequence_tiles(program: LossProgram, context: PartContext) -> LossProgram:
     )
 
 
+def weight_derivative(program: LossProgram, context: TraceContext) -> LossProgram:
+    """Give the weight of a loss its gradient, where it is no constant to the derivative."""
+    return with_weight_differentiated(program, context.trained) if context.train else program
+
+
 BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     prune,
     adapters,
@@ -282,6 +289,7 @@ BEFORE_SPLIT: tuple[Callable[[LossProgram, TraceContext], LossProgram], ...] = (
     attention_calls,
     precision,
     token_order,
+    weight_derivative,
 )
 AFTER_SPLIT: tuple[Callable[[LossProgram, PartContext], LossProgram], ...] = (
     draws,

@@ -7,7 +7,7 @@ on.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -75,12 +75,14 @@ class LossTraces:
         cast_to: Any = None,  # the dtype to which parameters and inputs are cast
         ranges: Mapping[str, Sequence[tuple[str, int]]] | None = None,  # as in `TraceContext`
         sequence: SequenceSettings | None = None,
+        trained: Collection[str] = (),  # as in `TraceContext`
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._params, self._unit_patterns = params, unit_patterns
         self._autocast, self._cast_to = autocast, cast_to
         self._ranges = ranges or {}
         self._sequence = sequence or SequenceSettings()
+        self._trained = trained
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, LossProgram] = WeakKeyDictionary()
         self._by_parts: WeakKeyDictionary[Any, ByParts] = WeakKeyDictionary()
@@ -110,7 +112,13 @@ class LossTraces:
 
     def by_parts(self, variables: Any, batch: Any, train: bool, ranks: int) -> ByParts:
         """Whether the loss of a batch of these shapes is the sum of its parts'."""
-        program = self.of(variables, batch, train).closed
+        traced = self.of(variables, batch, train)
+        if names := traced.weight_parameters:
+            return ByParts(
+                f"the loss's weight depends on parameters that are trained ({listed(names)}), so "
+                "the gradient is not a sum over samples"
+            )
+        program = traced.closed
         if program not in self._by_parts:
 
             def trace(batch: Any) -> LossProgram:
@@ -195,7 +203,9 @@ class LossTraces:
             {v: dim for v, dim in dims if dim is not None and self._sequence.shards},
         )
         adapters = getattr(self._model, "adapters", {})
-        context = TraceContext(self._autocast, adapters, train, self._ranges, self._sequence)
+        context = TraceContext(
+            self._autocast, adapters, train, self._ranges, self._sequence, self._trained
+        )
         return before_split(program, context)
 
 

@@ -34,6 +34,7 @@ from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.codec import pad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host, on_device, to_host
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.table import PlacementTable
@@ -115,11 +116,24 @@ class Gradients:
         first: Any = 0,
     ) -> tuple[Sums, Arrays]:
         """All micro-batches. With a pipeline, sources and gradients are laid out by stage."""
+        self._refuse_trained_weight(variables, batch, step)
         if self.reduction(variables, batch, step)[0] == "step":
             return self._once_a_step(sources, variables, batch, step, scale), variables
         ranks = self.table.ranks
         micro = micro_batches(batch, self.accumulation, ranks)
         return self._accumulate(sources, variables, micro, step, scale, placed=True, first=first)
+
+    def _refuse_trained_weight(self, variables: Arrays, batch: Any, step: Any) -> None:
+        part = micro_batch_shapes(batch, self.accumulation)
+        rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
+        if names := self.objective.trace(rest, train=True).weight_parameters:
+            raise ModelError(
+                "loss_fn returned (sum, weight), and the weight depends on parameters that are "
+                f"trained ({listed(names)}): over several micro-batches, or stages of a pipeline, "
+                "the gradient of sum / weight is not the sum of theirs. Set "
+                "gradient_accumulation_steps 1 without stages; or return (sum, "
+                "jax.lax.stop_gradient(weight)), or the mean alone"
+            )
 
     def reduction(self, variables: Arrays, batch: Any, step: Any) -> tuple[Reduction, str]:
         """When gradients are reduced, and why."""
