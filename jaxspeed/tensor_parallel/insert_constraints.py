@@ -4,9 +4,8 @@ Over `seq` all activations are sharded along their sequence. The constraint is o
 products, lookups and draws, of what moves positions, and on what a loop carries; element-wise
 operations have the sharding of their operands.
 
-Grouped convolutions run in a shard_map, each device on its samples: XLA partitions their gradient
-wrongly (jax 0.10.2, CPU, with Shardy and without), or aborts (jax 0.11.2 and 0.12.0.1, CPU: "Check
-failed: ShapeUtil::Compatible").
+Operations with windows that XLA partitions wrongly run in a shard_map (`windows.py`), or are not
+sharded along them.
 """
 
 import functools
@@ -46,6 +45,17 @@ from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns,
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
+from jaxspeed.tensor_parallel.windows import (
+    SELECTIONS,
+    WRONG,
+    Shards,
+    batch_dim,
+    is_grouped,
+    moving_dims,
+    per_device,
+    shards_of_features,
+    windows_of,
+)
 
 log = logging.getLogger("jaxspeed")
 
@@ -212,12 +222,11 @@ class _Boundaries(Rewriter[bool]):
         scope: _Scope = program.scope
         if program.position in scope.groups:
             self._columns(program, scope, scope.groups[program.position])
-        elif (
-            self.program.num_shards > 1
-            and is_grouped(eqn)
-            and self.program.sharded_dim(scope.frame, eqn.outvars[0]) is None
-        ):
-            self._grouped(program, scope.frame, eqn)
+        elif function := self._per_device(scope.frame, eqn):
+            operands = [program.atom(v) for v in eqn.invars]
+            program.replace(eqn.outvars, program.splice(function, operands, eqn))
+        elif any(along := self._windowed(scope.frame, program.position)):
+            self._unsharded(program, scope.frame, eqn, along)
         else:
             self._plain(program, scope, eqn)
         return [program.state(v) for v in eqn.outvars]
@@ -255,15 +264,84 @@ class _Boundaries(Rewriter[bool]):
         leaving = leave(self.layouts.of(frame, out, inside))
         program.replace([out], program.splice(leaving, [program.atom(out)], eqn))
 
-    def _grouped(self, program: Rewriting[bool], frame: CallFrame, eqn: JaxprEqn) -> None:
-        image: Any = eqn.invars[0]
-        dim = eqn.params["dimension_numbers"].lhs_spec[0]
-        is_samples = self.program.is_samples(frame.of(image)[dim])
-        samples = self.layouts.samples(image.aval.shape[dim]) if is_samples else None
-        function = per_device_convolution(eqn, samples, {*free_axes(self.layouts.mesh)})
-        program.replace(
-            eqn.outvars, program.splice(function, [*map(program.atom, eqn.invars)], eqn)
+    # -- windows that move along sharded dims ------------------------------------------------------
+
+    def _per_device(self, frame: CallFrame, eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
+        """A windowed operation, each device on its part; None leaves it as it is."""
+        windows, sequence = windows_of(eqn), self.layouts.sequence
+        if not windows or eqn.primitive.name in SELECTIONS or is_marked(eqn):
+            return None
+        arrays: list[Any] = [*eqn.invars, *eqn.outvars]
+        sharded = [self.program.sharded_dim(frame, v) for v in arrays]
+        grouped = is_grouped(eqn) and self.program.num_shards > 1 and sharded[-1] is None
+        along = None
+        if sequence and any(w.moves for w in windows):
+            at = [sequence.of(frame, v) for v in arrays]
+            places = [w for w in windows if (w.dim, w.out) == (at[0], at[-1]) and not w.dilated]
+            if places and not any(d is not None for d in at[1:-1]):
+                along = places[0], sequence.num_shards
+        if along is None and not grouped:
+            return None
+        batch = batch_dim(eqn)
+        samples = None
+        if batch is not None and self.program.is_samples(frame.of(arrays[0])[batch]):
+            samples = self.layouts.samples(arrays[0].aval.shape[batch], also=self.layouts.also)
+        features = shards_of_features(eqn, self.program.num_shards, sharded)
+        shards = Shards(samples, along, self.program.num_shards, **features)
+        return per_device(eqn, shards, {*free_axes(self.layouts.mesh)})
+
+    def _windowed(self, frame: CallFrame, position: int) -> list[tuple[int, ...]]:
+        """The dims of operands and results that must not be sharded: windows move along them.
+
+        Of a function with a derivative of its own that has windows, the sequence dims.
+        """
+        eqn, sequence = frame.jaxpr.eqns[position], self.layouts.sequence
+        arrays: list[Any] = [*eqn.invars, *eqn.outvars]
+        if eqn.primitive.name in CUSTOM_DERIVATIVE:
+            if not runs(eqn, WRONG) or not (sequence or self.layouts.layout.sequence_parallel):
+                return []
+            found = [self._sequence_dims(frame, v) for v in arrays]
+            return [() if frame.is_weight(v) else dims for v, dims in zip(arrays, found)]
+        if not any(w.moves for w in windows_of(eqn)):
+            return []
+        dims = moving_dims(eqn)
+        if sequence:
+            return dims
+        for v, own in zip(arrays, dims, strict=True):
+            if {self.program.sharded_dim(frame, v), *self._sequence_dims(frame, v)} & {*own}:
+                return dims
+        return []
+
+    def _sequence_dims(self, frame: CallFrame, v: Any) -> tuple[int, ...]:
+        sequence, parallel = self.layouts.sequence, self.layouts.layout.sequence_parallel
+        dims = (
+            sequence.of(frame, v) if sequence else None,
+            (self.program.sequence_dim(frame, v) if parallel else None),
         )
+        return tuple(d for d in dims if d is not None)
+
+    def _unsharded(
+        self,
+        program: Rewriting[bool],
+        frame: CallFrame,
+        eqn: JaxprEqn,
+        dims: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Write an operation, with these dims of its operands and results unsharded."""
+        free = PartitionSpec.UNCONSTRAINED
+
+        def pinned(v: Any, atom: Atom, own: tuple[int, ...]) -> Atom:
+            if not own or not is_var(atom):
+                return atom
+            spec = PartitionSpec(*(None if d in own else free for d in range(len(shape_of(v)))))
+            at = NamedSharding(self.layouts.mesh, spec)
+            return program.splice(partial(_window, at=at), [atom], eqn)[0]
+
+        count = len(eqn.invars)
+        given = zip(eqn.invars, map(program.atom, eqn.invars), dims[:count], strict=True)
+        program.emit(eqn, [pinned(*each) for each in given])
+        made = zip(eqn.outvars, map(program.atom, eqn.outvars), dims[count:], strict=True)
+        program.replace(eqn.outvars, [pinned(*each) for each in made])
 
     # -- along the sequence -----------------------------------------------------------------------
 
@@ -447,6 +525,10 @@ def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "sequence")
 
 
+def _window(x: jax.Array, at: NamedSharding) -> jax.Array:
+    return constrain(x, at, "windows")
+
+
 def _decides(eqn: JaxprEqn, has_frames: bool) -> bool:
     """Whether the compiler may shard the results of an operation otherwise than its operands."""
     name = eqn.primitive.name
@@ -482,31 +564,3 @@ def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return eqn.primitive.bind(*operands, **eqn.params)
 
     return matmul
-
-
-# -- grouped convolutions with a replicated kernel: each device computes its samples ---------------
-
-GROUPS = ("feature_group_count", "batch_group_count")
-
-
-def is_grouped(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[g] != 1 for g in GROUPS)
-
-
-def per_device_convolution(
-    eqn: Any, samples: Any, axes: set[str]
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The convolution of an equation, manual over `axes`; `samples` shard the batch."""
-    numbers = eqn.params["dimension_numbers"]
-
-    def along(dim: int, ndim: int) -> PartitionSpec:
-        return PartitionSpec(*(samples if d == dim else None for d in range(ndim)))
-
-    ndim = len(eqn.invars[0].aval.shape)
-    return jax.shard_map(
-        lambda x, w: eqn.primitive.bind(x, w, **eqn.params),
-        in_specs=(along(numbers.lhs_spec[0], ndim), PartitionSpec()),
-        out_specs=along(numbers.out_spec[0], ndim),
-        axis_names=axes,
-        check_vma=False,
-    )

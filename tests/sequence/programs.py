@@ -39,11 +39,22 @@ def traced(loss: Loss, params: Mapping[str, Any], batch: Any, settings: Sequence
 
 
 class Sharded:
-    """A loss and its gradients, sharded over a mesh with `seq`."""
+    """A loss and its gradients, sharded over a mesh with `seq`.
 
-    def __init__(self, loss: Loss, params: Mapping[str, Any], batch: Any, mesh: Any, **how: Any):
+    `specs` are those of parameters that `tensor` shards.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        params: Mapping[str, Any],
+        batch: Any,
+        mesh: Any,
+        specs: Mapping[str, P] | None = None,
+        **how: Any,
+    ):
         self.settings = SequenceSettings(**how)
-        specs = dict.fromkeys(params, P())
+        specs = dict.fromkeys(params, P()) | dict(specs or {})
         self.mesh, self.given = mesh, (dict(params), batch)
         with jax.set_mesh(mesh):
             self.traced = self.first_passes(traced(loss, params, batch, self.settings))
@@ -59,7 +70,7 @@ class Sharded:
                 return NamedSharding(mesh, spec)
 
             of_batch = batch_specs(batch, self.settings.dims, mesh.shape)
-            given = {path: at(P()) for path in params}, jax.tree.map(at, of_batch)
+            given = {path: at(spec) for path, spec in specs.items()}, jax.tree.map(at, of_batch)
             step = jax.jit(jax.value_and_grad(run), in_shardings=given, out_shardings=at(P()))
             self.step = step
 
