@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.axes import EXPERT, SEQ, TENSOR
+from jaxspeed.axes import EXPERT, SEQ, TENSOR, product, sample_axes
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
@@ -47,6 +47,7 @@ from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 from jaxspeed.tensor_parallel.windows import (
     SELECTIONS,
+    WINDOWS_SCOPE,
     WRONG,
     Shards,
     batch_dim,
@@ -100,7 +101,8 @@ def with_boundary_constraints(
     if sequence and (not sequence.positions or free_axes(context).get(SEQ, 1) == 1):
         sequence = None
     of_axis = {axis: dims_sharded_over(axis, specs) for axis in (TENSOR, EXPERT)}
-    if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT] and not sequence:
+    windows = _beside_samples(context) > 1 and any(runs(eqn, WRONG) for eqn in jaxpr.eqns)
+    if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT] and not sequence and not windows:
         return jaxpr
     propagated = propagate_dims(jaxpr, parameters, batch)
     program, experts = (
@@ -224,7 +226,8 @@ class _Boundaries(Rewriter[bool]):
             self._columns(program, scope, scope.groups[program.position])
         elif function := self._per_device(scope.frame, eqn):
             operands = [program.atom(v) for v in eqn.invars]
-            program.replace(eqn.outvars, program.splice(function, operands, eqn))
+            like = _in_scope(eqn, WINDOWS_SCOPE)
+            program.replace(eqn.outvars, program.splice(function, operands, like))
         elif any(along := self._windowed(scope.frame, program.position)):
             self._unsharded(program, scope.frame, eqn, along)
         else:
@@ -273,7 +276,8 @@ class _Boundaries(Rewriter[bool]):
             return None
         arrays: list[Any] = [*eqn.invars, *eqn.outvars]
         sharded = [self.program.sharded_dim(frame, v) for v in arrays]
-        grouped = is_grouped(eqn) and self.program.num_shards > 1 and sharded[-1] is None
+        of_features = () if sharded[-1] is None else (TENSOR,)
+        grouped = is_grouped(eqn) and _beside_samples(self.layouts.mesh, of_features) > 1
         along = None
         if sequence and any(w.moves for w in windows):
             at = [sequence.of(frame, v) for v in arrays]
@@ -391,8 +395,7 @@ class _Boundaries(Rewriter[bool]):
         if attend is None:
             return False
         operands = [program.as_traced(v, eqn) for v in eqn.invars]
-        at = eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(SEQUENCE_SCOPE))
-        like = eqn.replace(source_info=at)
+        like = _in_scope(eqn, SEQUENCE_SCOPE)
         program.replace(eqn.outvars, program.splice(attend, operands, like))
         return True
 
@@ -523,6 +526,18 @@ class _Boundaries(Rewriter[bool]):
 
 def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "sequence")
+
+
+def _in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
+    """What inserted equations have the source info of; reports read the scope."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
+def _beside_samples(mesh: Any, also: tuple[str, ...] = ()) -> int:
+    """The number of devices along the axes that shard neither samples nor `also`."""
+    free = free_axes(mesh)
+    return product([axis for axis in free if axis not in (*sample_axes(), *also)], free)
 
 
 def _window(x: jax.Array, at: NamedSharding) -> jax.Array:

@@ -3,8 +3,8 @@
 XLA partitions these wrongly along a dim that their windows move along (jax 0.12.0.1, with Shardy
 and without): the gradient of a convolution's kernel is multiplied by the size of each mesh axis
 that shards neither batch nor positions, and that of overlapping maxima is wrong
-(`known_jax_bugs.programs`). Grouped convolutions abort ("Check failed: ShapeUtil::Compatible"), or
-have wrong gradients (jax 0.10.2), where `tensor` does not shard their features.
+(`known_jax_bugs.programs`). The gradients of a grouped convolution are wrong as well, or it aborts
+("Check failed: ShapeUtil::Compatible"), beside any axis that shards neither samples nor features.
 
 So they run in a `shard_map`, each device on its samples, features and positions. The positions of
 neighbours that its windows read are exchanged (a halo). Sums, means and cumulative operations are
@@ -31,6 +31,7 @@ MAXIMA = {
 }  # and what they are padded by
 # What `jax.grad` and `jax.jvp` of maxima are.
 SELECTIONS = ("select_and_scatter_add", "select_and_gather_add")
+WINDOWS_SCOPE = "sequence_windows"  # of what exchanges positions
 WRONG = (CONVOLUTION, *MAXIMA, *SELECTIONS)
 
 Specs = tuple[tuple[PartitionSpec, ...], PartitionSpec]
@@ -138,7 +139,7 @@ def per_device(eqn: Any, shards: Shards, axes: set[str]) -> Callable[..., jax.Ar
     """A windowed operation as a function of its operands, manual over `axes`."""
     params = dict(eqn.params)
     conv = eqn.primitive.name == CONVOLUTION
-    numbers = params["dimension_numbers"] if conv else None
+    numbers: Any = params["dimension_numbers"] if conv else None
     if conv and shards.image is not None and shards.out is not None:
         params["feature_group_count"] //= shards.tensor
     fill = MAXIMA.get(eqn.primitive.name, 0)
@@ -176,13 +177,15 @@ def per_device(eqn: Any, shards: Shards, axes: set[str]) -> Callable[..., jax.Ar
     )
     if not shards.seq:
         return run
-    length, _ = window.shard(count)
+    length, outs = window.shard(count)
+    if (count * length, count * outs) == (window.length, window.count):
+        return run
 
     def padded(x: jax.Array, *rest: jax.Array) -> jax.Array:
         more = [(0, 0, 0)] * x.ndim
         more[window.dim] = (0, count * length - window.length, 0)
-        x = lax.pad(x, jnp.asarray(fill, x.dtype), more)
-        return lax.slice_in_dim(run(x, *rest), 0, window.count, axis=window.out)
+        y = run(lax.pad(x, jnp.asarray(fill, x.dtype), more), *rest)
+        return lax.slice_in_dim(y, 0, window.count, axis=window.out)
 
     return padded
 
@@ -225,7 +228,7 @@ def shards_of_features(
         fits = image not in (None, *moving) and image == out and shapes[0][image] % tensor == 0
         return {"image": image, "out": out} if fits else {}
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
-    features, outputs, inputs = numbers.lhs_spec[1], *numbers.rhs_spec[:2]
+    features, (outputs, inputs, *_) = numbers.lhs_spec[1], numbers.rhs_spec
     if eqn.params["batch_group_count"] != 1:
         return {}
     if (kernel, out) == ([outputs], numbers.out_spec[1]) and shapes[1][outputs] % tensor == 0:

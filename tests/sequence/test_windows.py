@@ -10,9 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+import jaxspeed
+from jaxspeed.hlo.cost import cost
+from jaxspeed.hlo.parser import parse
+from jaxspeed.hlo.sequence_exchanges import sequence_exchanges
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.tensor_parallel import insert_constraints
 from tests.sequence.programs import Sharded, assert_as_on_one_device, mesh_of
 from tests.support.covering import covering
 
@@ -163,3 +172,152 @@ ALWAYS = [
 def test_windows_over_the_sequence_equal_one_device(name, mesh):
     loss = loss_of(MIXES[name])
     assert_as_on_one_device(Sharded(loss, *values(), mesh_of(**mesh), dims=DIMS), loss)
+
+
+@pytest.mark.parametrize("name", ["causal", "maxima"])
+def test_each_device_computes_its_positions(name):
+    """And gathers none: the positions of neighbours are sent."""
+    params, batch = values()
+    batch["y"] = batch["y"][:, :SEQ]
+    loss = loss_of(MIXES[name])
+    sharded = Sharded(loss, params, batch, mesh_of(seq=4), dims=DIMS)
+    text = sharded.compiled.as_text()
+    alone = jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile().as_text()
+    assert cost(parse(text)).flops < 0.35 * cost(parse(alone)).flops
+    assert "collective-permute" in text
+    assert sequence_exchanges(text, sharded.mesh, [x.size for x in params.values()]) == ()
+
+
+def maxima_of_features(p: Any, x: jax.Array) -> jax.Array:
+    return lax.reduce_window(x, -np.inf, lax.max, (1, 1, 3), (1, 1, 1), "SAME")
+
+
+def over_features(p: Any, x: jax.Array) -> jax.Array:
+    kernel = jnp.moveaxis(p["kernel"][:, :1, :2], 0, 1)[..., None, :]
+    how = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    return lax.conv_general_dilated(x[..., None], kernel, (1, 1), "SAME", **how).sum(-1)
+
+
+COLUMNS, ROWS = {"into": P(None, "tensor")}, {"out": P("tensor", None)}
+# What `tensor` shards, with or without sequences.
+FEATURES: dict[str, tuple[Mix, dict[str, P], dict[str, int]]] = {
+    "columns": (MIXES["VALID"], {"kernel": P(None, None, "tensor"), **ROWS}, BESIDE),
+    "rows": (MIXES["strided"], {**COLUMNS, "kernel": P(None, "tensor")}, BESIDE),
+    "groups": (grouped, {**COLUMNS, "kernel": P(None, None, "tensor"), **ROWS}, BESIDE),
+    "maxima": (MIXES["maxima"], {**COLUMNS, **ROWS}, BESIDE),
+    "derivatives": (its_gradient, {**COLUMNS, "kernel": P(None, "tensor")}, BESIDE),
+    "maxima of features": (maxima_of_features, COLUMNS, {"data": 2, "tensor": 2}),
+    "over features": (over_features, COLUMNS, {"data": 2, "tensor": 2, "pipe": 2}),
+    "groups beside pipe": (grouped, {}, {"data": 2, "pipe": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", covering(FEATURES, ["columns", "groups", "maxima of features", "groups beside pipe"])
+)
+def test_windows_of_sharded_features_equal_one_device(name):
+    mix, specs, mesh = FEATURES[name]
+    loss, dims = loss_of(mix), DIMS if "seq" in mesh else {}
+    sharded = Sharded(loss, *values(), mesh_of(**mesh), specs, dims=dims)
+    assert_as_on_one_device(sharded, loss)
+
+
+def is_right(name: str) -> bool:
+    loss = loss_of(MIXES[name])
+    try:
+        assert_as_on_one_device(Sharded(loss, *values(), mesh_of(**BESIDE), dims=DIMS), loss)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_without_the_constraint_derivatives_of_windows_are_wrong(monkeypatch):
+    def kept(x: jax.Array, at: Any, site: str) -> jax.Array:
+        return x if site == "windows" else constrain(x, at, site)
+
+    monkeypatch.setattr(insert_constraints, "constrain", kept)
+    assert not is_right("gradient")
+
+
+def test_what_neighbours_send_is_missed(monkeypatch):
+    monkeypatch.setattr(lax, "ppermute", lambda x, *args: jnp.zeros_like(x))
+    assert not is_right("causal")
+
+
+# -- an ordinary model, through the engine ---------------------------------------------------------
+
+VOCAB, RATE = 16, 0.1
+
+
+class Convolved(nnx.Module):
+    """A language model that mixes its tokens by convolutions and pooling alone."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, 8, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.down = nnx.Conv(8, 8, (4,), strides=4, rngs=rngs)
+        self.head = nnx.Linear(8, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + jnp.repeat(self.head(self.down(x)), 4, axis=1)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(8, 8, (3,), padding="CAUSAL", rngs=rngs)
+        self.depthwise = nnx.Conv(8, 8, (3,), kernel_dilation=2, feature_group_count=8, rngs=rngs)
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + jax.nn.gelu(self.depthwise(self.conv(x)))
+        x = x + nnx.max_pool(x, (3,), (1,), "SAME")
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+def next_token_loss(model: Convolved, batch: Any) -> jax.Array:
+    logits = model(batch["tokens"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+ENGINES = [
+    (stage, mesh, dtype)
+    for stage in (0, 1, 3)
+    for mesh in (BESIDE, {"replica": 2, "seq": 4}, {"pipe": 2, "seq": 2, "tensor": 2})
+    for dtype in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize(("stage", "mesh", "dtype"), covering(ENGINES, [(3, BESIDE, "fp32")]))
+def test_a_model_with_convolutions_trains_as_in_plain_flax(stage, mesh, dtype):
+    rng = np.random.default_rng(1)
+    steps = rng.integers(0, VOCAB, (2, 2, 8, SEQ)).astype(np.int32)
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": mesh.get("pipe", 1),
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "mesh": {"data": -1, **mesh},
+        "bf16": {"enabled": dtype == "bf16"},
+        "run": {"seed": 3, "compilation_cache": False},
+    }
+    example = dict.fromkeys(("tokens", "targets"), steps[0, 0])
+    engine = jaxspeed.initialize(Convolved, next_token_loss, config=config, example_batch=example)
+    model = Convolved(nnx.Rngs(3))
+    start = {"/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
+    for path, value in engine.parameters.items():
+        np.testing.assert_allclose(value, start[path].get_value(), rtol=1e-6, atol=1e-6)
+    tolerance = 1e-5 if dtype == "fp32" else 0.03
+    for tokens, targets in steps:
+        batch = {"tokens": tokens, "targets": targets}
+        loss, grads = nnx.jit(nnx.value_and_grad(next_token_loss))(model, batch)
+        nnx.update(model, jax.tree.map(lambda p, g: p - RATE * g, nnx.state(model), grads))
+        np.testing.assert_allclose(engine.train_batch(batch)["loss"], loss, rtol=tolerance)
+    wanted = {"/".join(map(str, p)): v for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    for path, value in engine.parameters.items():
+        np.testing.assert_allclose(
+            value, wanted[path].get_value(), rtol=tolerance, atol=tolerance, err_msg=path
+        )
