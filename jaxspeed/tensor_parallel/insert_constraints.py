@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.axes import EXPERT, SEQ, TENSOR, product, sample_axes
+from jaxspeed.jaxpr.evaluate import both_passes
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
@@ -302,9 +303,9 @@ class _Boundaries(Rewriter[bool]):
         eqn, sequence = frame.jaxpr.eqns[position], self.layouts.sequence
         arrays: list[Any] = [*eqn.invars, *eqn.outvars]
         if eqn.primitive.name in CUSTOM_DERIVATIVE:
-            if not runs(eqn, WRONG) or not (sequence or self.layouts.layout.sequence_parallel):
-                return []
             found = [self._sequence_dims(frame, v) for v in arrays]
+            if not any(found) or not _derives_windows(frame.jaxpr, eqn):
+                return []
             return [() if frame.is_weight(v) else dims for v, dims in zip(arrays, found)]
         if not any(w.moves for w in windows_of(eqn)):
             return []
@@ -526,6 +527,14 @@ class _Boundaries(Rewriter[bool]):
 
 def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "sequence")
+
+
+def _derives_windows(jaxpr: Jaxpr, eqn: JaxprEqn) -> bool:
+    """Whether a function with a derivative of its own has windows, in one of its passes."""
+    if runs(eqn, WRONG):
+        return True
+    passes = both_passes(jaxpr, eqn)
+    return passes is not None and any(runs(each, WRONG) for each in passes.eqns)
 
 
 def _in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:

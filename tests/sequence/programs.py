@@ -17,7 +17,7 @@ from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.batch_dims import batch_specs, sequence_dims
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.sequence_parallel import SequenceSettings
-from jaxspeed.tensor_parallel import REPLICATED
+from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 
 Loss = Callable[[Any, Any], jax.Array]  # (parameters by path, batch) -> a scalar
 
@@ -51,6 +51,7 @@ class Sharded:
         batch: Any,
         mesh: Any,
         specs: Mapping[str, P] | None = None,
+        activations: ActivationLayout = REPLICATED,
         **how: Any,
     ):
         self.settings = SequenceSettings(**how)
@@ -58,7 +59,7 @@ class Sharded:
         self.mesh, self.given = mesh, (dict(params), batch)
         with jax.set_mesh(mesh):
             self.traced = self.first_passes(traced(loss, params, batch, self.settings))
-            context = passes.PartContext(mesh, specs, REPLICATED, None, sequence=self.settings)
+            context = passes.PartContext(mesh, specs, activations, None, sequence=self.settings)
             self.program = passes.after_split(self.traced, context)
             closed = self.program.closed
 

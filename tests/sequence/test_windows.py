@@ -21,7 +21,7 @@ from jaxspeed.hlo.cost import cost
 from jaxspeed.hlo.parser import parse
 from jaxspeed.hlo.sequence_exchanges import sequence_exchanges
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.tensor_parallel import insert_constraints
+from jaxspeed.tensor_parallel import ActivationLayout, insert_constraints
 from tests.sequence.programs import Sharded, assert_as_on_one_device, mesh_of
 from tests.support.covering import covering
 
@@ -111,6 +111,20 @@ def own(x: jax.Array, kernel: jax.Array) -> jax.Array:
 own.defvjp(lambda x, w: jax.vjp(own.fun, x, w), lambda pull, ct: pull(jnp.clip(ct, -0.5, 0.5)))
 
 
+@jax.custom_vjp
+def backwards(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Its backward pass alone has windows."""
+    return x * kernel[0, 0]
+
+
+def of_backwards(kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+    _, pull = jax.vjp(lambda kernel: conv("SAME")({"kernel": kernel}, kept[0]), kept[1])
+    return ct * kept[1][0, 0], pull(ct)[0]
+
+
+backwards.defvjp(lambda x, kernel: (x * kernel[0, 0], (x, kernel)), of_backwards)
+
+
 DIMS = {"x": 1, "y": 1}
 MIXES: dict[str, Mix] = {
     "causal": conv([(2, 0)]),
@@ -127,6 +141,8 @@ MIXES: dict[str, Mix] = {
     "table": of_a_table,
     "gradient": its_gradient,
     "own derivative": lambda p, x: own(x, p["kernel"]),
+    "backward pass": lambda p, x: backwards(x, p["kernel"]),
+    "twice VALID": lambda p, x: conv("VALID")(p, jnp.tanh(conv("VALID")(p, x))),
     "maxima": largest((2, 0)),
     "maxima VALID": largest((0, 0)),
     "minima SAME": pooled(lax.min, np.inf, 3, 1, (1, 1)),
@@ -162,6 +178,7 @@ ALWAYS = [
     ("table", {"seq": 2, "data": 2}),
     ("gradient", BESIDE),
     ("own derivative", BESIDE),
+    ("backward pass", BESIDE),
     ("maxima", {"seq": 4}),
     ("means", BESIDE),
     ("cummax", BESIDE),
@@ -219,6 +236,33 @@ def test_windows_of_sharded_features_equal_one_device(name):
     mix, specs, mesh = FEATURES[name]
     loss, dims = loss_of(mix), DIMS if "seq" in mesh else {}
     sharded = Sharded(loss, *values(), mesh_of(**mesh), specs, dims=dims)
+    assert_as_on_one_device(sharded, loss)
+
+
+# -- positions sharded over `tensor`, by parallel.sequence_parallel_activations --------------------
+
+BETWEEN = [
+    (name, mesh)
+    for name in ("causal", "maxima", "gradient", "own derivative", "grouped", "means")
+    for mesh in ({"data": 2, "tensor": 2}, {"data": 2, "tensor": 2, "pipe": 2}, BESIDE)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), covering(BETWEEN, [("maxima", {"data": 2, "tensor": 2})])
+)
+def test_windows_between_sharded_products_equal_one_device(name, mesh):
+    def loss(p: Any, batch: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"] @ p["up"]) @ p["down"]
+        y = jnp.tanh(MIXES[name](p, x) @ p["up"]) @ p["down"]
+        return jnp.sum(jnp.square(y - batch["y"][:, : y.shape[1]]))
+
+    params, batch = values()
+    params |= {"up": jnp.tile(params["into"], (1, 2)), "down": jnp.tile(params["out"], (2, 1))}
+    specs = {"up": P(None, "tensor"), "down": P("tensor", None)}
+    layout = ActivationLayout(sequence_parallel=True)
+    dims = DIMS if "seq" in mesh else {}
+    sharded = Sharded(loss, params, batch, mesh_of(**mesh), specs, layout, dims=dims)
     assert_as_on_one_device(sharded, loss)
 
 
