@@ -30,7 +30,7 @@ def run_equation(jaxpr: Any, eqn: Any, value_of: Callable[[Any], Any]) -> list[A
     return as_function(sub_jaxpr(jaxpr, [eqn], free, eqn.outvars))(*map(value_of, free))
 
 
-def both_passes(jaxpr: Any, eqn: Any) -> Any | None:
+def both_passes(jaxpr: Any, eqn: Any) -> Any:
     """The passes of a function with a derivative of its own, as one jaxpr.
 
     Its inputs are the variables among the operands, and the cotangents of real results; it returns

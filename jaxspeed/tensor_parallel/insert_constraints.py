@@ -48,19 +48,18 @@ from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 from jaxspeed.tensor_parallel.windows import (
     SELECTIONS,
+    WINDOWED,
     WINDOWS_SCOPE,
-    WRONG,
-    Shards,
-    batch_dim,
-    is_grouped,
+    dims_of_features,
     moving_dims,
     per_device,
-    shards_of_features,
     windows_of,
 )
 
 log = logging.getLogger("jaxspeed")
 
+
+GROUPS = ("feature_group_count", "batch_group_count")
 
 # An attention over the sequence axis: (its equation, whether the dims 1 of its operands are
 # sharded, the call that runs it) -> a function of its operands; None leaves it to the compiler.
@@ -102,7 +101,7 @@ def with_boundary_constraints(
     if sequence and (not sequence.positions or free_axes(context).get(SEQ, 1) == 1):
         sequence = None
     of_axis = {axis: dims_sharded_over(axis, specs) for axis in (TENSOR, EXPERT)}
-    windows = _beside_samples(context) > 1 and any(runs(eqn, WRONG) for eqn in jaxpr.eqns)
+    windows = _beside_samples(context) > 1 and any(runs(eqn, WINDOWED) for eqn in jaxpr.eqns)
     if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT] and not sequence and not windows:
         return jaxpr
     propagated = propagate_dims(jaxpr, parameters, batch)
@@ -230,7 +229,7 @@ class _Boundaries(Rewriter[bool]):
             like = _in_scope(eqn, WINDOWS_SCOPE)
             program.replace(eqn.outvars, program.splice(function, operands, like))
         elif any(along := self._windowed(scope.frame, program.position)):
-            self._unsharded(program, scope.frame, eqn, along)
+            self._unsharded(program, eqn, along)
         else:
             self._plain(program, scope, eqn)
         return [program.state(v) for v in eqn.outvars]
@@ -276,24 +275,26 @@ class _Boundaries(Rewriter[bool]):
         if not windows or eqn.primitive.name in SELECTIONS or is_marked(eqn):
             return None
         arrays: list[Any] = [*eqn.invars, *eqn.outvars]
-        sharded = [self.program.sharded_dim(frame, v) for v in arrays]
-        of_features = () if sharded[-1] is None else (TENSOR,)
-        grouped = is_grouped(eqn) and _beside_samples(self.layouts.mesh, of_features) > 1
-        along = None
+        tensor = [self.program.sharded_dim(frame, v) for v in arrays]
+        along: Any = [None] * len(arrays)
         if sequence and any(w.moves for w in windows):
-            at = [sequence.of(frame, v) for v in arrays]
-            places = [w for w in windows if (w.dim, w.out) == (at[0], at[-1]) and not w.dilated]
-            if places and not any(d is not None for d in at[1:-1]):
-                along = places[0], sequence.num_shards
-        if along is None and not grouped:
+            along = [sequence.of(frame, v) for v in arrays]
+        of_seq = (w for w in windows if (w.dim, w.out) == (along[0], along[-1]) and not w.dilated)
+        window = None if any(d is not None for d in along[1:-1]) else next(of_seq, None)
+        groups = [eqn.params[key] for key in GROUPS if key in eqn.params]
+        beside = _beside_samples(self.layouts.mesh, () if tensor[-1] is None else (TENSOR,))
+        if window is None and (max(groups, default=1) == 1 or beside == 1):
             return None
-        batch = batch_dim(eqn)
-        samples = None
-        if batch is not None and self.program.is_samples(frame.of(arrays[0])[batch]):
-            samples = self.layouts.samples(arrays[0].aval.shape[batch], also=self.layouts.also)
-        features = shards_of_features(eqn, self.program.num_shards, sharded)
-        shards = Shards(samples, along, self.program.num_shards, **features)
-        return per_device(eqn, shards, {*free_axes(self.layouts.mesh)})
+        conv = eqn.params.get("dimension_numbers")
+        samples = (conv.lhs_spec[0], conv.out_spec[0]) if conv else (0, 0)
+        shards = None
+        if all(self.program.is_samples(frame.of(arrays[i])[samples[i]]) for i in (0, -1)):
+            shards = self.layouts.samples(shape_of(arrays[0])[samples[0]], also=self.layouts.also)
+        features = dims_of_features(eqn, self.program.num_shards, tensor)
+        axes: list[Any] = [{d: TENSOR} if d is not None else {} for d in features]
+        for i in (0, -1):
+            axes[i] |= {samples[i]: shards} | ({along[i]: SEQ} if window else {})
+        return per_device(eqn, axes, free_axes(self.layouts.mesh), window)
 
     def _windowed(self, frame: CallFrame, position: int) -> list[tuple[int, ...]]:
         """The dims of operands and results that must not be sharded: windows move along them.
@@ -302,51 +303,38 @@ class _Boundaries(Rewriter[bool]):
         """
         eqn, sequence = frame.jaxpr.eqns[position], self.layouts.sequence
         arrays: list[Any] = [*eqn.invars, *eqn.outvars]
+        dims = [self._sequence_dims(frame, v) for v in arrays]
         if eqn.primitive.name in CUSTOM_DERIVATIVE:
-            found = [self._sequence_dims(frame, v) for v in arrays]
-            if not any(found) or not _derives_windows(frame.jaxpr, eqn):
-                return []
-            return [() if frame.is_weight(v) else dims for v, dims in zip(arrays, found)]
+            return dims if any(dims) and _has_windows(frame.jaxpr, eqn) else []
         if not any(w.moves for w in windows_of(eqn)):
             return []
-        dims = moving_dims(eqn)
-        if sequence:
-            return dims
-        for v, own in zip(arrays, dims, strict=True):
-            if {self.program.sharded_dim(frame, v), *self._sequence_dims(frame, v)} & {*own}:
-                return dims
-        return []
+        moving, each = moving_dims(eqn), zip(arrays, dims, moving_dims(eqn), strict=True)
+        meets = ({self.program.sharded_dim(frame, v), *own} & {*at} for v, own, at in each)
+        return moving if sequence or any(meets) else []
 
     def _sequence_dims(self, frame: CallFrame, v: Any) -> tuple[int, ...]:
-        sequence, parallel = self.layouts.sequence, self.layouts.layout.sequence_parallel
-        dims = (
-            sequence.of(frame, v) if sequence else None,
-            (self.program.sequence_dim(frame, v) if parallel else None),
-        )
-        return tuple(d for d in dims if d is not None)
+        found = [self.layouts.sequence.of(frame, v)] if self.layouts.sequence else []
+        if self.layouts.layout.sequence_parallel:
+            found.append(self.program.sequence_dim(frame, v))
+        return tuple(d for d in found if d is not None)
 
     def _unsharded(
-        self,
-        program: Rewriting[bool],
-        frame: CallFrame,
-        eqn: JaxprEqn,
-        dims: Sequence[tuple[int, ...]],
+        self, program: Rewriting[bool], eqn: JaxprEqn, dims: Sequence[tuple[int, ...]]
     ) -> None:
         """Write an operation, with these dims of its operands and results unsharded."""
-        free = PartitionSpec.UNCONSTRAINED
 
-        def pinned(v: Any, atom: Atom, own: tuple[int, ...]) -> Atom:
+        def without(atom: Atom, own: tuple[int, ...]) -> Atom:
             if not own or not is_var(atom):
                 return atom
-            spec = PartitionSpec(*(None if d in own else free for d in range(len(shape_of(v)))))
-            at = NamedSharding(self.layouts.mesh, spec)
-            return program.splice(partial(_window, at=at), [atom], eqn)[0]
+            ndim = len(shape_of(atom))
+            spec = (None if d in own else PartitionSpec.UNCONSTRAINED for d in range(ndim))
+            at = NamedSharding(self.layouts.mesh, PartitionSpec(*spec))
+            return program.splice(partial(_in_windows, at=at), [atom], eqn)[0]
 
-        count = len(eqn.invars)
-        given = zip(eqn.invars, map(program.atom, eqn.invars), dims[:count], strict=True)
-        program.emit(eqn, [pinned(*each) for each in given])
-        made = zip(eqn.outvars, map(program.atom, eqn.outvars), dims[count:], strict=True)
-        program.replace(eqn.outvars, [pinned(*each) for each in made])
+        atoms = map(program.atom, (*eqn.invars, *eqn.outvars))
+        pairs = zip(atoms, dims, strict=True)
+        program.emit(eqn, [without(*next(pairs)) for _ in eqn.invars])
+        program.replace(eqn.outvars, [without(*pair) for pair in pairs])
 
     # -- along the sequence -----------------------------------------------------------------------
 
@@ -529,12 +517,10 @@ def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "sequence")
 
 
-def _derives_windows(jaxpr: Jaxpr, eqn: JaxprEqn) -> bool:
-    """Whether a function with a derivative of its own has windows, in one of its passes."""
-    if runs(eqn, WRONG):
-        return True
+def _has_windows(jaxpr: Jaxpr, eqn: JaxprEqn) -> bool:
+    """Whether a pass of a function with a derivative of its own has windows."""
     passes = both_passes(jaxpr, eqn)
-    return passes is not None and any(runs(each, WRONG) for each in passes.eqns)
+    return any(runs(e, WINDOWED) for e in (eqn, *([] if passes is None else passes.eqns)))
 
 
 def _in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
@@ -549,7 +535,7 @@ def _beside_samples(mesh: Any, also: tuple[str, ...] = ()) -> int:
     return product([axis for axis in free if axis not in (*sample_axes(), *also)], free)
 
 
-def _window(x: jax.Array, at: NamedSharding) -> jax.Array:
+def _in_windows(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "windows")
 
 
