@@ -71,8 +71,8 @@ def windows_of(eqn: Any) -> list[Window]:
         of_operand = params.get("base_dilation", ones)
     each = zip(places, sizes, dilations, params["window_strides"], params["padding"], of_operand)
     return [
-        Window(*dims, (size - 1) * dilation + 1, stride, padding[0], operand != 1)
-        for dims, size, dilation, stride, padding, operand in each
+        Window(d, e, (size - 1) * dilation + 1, stride, padding[0], operand != 1)
+        for (d, e), size, dilation, stride, padding, operand in each
     ]
 
 
