@@ -31,7 +31,7 @@ from jaxspeed.jaxpr.primitives import (
     REDUCTIONS,
     SCATTERS,
 )
-from jaxspeed.jaxpr.sample_rules import numbered, place, relations_of
+from jaxspeed.jaxpr.sample_rules import place, relations_of, writes_along
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import (
     JaxprEqn,
@@ -336,11 +336,8 @@ class OrderProof:
             there = {d for d, f in enumerate(own) if f == factor and shape_of(v)[d] != 1}
             if is_var(v) and (there != {*dims} or any(n != count for n in dims.values())):
                 return Along.MIXES
-        if name == "dynamic_update_slice" or name in SCATTERS:
-            updates = found.operands[1 if name == "dynamic_update_slice" else 2]
-            indexed = numbered(eqn) if name in SCATTERS else ()
-            if any(d in indexed or factor not in updates for d in reads[0]):
-                return Along.MIXES
+        if writes_along(eqn, found, reads[0]):
+            return Along.MIXES
         if any(makes):
             return Along.TOKEN if all(makes) else Along.MIXES
         return Along.SUM if name in _SUMS else Along.MIXES
