@@ -1,7 +1,7 @@
 """Operations with windows along the sequence equal one device's, over axes beside `seq` too.
 
 XLA's own partitioning is wrong for some (`known_jax_bugs.programs`), and right for the others that
-are here, which jaxspeed leaves to it.
+mix positions, which jaxspeed leaves to it.
 """
 
 from collections.abc import Callable
@@ -159,6 +159,9 @@ MIXES: dict[str, Mix] = {
     "sort": lambda p, x: jnp.sort(x, 1),
     "flip": lambda p, x: jnp.flip(x, 1),
     "shift": lambda p, x: jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
+    "write": lambda p, x: x.at[:, 5].multiply(3.0),
+    "update": lambda p, x: lax.dynamic_update_slice(x, 2 * x[:, :6], (0, 3, 0)),
+    "read": lambda p, x: x + x[:, (7 * jnp.arange(x.shape[1])) % x.shape[1]],
     "taps": lambda p, x: sum(jnp.roll(x, i, 1) @ p["kernel"][i] for i in range(3)),
 }
 
@@ -182,6 +185,7 @@ ALWAYS = [
     ("maxima", {"seq": 4}),
     ("means", BESIDE),
     ("cummax", BESIDE),
+    ("update", {"seq": 4}),
 ]
 
 
