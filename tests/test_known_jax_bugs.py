@@ -182,7 +182,8 @@ def test_a_verdict_names_the_number_and_what_is_not_run_says_why():
     assert program(1e-6).judged(devices) == "right: an error of 2.0e-06, of at most 1e-05"
     assert program(1e-5).judged(devices) == "WRONG: an error of 2.0e-05, of at most 1e-05"
     assert program(0).judged(devices[:1]) == "not run: it needs 2 devices, and there are 1"
-    on_tpus = faulty.BugProgram(KNOWN_BUGS[-1].source, 1, "", lambda devices: 0)
+    (of_tpus, *_) = (bug for bug in KNOWN_BUGS if bug.platforms == ("tpu",))
+    on_tpus = faulty.BugProgram(of_tpus.source, 1, "", lambda devices: 0)
     assert on_tpus.judged(devices) == "not run: it concerns tpu, and the devices are cpu"
 
 

@@ -1,9 +1,9 @@
 """What XLA exchanges over the sequence axis besides attention: the cost of what mixes positions.
 
-The program is in the global view, so operations along a sharded sequence are right by construction,
-and XLA communicates for them: a scan over time gathers its inputs, a convolution gets its
-neighbours' edges. Here that is read from the compiled program, with the operation and the user's
-line.
+The program is in the global view, and XLA communicates for operations along a sharded sequence: a
+scan over time gathers its inputs. Here that is read from the compiled program, with the operation
+and the user's line. What jaxspeed exchanges itself is left out, such as the positions of
+neighbours that a convolution reads.
 """
 
 import re
@@ -20,6 +20,7 @@ from jaxspeed.hlo.parser import Computation, Instruction, parse
 from jaxspeed.jaxpr.primitives import TOKEN_ORDER
 from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.placement.show import scaled_text
+from jaxspeed.tensor_parallel.windows import WINDOWS_SCOPE
 from jaxspeed.zero3 import table_lookup
 
 _VERBS = {
@@ -30,7 +31,7 @@ _VERBS = {
 }
 _OPERATIONS = {"while": "a scan", "cumsum": "a cumulative sum"}
 # The named scopes of what is not XLA's choice.
-_OURS = (SEQUENCE_SCOPE, TOKEN_ORDER, table_lookup.SCOPE)
+_OURS = (SEQUENCE_SCOPE, TOKEN_ORDER, WINDOWS_SCOPE, table_lookup.SCOPE)
 _FLOATS = ("f", "bf", "c")  # ids and positions are 4 bytes a token
 
 

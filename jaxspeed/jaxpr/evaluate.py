@@ -3,6 +3,9 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 from jaxspeed.jaxpr.primitives import INLINED
@@ -25,6 +28,42 @@ def run_equation(jaxpr: Any, eqn: Any, value_of: Callable[[Any], Any]) -> list[A
     """The results of one equation of a jaxpr; `value_of` gives the values of variables."""
     free = free_variables([eqn])
     return as_function(sub_jaxpr(jaxpr, [eqn], free, eqn.outvars))(*map(value_of, free))
+
+
+def both_passes(jaxpr: Any, eqn: Any) -> Any:
+    """The passes of a function with a derivative of its own, as one jaxpr.
+
+    Its inputs are the variables among the operands, and the cotangents of real results; it returns
+    the results, and the cotangents of real inputs. None where nothing is real.
+    """
+    inputs = [v for v in eqn.invars if is_var(v)]
+    original = as_function(sub_jaxpr(jaxpr, [eqn], inputs, eqn.outvars))
+    moving = [i for i, v in enumerate(inputs) if is_real(v)]
+    active = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
+    if not (moving and active):
+        return None
+
+    def both(args: list[Any], cotangents: list[Any]) -> tuple[Any, Any]:
+        def of_real(*given: Any) -> list[Any]:
+            full = list(args)
+            for i, x in zip(moving, given, strict=True):
+                full[i] = x
+            return original(*full)
+
+        outs, pullback = jax.vjp(of_real, *(args[i] for i in moving))
+        given = [np.zeros(x.shape, jax.dtypes.float0) for x in outs]
+        for i, x in zip(active, cotangents, strict=True):
+            given[i] = x
+        return outs, pullback(given)
+
+    def like(atoms: Any) -> list[Any]:
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
+
+    return jax.make_jaxpr(both)(like(inputs), like(eqn.outvars[i] for i in active)).jaxpr
+
+
+def is_real(v: Any) -> bool:
+    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
 
 
 def evaluate(

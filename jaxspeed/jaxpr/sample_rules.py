@@ -4,7 +4,7 @@ Dim relations are those of `dim_relations`, for what is element-wise by name, an
 the last dims of each operand.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +96,19 @@ def numbered(eqn: JaxprEqn) -> tuple[int, ...]:
     if eqn.primitive.name == "gather":
         return tuple(numbers.start_index_map)
     return tuple(numbers.scatter_dims_to_operand_dims)
+
+
+def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> bool:
+    """Whether an operation writes at indices along one of these dims of its operand.
+
+    Along the others its updates have the operand's own elements.
+    """
+    name = eqn.primitive.name
+    if name != "dynamic_update_slice" and name not in SCATTERS:
+        return False
+    updates = found.operands[1 if name == "dynamic_update_slice" else 2]
+    indexed = numbered(eqn) if name in SCATTERS else ()
+    return any(d in indexed or found.operands[0][d] not in updates for d in dims)
 
 
 def degree_of(eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]) -> int | None:

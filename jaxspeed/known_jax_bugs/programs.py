@@ -216,8 +216,49 @@ def _scatters_of_a_loop(devices: Devices) -> float:
     return _error(run(jax.device_put(ids, by_token), jax.device_put(d_out, by_token)), right)
 
 
+def _by_positions(
+    devices: Devices, loss: Callable[..., jax.Array], x: np.ndarray, *rest: np.ndarray
+) -> list[jax.Array]:
+    """The gradients of a loss whose first argument [batch, position] is sharded by position."""
+    mesh = Mesh(np.array(devices).reshape(2, -1), ("seq", "tensor"), (AxisType.Auto,) * 2)
+    placed = NamedSharding(mesh, PartitionSpec(None, "seq")), NamedSharding(mesh, PartitionSpec())
+    given = [jax.device_put(x, placed[0]), *(jax.device_put(y, placed[1]) for y in rest)]
+    return jax.jit(jax.grad(loss, tuple(range(len(given)))))(*given)
+
+
+def _gradient_of_a_kernel(devices: Devices) -> float:
+    """Of a causal convolution of three positions, the two before and the position itself."""
+    x, kernel = _numbers(2, 16), _numbers(3, seed=1)
+
+    def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        of_dims = ("NWC", "WIO", "NWC")
+        image, window = x[..., None], kernel[:, None, None]
+        y = lax.conv_general_dilated(image, window, (1,), [(2, 0)], dimension_numbers=of_dims)
+        return jnp.sum(jnp.square(y)) / 2
+
+    padded = np.pad(x.astype(np.float64), ((0, 0), (2, 0)))
+    taps = np.stack([padded[:, i : i + 16] for i in range(3)])
+    right = np.einsum("tbs,ubs,u->t", taps, taps, kernel.astype(np.float64))
+    return _error(_by_positions(devices, loss, x, kernel)[1], right)
+
+
+def _gradient_of_maxima(devices: Devices) -> float:
+    """Of the largest of each position and the two before."""
+    x = _numbers(2, 16)
+
+    def loss(x: jax.Array) -> jax.Array:
+        largest = lax.reduce_window(x, -np.inf, lax.max, (1, 3), (1, 1), [(0, 0), (2, 0)])
+        return jnp.sum(jnp.square(largest)) / 2
+
+    right = np.zeros(x.shape)
+    for sample, last in np.ndindex(*x.shape):
+        first = max(last - 2, 0)
+        right[sample, first + np.argmax(x[sample, first : last + 1])] += 1
+    return _error(_by_positions(devices, loss, x)[0], right * x)
+
+
 _JAX, _XLA = "https://github.com/jax-ml/jax", "https://github.com/openxla/xla"
-_MARIN = "https://github.com/marin-community/marin"
+_SPMD, _MARIN = f"{_XLA}/blob/main/xla/service/spmd", "https://github.com/marin-community/marin"
 _error_of = functools.partial(BugProgram, shows="an error of")
 
 PROGRAMS = (
@@ -234,4 +275,6 @@ PROGRAMS = (
         run=_rows_of_no_group,
     ),
     _error_of(f"{_XLA}/issues/49143", 2, run=_scatters_of_a_loop),
+    _error_of(f"{_SPMD}/convolution_handler.cc", 4, run=_gradient_of_a_kernel),
+    _error_of(f"{_SPMD}/spmd_partitioner.cc", 2, run=_gradient_of_maxima),
 )

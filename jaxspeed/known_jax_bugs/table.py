@@ -20,6 +20,7 @@ AVOIDED = {
     "explicit axes": "jaxspeed has no such axes",
     "ragged exchanges": "jaxspeed pads what it exchanges there",
     "rows": "jaxspeed masks such rows",
+    "windows": "in jaxspeed each device computes its own positions of these",
 }
 FLOOR: Numbers = (0, 11, 2)  # of jax and jaxlib
 _GPU = ("cuda", "gpu")
@@ -34,7 +35,7 @@ class KnownBug:
       since: the first affected release, or the oldest in which it was seen.
       until: the first release in which it is fixed; None where no release is.
       symptom: its effect, as a verb phrase whose subject is XLA.
-      source: the upstream report.
+      source: the upstream report, or where none is known the source that is at fault.
       affects: everything, or the config keys that offload to host memory, or only a use of JAX that
         jaxspeed does without (`AVOIDED`): such a bug is shown, and refuses nothing.
       package: the package whose releases are meant.
@@ -45,9 +46,9 @@ class KnownBug:
     until: Numbers | None
     symptom: str
     source: str
-    affects: Literal["everything", "offload", "explicit axes", "ragged exchanges", "rows"] = (
-        "everything"
-    )
+    affects: Literal[
+        "everything", "offload", "explicit axes", "ragged exchanges", "rows", "windows"
+    ] = "everything"
     package: Literal["jaxlib", "libtpu"] = "jaxlib"
 
     def is_in(self, versions: Mapping[str, str]) -> bool:
@@ -146,6 +147,25 @@ KNOWN_BUGS = (
         "loses gradients of an embedding that a loop looks up, on several devices",
         "https://github.com/openxla/xla/issues/49143",
         package="libtpu",
+    ),
+    # With one further axis of 2 it is twice the gradient. Kernels of one position, and inputs that
+    # the batch alone shards, are right; grouped convolutions are wrong with those too.
+    KnownBug(
+        ("cpu", *_GPU, "tpu"),
+        (0, 11, 2),
+        None,
+        "multiplies the gradient of a convolution's kernel, where its positions are sharded, by "
+        "the size of each mesh axis that shards neither batch nor positions",
+        "https://github.com/openxla/xla/blob/main/xla/service/spmd/convolution_handler.cc",
+        affects="windows",
+    ),
+    KnownBug(
+        ("cpu", *_GPU, "tpu"),
+        (0, 11, 2),
+        None,
+        "computes wrong gradients of overlapping maxima (max pooling) of sharded positions",
+        "https://github.com/openxla/xla/blob/main/xla/service/spmd/spmd_partitioner.cc",
+        affects="windows",
     ),
 )
 

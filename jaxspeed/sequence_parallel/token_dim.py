@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
-from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of
+from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of, writes_along
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, is_var, transparent_bodies
@@ -102,6 +102,8 @@ class Tokens:
             return AlongTokens.MIXES  # a lookup, of a table that may be stored sharded
         if eqn.primitive.name in PAIRWISE:
             return AlongTokens.TOKEN
+        if writes_along(eqn, found, reads[0]):
+            return AlongTokens.MIXES  # at an index of all tokens
         one = len(factors) == 1 and None not in factors and not factors & found.mixed
         return AlongTokens.TOKEN if one else AlongTokens.MIXES
 

@@ -17,11 +17,9 @@ from enum import Enum, auto
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
-from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.jaxpr.evaluate import both_passes, is_real
 from jaxspeed.jaxpr.primitives import (
     ATTENTION,
     CHECKPOINTS,
@@ -33,8 +31,8 @@ from jaxspeed.jaxpr.primitives import (
     REDUCTIONS,
     SCATTERS,
 )
-from jaxspeed.jaxpr.sample_rules import numbered, place, relations_of
-from jaxspeed.jaxpr.slicing import read_by, sub_jaxpr
+from jaxspeed.jaxpr.sample_rules import place, relations_of, writes_along
+from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import (
     JaxprEqn,
     Var,
@@ -338,11 +336,8 @@ class OrderProof:
             there = {d for d, f in enumerate(own) if f == factor and shape_of(v)[d] != 1}
             if is_var(v) and (there != {*dims} or any(n != count for n in dims.values())):
                 return Along.MIXES
-        if name == "dynamic_update_slice" or name in SCATTERS:
-            updates = found.operands[1 if name == "dynamic_update_slice" else 2]
-            indexed = numbered(eqn) if name in SCATTERS else ()
-            if any(d in indexed or factor not in updates for d in reads[0]):
-                return Along.MIXES
+        if writes_along(eqn, found, reads[0]):
+            return Along.MIXES
         if any(makes):
             return Along.TOKEN if all(makes) else Along.MIXES
         return Along.SUM if name in _SUMS else Along.MIXES
@@ -352,31 +347,12 @@ class OrderProof:
     ) -> Along:
         """A function with a derivative of its own: both passes are looked into."""
         eqn = frame.jaxpr.eqns[position]
-        inputs = [v for v in eqn.invars if is_var(v)]
-        original = as_function(sub_jaxpr(frame.jaxpr, [eqn], inputs, eqn.outvars))
-        moving = [i for i, v in enumerate(inputs) if _is_real(v)]
-        active = [i for i, v in enumerate(eqn.outvars) if _is_real(v)]
-        if not (moving and active and self.differentiated):
+        traced = both_passes(frame.jaxpr, eqn) if self.differentiated else None
+        if traced is None:
             inner = frame.inner.get(position, ())
             return Along.TOKEN if inner and all(map(self.is_per_token, inner)) else Along.MIXES
-
-        def both(args: list[Any], cotangents: list[Any]) -> tuple[Any, Any]:
-            def of_real(*given: Any) -> list[Any]:
-                full = list(args)
-                for i, x in zip(moving, given, strict=True):
-                    full[i] = x
-                return original(*full)
-
-            outs, pullback = jax.vjp(of_real, *(args[i] for i in moving))
-            given = [np.zeros(x.shape, jax.dtypes.float0) for x in outs]
-            for i, x in zip(active, cotangents, strict=True):
-                given[i] = x
-            return outs, pullback(given)
-
-        def like(atoms: Any) -> list[Any]:
-            return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
-
-        traced = jax.make_jaxpr(both)(like(inputs), like(eqn.outvars[i] for i in active)).jaxpr
+        active = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
+        moving = [i for i, v in enumerate(filter(is_var, eqn.invars)) if is_real(v)]
         found = propagate_dims(traced, {})
         of_inputs = [dims for v, dims in zip(eqn.invars, reads, strict=True) if is_var(v)]
         own = [
@@ -412,7 +388,3 @@ def is_in_any_order(eqn: JaxprEqn) -> bool:
     """Whether an equation is one of a function that gives the same in any order of tokens."""
     scopes = eqn.source_info.name_stack.stack
     return any(getattr(scope, "name", None) == ANY_ORDER for scope in scopes)
-
-
-def _is_real(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

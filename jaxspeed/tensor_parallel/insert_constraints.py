@@ -4,9 +4,8 @@ Over `seq` all activations are sharded along their sequence. The constraint is o
 products, lookups and draws, of what moves positions, and on what a loop carries; element-wise
 operations have the sharding of their operands.
 
-Grouped convolutions run in a shard_map, each device on its samples: XLA partitions their gradient
-wrongly (jax 0.10.2, CPU, with Shardy and without), or aborts (jax 0.11.2 and 0.12.0.1, CPU: "Check
-failed: ShapeUtil::Compatible").
+Operations with windows that XLA partitions wrongly run in a shard_map (`windows.py`), or are not
+sharded along them.
 """
 
 import functools
@@ -20,7 +19,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.axes import EXPERT, SEQ, TENSOR
+from jaxspeed.axes import EXPERT, SEQ, TENSOR, product, sample_axes
+from jaxspeed.jaxpr.evaluate import both_passes
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
@@ -46,9 +46,20 @@ from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns,
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
+from jaxspeed.tensor_parallel.windows import (
+    SELECTIONS,
+    WINDOWED,
+    WINDOWS_SCOPE,
+    dims_of_features,
+    moving_dims,
+    per_device,
+    windows_of,
+)
 
 log = logging.getLogger("jaxspeed")
 
+
+GROUPS = ("feature_group_count", "batch_group_count")
 
 # An attention over the sequence axis: (its equation, whether the dims 1 of its operands are
 # sharded, the call that runs it) -> a function of its operands; None leaves it to the compiler.
@@ -90,7 +101,8 @@ def with_boundary_constraints(
     if sequence and (not sequence.positions or free_axes(context).get(SEQ, 1) == 1):
         sequence = None
     of_axis = {axis: dims_sharded_over(axis, specs) for axis in (TENSOR, EXPERT)}
-    if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT] and not sequence:
+    windows = _beside_samples(context) > 1 and any(runs(eqn, WINDOWED) for eqn in jaxpr.eqns)
+    if mesh.shape[TENSOR] == 1 and not of_axis[EXPERT] and not sequence and not windows:
         return jaxpr
     propagated = propagate_dims(jaxpr, parameters, batch)
     program, experts = (
@@ -212,12 +224,12 @@ class _Boundaries(Rewriter[bool]):
         scope: _Scope = program.scope
         if program.position in scope.groups:
             self._columns(program, scope, scope.groups[program.position])
-        elif (
-            self.program.num_shards > 1
-            and is_grouped(eqn)
-            and self.program.sharded_dim(scope.frame, eqn.outvars[0]) is None
-        ):
-            self._grouped(program, scope.frame, eqn)
+        elif function := self._per_device(scope.frame, eqn):
+            operands = [program.atom(v) for v in eqn.invars]
+            like = _in_scope(eqn, WINDOWS_SCOPE)
+            program.replace(eqn.outvars, program.splice(function, operands, like))
+        elif any(along := self._windowed(scope.frame, program.position)):
+            self._unsharded(program, eqn, along)
         else:
             self._plain(program, scope, eqn)
         return [program.state(v) for v in eqn.outvars]
@@ -255,15 +267,74 @@ class _Boundaries(Rewriter[bool]):
         leaving = leave(self.layouts.of(frame, out, inside))
         program.replace([out], program.splice(leaving, [program.atom(out)], eqn))
 
-    def _grouped(self, program: Rewriting[bool], frame: CallFrame, eqn: JaxprEqn) -> None:
-        image: Any = eqn.invars[0]
-        dim = eqn.params["dimension_numbers"].lhs_spec[0]
-        is_samples = self.program.is_samples(frame.of(image)[dim])
-        samples = self.layouts.samples(image.aval.shape[dim]) if is_samples else None
-        function = per_device_convolution(eqn, samples, {*free_axes(self.layouts.mesh)})
-        program.replace(
-            eqn.outvars, program.splice(function, [*map(program.atom, eqn.invars)], eqn)
-        )
+    # -- windows that move along sharded dims ------------------------------------------------------
+
+    def _per_device(self, frame: CallFrame, eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
+        """A windowed operation, each device on its part; None leaves it as it is."""
+        windows, sequence = windows_of(eqn), self.layouts.sequence
+        if not windows or eqn.primitive.name in SELECTIONS or is_marked(eqn):
+            return None
+        arrays: list[Any] = [*eqn.invars, *eqn.outvars]
+        tensor = [self.program.sharded_dim(frame, v) for v in arrays]
+        along: Any = [None] * len(arrays)
+        if sequence and any(w.moves for w in windows):
+            along = [sequence.of(frame, v) for v in arrays]
+        of_seq = (w for w in windows if (w.dim, w.out) == (along[0], along[-1]) and not w.dilated)
+        window = None if any(d is not None for d in along[1:-1]) else next(of_seq, None)
+        groups = [eqn.params[key] for key in GROUPS if key in eqn.params]
+        beside = _beside_samples(self.layouts.mesh, () if tensor[-1] is None else (TENSOR,))
+        if window is None and (max(groups, default=1) == 1 or beside == 1):
+            return None
+        conv = eqn.params.get("dimension_numbers")
+        samples = (conv.lhs_spec[0], conv.out_spec[0]) if conv else (0, 0)
+        shards = None
+        if all(self.program.is_samples(frame.of(arrays[i])[samples[i]]) for i in (0, -1)):
+            shards = self.layouts.samples(shape_of(arrays[0])[samples[0]], also=self.layouts.also)
+        features = dims_of_features(eqn, self.program.num_shards, tensor)
+        axes: list[Any] = [{d: TENSOR} if d is not None else {} for d in features]
+        for i in (0, -1):
+            axes[i] |= {samples[i]: shards} | ({along[i]: SEQ} if window else {})
+        return per_device(eqn, axes, free_axes(self.layouts.mesh), window)
+
+    def _windowed(self, frame: CallFrame, position: int) -> list[tuple[int, ...]]:
+        """The dims of operands and results that must not be sharded: windows move along them.
+
+        Of a function with a derivative of its own that has windows, the sequence dims.
+        """
+        eqn, sequence = frame.jaxpr.eqns[position], self.layouts.sequence
+        arrays: list[Any] = [*eqn.invars, *eqn.outvars]
+        dims = [self._sequence_dims(frame, v) for v in arrays]
+        if eqn.primitive.name in CUSTOM_DERIVATIVE:
+            return dims if any(dims) and _has_windows(frame.jaxpr, eqn) else []
+        if not any(w.moves for w in windows_of(eqn)):
+            return []
+        moving, each = moving_dims(eqn), zip(arrays, dims, moving_dims(eqn), strict=True)
+        meets = ({self.program.sharded_dim(frame, v), *own} & {*at} for v, own, at in each)
+        return moving if sequence or any(meets) else []
+
+    def _sequence_dims(self, frame: CallFrame, v: Any) -> tuple[int, ...]:
+        found = [self.layouts.sequence.of(frame, v)] if self.layouts.sequence else []
+        if self.layouts.layout.sequence_parallel:
+            found.append(self.program.sequence_dim(frame, v))
+        return tuple(d for d in found if d is not None)
+
+    def _unsharded(
+        self, program: Rewriting[bool], eqn: JaxprEqn, dims: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Write an operation, with these dims of its operands and results unsharded."""
+
+        def without(atom: Atom, own: tuple[int, ...]) -> Atom:
+            if not own or not is_var(atom):
+                return atom
+            ndim = len(shape_of(atom))
+            spec = (None if d in own else PartitionSpec.UNCONSTRAINED for d in range(ndim))
+            at = NamedSharding(self.layouts.mesh, PartitionSpec(*spec))
+            return program.splice(partial(_in_windows, at=at), [atom], eqn)[0]
+
+        atoms = map(program.atom, (*eqn.invars, *eqn.outvars))
+        pairs = zip(atoms, dims, strict=True)
+        program.emit(eqn, [without(*next(pairs)) for _ in eqn.invars])
+        program.replace(eqn.outvars, [without(*pair) for pair in pairs])
 
     # -- along the sequence -----------------------------------------------------------------------
 
@@ -313,8 +384,7 @@ class _Boundaries(Rewriter[bool]):
         if attend is None:
             return False
         operands = [program.as_traced(v, eqn) for v in eqn.invars]
-        at = eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(SEQUENCE_SCOPE))
-        like = eqn.replace(source_info=at)
+        like = _in_scope(eqn, SEQUENCE_SCOPE)
         program.replace(eqn.outvars, program.splice(attend, operands, like))
         return True
 
@@ -447,6 +517,28 @@ def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "sequence")
 
 
+def _has_windows(jaxpr: Jaxpr, eqn: JaxprEqn) -> bool:
+    """Whether a pass of a function with a derivative of its own has windows."""
+    passes = both_passes(jaxpr, eqn)
+    return any(runs(e, WINDOWED) for e in (eqn, *([] if passes is None else passes.eqns)))
+
+
+def _in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
+    """What inserted equations have the source info of; reports read the scope."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
+def _beside_samples(mesh: Any, also: tuple[str, ...] = ()) -> int:
+    """The number of devices along the axes that shard neither samples nor `also`."""
+    free = free_axes(mesh)
+    return product([axis for axis in free if axis not in (*sample_axes(), *also)], free)
+
+
+def _in_windows(x: jax.Array, at: NamedSharding) -> jax.Array:
+    return constrain(x, at, "windows")
+
+
 def _decides(eqn: JaxprEqn, has_frames: bool) -> bool:
     """Whether the compiler may shard the results of an operation otherwise than its operands."""
     name = eqn.primitive.name
@@ -482,31 +574,3 @@ def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         return eqn.primitive.bind(*operands, **eqn.params)
 
     return matmul
-
-
-# -- grouped convolutions with a replicated kernel: each device computes its samples ---------------
-
-GROUPS = ("feature_group_count", "batch_group_count")
-
-
-def is_grouped(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[g] != 1 for g in GROUPS)
-
-
-def per_device_convolution(
-    eqn: Any, samples: Any, axes: set[str]
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The convolution of an equation, manual over `axes`; `samples` shard the batch."""
-    numbers = eqn.params["dimension_numbers"]
-
-    def along(dim: int, ndim: int) -> PartitionSpec:
-        return PartitionSpec(*(samples if d == dim else None for d in range(ndim)))
-
-    ndim = len(eqn.invars[0].aval.shape)
-    return jax.shard_map(
-        lambda x, w: eqn.primitive.bind(x, w, **eqn.params),
-        in_specs=(along(numbers.lhs_spec[0], ndim), PartitionSpec()),
-        out_specs=along(numbers.out_spec[0], ndim),
-        axis_names=axes,
-        check_vma=False,
-    )

@@ -17,7 +17,7 @@ from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.batch_dims import batch_specs, sequence_dims
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.sequence_parallel import SequenceSettings
-from jaxspeed.tensor_parallel import REPLICATED
+from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
 
 Loss = Callable[[Any, Any], jax.Array]  # (parameters by path, batch) -> a scalar
 
@@ -39,15 +39,27 @@ def traced(loss: Loss, params: Mapping[str, Any], batch: Any, settings: Sequence
 
 
 class Sharded:
-    """A loss and its gradients, sharded over a mesh with `seq`."""
+    """A loss and its gradients, sharded over a mesh with `seq`.
 
-    def __init__(self, loss: Loss, params: Mapping[str, Any], batch: Any, mesh: Any, **how: Any):
+    `specs` are those of parameters that `tensor` shards.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        params: Mapping[str, Any],
+        batch: Any,
+        mesh: Any,
+        specs: Mapping[str, P] | None = None,
+        activations: ActivationLayout = REPLICATED,
+        **how: Any,
+    ):
         self.settings = SequenceSettings(**how)
-        specs = dict.fromkeys(params, P())
+        specs = dict.fromkeys(params, P()) | dict(specs or {})
         self.mesh, self.given = mesh, (dict(params), batch)
         with jax.set_mesh(mesh):
             self.traced = self.first_passes(traced(loss, params, batch, self.settings))
-            context = passes.PartContext(mesh, specs, REPLICATED, None, sequence=self.settings)
+            context = passes.PartContext(mesh, specs, activations, None, sequence=self.settings)
             self.program = passes.after_split(self.traced, context)
             closed = self.program.closed
 
@@ -59,7 +71,7 @@ class Sharded:
                 return NamedSharding(mesh, spec)
 
             of_batch = batch_specs(batch, self.settings.dims, mesh.shape)
-            given = {path: at(P()) for path in params}, jax.tree.map(at, of_batch)
+            given = {path: at(spec) for path, spec in specs.items()}, jax.tree.map(at, of_batch)
             step = jax.jit(jax.value_and_grad(run), in_shardings=given, out_shardings=at(P()))
             self.step = step
 

@@ -95,7 +95,7 @@ def test_without_constraints_all_devices_compute_the_sequence(dropped):
     ("name", "operation", "line"),
     [
         ("state-space scan", "a scan", "lax.scan("),
-        ("depthwise convolution", "conv_general_dilated", "conv_general_dilated"),
+        ("cumulative sum", "reduce_window_sum", "jnp.cumsum("),
     ],
 )
 def test_the_report_names_operation_line_and_bytes(name, operation, line):

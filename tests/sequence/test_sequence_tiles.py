@@ -84,6 +84,7 @@ def loss(model: Any, batch: Any) -> Any:
 def engine(tiles: Any, stage: int = 0, **sections: Any) -> Any:
     parallel = {"sequence_tiles": tiles, **sections.pop("parallel", {})}
     accumulation = sections.pop("accumulation", 1)
+    model = init, sections.pop("model", apply)
     config = {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": accumulation,
@@ -93,7 +94,7 @@ def engine(tiles: Any, stage: int = 0, **sections: Any) -> Any:
         "parallel": parallel,
         **sections,
     }
-    return jaxspeed.initialize((init, apply), loss, config, optax.sgd(LR), example_batch=batch(0))
+    return jaxspeed.initialize(model, loss, config, optax.sgd(LR), example_batch=batch(0))
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,26 @@ def test_the_numbers_are_those_without_tiles(stage: int, way: str, plain: Any) -
     assert run.parameters.keys() == theirs.keys()
     for path, ours in run.parameters.items():
         np.testing.assert_allclose(ours, theirs[path], rtol=1e-5, atol=1e-6)
+
+
+def test_writes_at_positions_train_and_evaluate_as_without_tiles() -> None:
+    def written(p: Any, x: jax.Array) -> jax.Array:
+        x = layer(p, x).at[:, 13].multiply(3.0)
+        return x + jax.nn.relu(
+            jax.lax.dynamic_update_slice(x, x[:, :2], (0, 7, 0)) @ p["qkv"][:, 0]
+        )
+
+    def own(params: Any, batch: Any) -> Any:
+        return total(params, batch, jaxspeed.unit(written))
+
+    def plainly(params: Any) -> Any:
+        found, weight = total(params, batch(0), written)
+        return found / weight
+
+    run = engine(4, mesh={"data": 8}, model=own)
+    params = jax.jit(init)(jax.random.key(3))
+    value, grads = jax.jit(jax.value_and_grad(plainly))(params)
+    np.testing.assert_allclose(run.eval_batch(batch(0))["loss"], value, rtol=1e-6)
+    np.testing.assert_allclose(run.train_batch(batch(0))["loss"], value, rtol=1e-6)
+    after = jax.tree.map(lambda p, g: p - LR * g, params, grads)
+    np.testing.assert_allclose(run.eval_batch(batch(0))["loss"], plainly(after), rtol=1e-6)

@@ -157,8 +157,59 @@ def normed_by_saved(w: Any, b: Any) -> Any:
     return jnp.square(jnp.tanh(hidden) @ w["down"]).sum()
 
 
+# -- writes at indices of all tokens ---------------------------------------------------------------
+
+PLACE = 17  # in the third tile of four
+
+
+@jax.custom_vjp
+def kept_but_one(x: jax.Array) -> jax.Array:
+    """The sine, without the gradient of one token."""
+    return jnp.sin(x)
+
+
+kept_but_one.defvjp(
+    lambda x: (jnp.sin(x), x), lambda x, ct: ((ct * jnp.cos(x)).at[:, PLACE].multiply(0),)
+)
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "set": lambda x, b: x.at[:, PLACE].set(0.5),
+    "set of a value": lambda x, b: x.at[:, b["y"][0, 0] % SEQ].set(0.5),
+    "set of each sample": lambda x, b: jax.vmap(lambda x, i: x.at[i].set(0))(x, b["y"][:, 0] % SEQ),
+    "add": lambda x, b: x.at[:, 9:13].add(1.0),
+    "multiply": lambda x, b: x.at[:, ::3].multiply(2.0),
+    "max": lambda x, b: x.at[:, jnp.array([1, PLACE])].max(0.3),
+    "update": lambda x, b: lax.dynamic_update_slice(x, 2 * x[:, :3], (0, PLACE, 0)),
+    "mask": lambda x, b: x * jnp.zeros((BATCH, SEQ, 1)).at[:, 5:19].set(1),
+    "of features": lambda x, b: jnp.put_along_axis(
+        x, (b["y"] % EMBED)[..., None], 0.0, axis=-1, inplace=False
+    ),
+    "in a loop": lambda x, b: lax.fori_loop(0, 5, lambda i, x: x.at[:, 2 * i].add(1.0), x),
+    "in a checkpoint": lambda x, b: jax.checkpoint(lambda x: jnp.sin(x).at[:, PLACE].set(0))(x),
+    "in a gradient": lambda x, b: kept_but_one(x),
+}
+
+
+def written(kind: str) -> Callable[..., Any]:
+    def loss(w: Any, b: Any) -> Any:
+        hidden = WRITES[kind](jnp.tanh(b["x"] @ w["up"]) @ w["down"], b)
+        return jnp.square(jnp.tanh(hidden @ w["gate"]) @ w["down"]).sum()
+
+    loss.__name__ = f"written_{kind.replace(' ', '_')}"
+    return loss
+
+
+WRITING = {kind: written(kind) for kind in WRITES}
+
+
+def written_per_token(w: Any, b: Any) -> Any:
+    """At an index of features, of each token its own."""
+    write = jax.vmap(jax.vmap(lambda x, i: x.at[i].multiply(2.0)))
+    hidden = write(jnp.tanh(b["x"] @ w["up"]), b["y"] % WIDE).at[..., 3].set(0)
+    return jnp.square(hidden @ w["down"]).sum()
+
+
 MIXING = [convolved, cumulated, over_time, attended, normed_over_tokens]
-MIXING += [normed_in_gradient, normed_by_saved]
+MIXING += [normed_in_gradient, normed_by_saved, *WRITING.values()]
 
 
 def tiled(
@@ -195,10 +246,16 @@ def error(x: Any, exact: Any) -> float:
     return float(np.abs(x - exact).max() / np.abs(exact).max())
 
 
-POINTS = [(loss, dtype) for loss in (*PER_TOKEN, *MIXING) for dtype in (jnp.float32, jnp.bfloat16)]
+POINTS = [
+    (loss, dtype)
+    for loss in (*PER_TOKEN, written_per_token, *MIXING)
+    for dtype in (jnp.float32, jnp.bfloat16)
+]
 ALWAYS = [(relu, jnp.float32), (gated, jnp.bfloat16), (chunked_loss, jnp.bfloat16)]
 ALWAYS += [(with_constant, jnp.float32), (of_pairs, jnp.float32), (normed_in_gradient, jnp.float32)]
 ALWAYS += [(normed_by_saved, jnp.float32)]
+DEFAULT = ("set", "multiply", "update", "mask", "of features", "in a gradient")
+ALWAYS += [(WRITING[kind], jnp.float32) for kind in DEFAULT]
 
 
 @pytest.mark.default_cases(
@@ -261,7 +318,10 @@ def test_gradients_are_equal_where_samples_and_tokens_are_sharded(loss: Any) -> 
 REDUCED_ONCE = {relu: ("up", "down"), gated: ("gate", "up", "down"), tied: ("up",)}
 
 
-@pytest.mark.parametrize("loss", (relu, gated, checkpointed, full_logits, chunked_loss))
+PER_TOKEN_WIDE = (relu, gated, checkpointed, full_logits, chunked_loss, written_per_token)
+
+
+@pytest.mark.parametrize("loss", PER_TOKEN_WIDE)
 def test_nothing_wide_has_all_tokens(loss: Any) -> None:
     """In the gradient's program; 4 tiles of 30 tokens have 8 or 6."""
 

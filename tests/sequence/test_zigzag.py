@@ -99,6 +99,14 @@ def summed(x: jax.Array, taps: jax.Array, number: int) -> jax.Array:
     return x + taps[0] * jnp.cumsum(x, 1)
 
 
+def written(x: jax.Array, taps: jax.Array, number: int) -> jax.Array:
+    return x.at[:, 5].multiply(taps[0])
+
+
+def updated(x: jax.Array, taps: jax.Array, number: int) -> jax.Array:
+    return lax.dynamic_update_slice(x, x[:, :2] * taps[0], (0, 5, 0))
+
+
 def scanned(x: jax.Array, taps: jax.Array, number: int) -> jax.Array:
     def step(state: Any, now: Any) -> Any:
         state = 0.5 * state + now * taps[0]
@@ -275,6 +283,8 @@ def test_results_with_tokens_come_out_in_their_order():
         (shifted, r"pad mixes tokens \(test_zigzag.py, line \d+\)"),
         (summed, r"cumsum mixes tokens \(test_zigzag.py, line \d+\)"),
         (scanned, r"scan mixes tokens \(test_zigzag.py, line \d+\)"),
+        (written, r"scatter-mul mixes tokens \(test_zigzag.py, line \d+\)"),
+        (updated, r"dynamic_update_slice mixes tokens \(test_zigzag.py, line \d+\)"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

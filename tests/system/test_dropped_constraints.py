@@ -35,6 +35,7 @@ ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 ELSEWHERE |= {"unit.step"}  # test_torus_gather.py
 ELSEWHERE |= {"squares"}  # tests/adapters/test_dora_norms.py
 ELSEWHERE |= {"sequence", "unit.sum", "lookup.positions"}  # tests/sequence/test_left_to_xla.py
+ELSEWHERE |= {"windows"}  # tests/sequence/test_windows.py
 ELSEWHERE |= {*foreign_programs.SITES}  # tests/moe/test_foreign_exchanges.py
 
 
@@ -111,6 +112,7 @@ COLLECTIVES = {
 OF_DEVICES = {
     "collective_matmul.py", "stage_shard_map.py", "stage_layout.py", "packed_layout.py", "steps.py",
     "own_axes.py", "dispatch.py", "sequence_passes.py", "programs.py",
+    "windows.py",
 }  # fmt: skip
 
 
@@ -124,8 +126,8 @@ def test_per_device_code_states_no_collective_of_its_own():
     for unlike ones (packed_layout.py). own_axes.py replaces the model's own. A ring of data ranks
     (steps.py) has test_a_dropped_ring_step_changes_the_sum in test_ring_steps.py. What a mixture
     exchanges (dispatch.py) has its mutations in tests/moe/test_dispatch.py, and attention over
-    sequences (sequence_passes.py) in tests/sequence/test_sequence_attention.py; programs.py shows
-    bugs of JAX.
+    sequences (sequence_passes.py) in tests/sequence/test_sequence_attention.py, as what neighbours
+    of a window send (windows.py) in tests/sequence/test_windows.py; programs.py shows bugs of JAX.
     """
     called = {
         node.attr if isinstance(node, ast.Attribute) else node.id
