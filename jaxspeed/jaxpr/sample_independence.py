@@ -11,7 +11,7 @@ What is independent of the batch and varies along samples (`jnp.arange(n)`) mixe
 them. A draw does not: each part of a batch draws its own numbers, which is noted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +22,22 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxspeed.jaxpr.primitives import (
     CALLS,
     COLLECTIVES,
+    CUSTOM_DERIVATIVE,
     KERNELS,
     PAIRWISE,
     RANDOM,
     RESHAPES,
     SCATTERS,
+)
+from jaxspeed.jaxpr.sample_derivatives import (
+    active,
+    arriving,
+    derivative,
+    is_by_tangents,
+    is_real,
+    name_of,
+    unlike_gradient,
+    unlike_tangent,
 )
 from jaxspeed.jaxpr.sample_rules import (
     ADDITIONS,
@@ -37,7 +48,9 @@ from jaxspeed.jaxpr.sample_rules import (
     axes_of,
     degree_of,
     free_results,
+    is_alike,
     is_linear,
+    is_sized,
     numbered,
     place,
     relations_of,
@@ -48,6 +61,7 @@ from jaxspeed.jaxpr.sample_values import (
     NONE,
     SampleKind,
     SampleValue,
+    all_of,
     either,
     free,
     mixed,
@@ -57,7 +71,8 @@ from jaxspeed.jaxpr.sample_values import (
     union,
     unnamed,
 )
-from jaxspeed.jaxpr.traverse import Body, bodies, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.slicing import free_variables
+from jaxspeed.jaxpr.traverse import Body, ClosedJaxpr, bodies, consts_and_carry, is_var, open_jaxpr
 
 
 class UnlikeTracesError(Exception):
@@ -66,10 +81,17 @@ class UnlikeTracesError(Exception):
 
 @dataclass
 class Analysis:
-    """The traces of batches of `counts` samples; `over` are the mesh axes that shard samples."""
+    """The traces of batches of `counts` samples.
+
+    Attributes:
+      over: the mesh axes that shard samples.
+      differentiated: whether derivatives have to be sums over samples too, as for training.
+    """
 
     counts: tuple[int, int]
     over: frozenset[str]
+    differentiated: bool = True
+    _derivatives: dict[int, tuple[JaxprEqn, ClosedJaxpr]] = field(default_factory=dict)
     _roots: dict[Any, int] = field(default_factory=dict)
 
     def run(self, one: Jaxpr, two: Jaxpr, given: Sequence[SampleValue]) -> list[SampleValue]:
@@ -116,6 +138,8 @@ class Analysis:
         is_here = not isinstance(one, jax.core.Tracer) and getattr(
             one, "is_fully_addressable", True
         )
+        if getattr(one, "dtype", None) == jax.dtypes.float0:  # a gradient of integers
+            return SampleValue(SampleKind.FREE, zero=True)
         if is_key or not is_here:
             return free(np.ndim(one))
         first, second = (np.asarray(x) for x in (one, two))
@@ -148,11 +172,17 @@ class Analysis:
         return self._roots.setdefault(key, len(self._roots))
 
     def _has_a_size(self, x: SampleValue, v: Any, twin: Any) -> bool:
-        """Whether only a dim of samples has another size for another number of them."""
-        if x.kind in (SampleKind.FREE, SampleKind.MIXED) or not hasattr(v.aval, "shape"):
+        """Whether the dim of samples grows like their number, and no other dim does."""
+        if x.kind is SampleKind.MIXED or not hasattr(v.aval, "shape"):
             return True
-        sizes = zip(shape_of(v), shape_of(twin), strict=True)
-        return all(a == b for d, (a, b) in enumerate(sizes) if d != x.dim)
+        here, there = shape_of(v), shape_of(twin)
+        if here == there:
+            return x.dim is None or self.counts[0] == self.counts[1]
+        sizes = zip(here, there, strict=True)
+        if x.kind is SampleKind.FREE:
+            return is_sized(here, there, self.counts)
+        n, m = self.counts
+        return all(a * m == b * n if d == x.dim else a == b for d, (a, b) in enumerate(sizes))
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -160,6 +190,8 @@ class Analysis:
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: list[SampleValue]
     ) -> list[SampleValue]:
         name = eqn.primitive.name
+        if not is_alike(eqn, twin, self.counts):
+            return self._mixed(eqn, "does something else for another number of samples")
         if name == "select_n" and operands[0].zero:
             return [operands[1]]
         if name in _PROGRAMS or name in CALLS:
@@ -179,7 +211,7 @@ class Analysis:
         kinds = {x.kind for x in operands} - {SampleKind.FREE}
         if {SampleKind.SAMPLES, SampleKind.SUM} <= kinds and name != ADDS_INTO:
             return self._mixed(eqn)
-        degree = degree_of(eqn, twin, operands)
+        degree = degree_of(eqn, twin, operands, self.counts)
         if degree is None:
             return self._mixed(eqn, "computes with the number of samples")
         if all(x.kind is SampleKind.FREE for x in operands):
@@ -218,6 +250,11 @@ class Analysis:
                 return self._mixed(eqn, "numbers samples, or has a value for each of them")
             draws = draws or bool(x.drawn & along)
         target = operands[0]
+        if name == "dynamic_update_slice" and any(
+            f == factor and found.operands[1][dim] != factor
+            for dim, f in enumerate(found.operands[0])
+        ):
+            return self._mixed(eqn, "writes to samples by their numbers")
         if name in SCATTERS and target.kind is SampleKind.SAMPLES and target.dim in numbered(eqn):
             return self._mixed(eqn, "writes to a sample by its number")
         results = []
@@ -358,7 +395,69 @@ class Analysis:
         found, there = bodies(eqn), bodies(twin)
         if len(found) != 1 or len(there) != 1:
             return self._opaque(eqn, twin, operands)
-        return self._inner(found[0], there[0], operands)
+        if eqn.primitive.name not in CUSTOM_DERIVATIVE or not self.differentiated:
+            return self._inner(found[0], there[0], operands)
+        # What the function calls is not differentiated, but the function is.
+        values = replace(self, differentiated=False)._inner(found[0], there[0], operands)
+        given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
+        every = [*(given[v] for v in active(eqn))]
+        every += [x for x, v in zip(values, eqn.outvars, strict=True) if is_real(v)]
+        kinds = {x.kind for x in every}
+        if len(every) in (len(active(eqn)), len(every) - len(active(eqn))):
+            return values  # there is nothing to differentiate
+        if kinds == {SampleKind.FREE} and is_by_tangents(eqn):
+            return values
+        return self._with_derivative(eqn, twin, given, values)
+
+    def _with_derivative(
+        self, eqn: JaxprEqn, twin: JaxprEqn, given: Mapping[Any, SampleValue],
+        values: list[SampleValue],
+    ) -> list[SampleValue]:
+        """The results of a function with a derivative of its own, MIXED where that mixes samples.
+
+        Args:
+          given: the operands' values.
+          values: those of the results, as the function itself computes them.
+        """
+        kinds = {SampleKind.FREE, SampleKind.SAMPLES, SampleKind.SUM}
+        if first := next((x for x in values if x.kind is SampleKind.MIXED), None):
+            return [first] * len(values)
+        own, name = active(eqn), name_of(eqn)
+        if not all_of([*values, *(given[v] for v in own)], kinds):
+            return self._mixed(eqn, f"with a derivative of its own ({name}) reads a sum over samples")
+        try:
+            one, two = self._derivative(eqn), self._derivative(twin)
+        except Exception as error:  # user code, which runs only where it is differentiated
+            return self._mixed(eqn, f"({name}) has no derivative ({type(error).__name__}: {error})")
+        real = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
+        carried = (
+            [replace(unnamed(given[v]), draws=False) for v in own]
+            if is_by_tangents(eqn)
+            else [arriving(values[i], eqn.outvars[i], twin.outvars[i]) for i in real]
+        )
+        inside = replace(self, differentiated=False)
+        consts = map(inside.constant, one.consts, two.consts)
+        operands = (given[v] for v in free_variables([eqn]))
+        found = inside.run(one.jaxpr, two.jaxpr, [*consts, *operands, *carried])
+        # In training, its values are those that the derivative's rule computes.
+        outs, made = found[: len(values)], found[len(values) :]
+        reasons = list(map(unlike_tangent, outs, values))
+        reasons += (
+            map(unlike_tangent, made, (values[i] for i in real))
+            if is_by_tangents(eqn)
+            else map(unlike_gradient, made, (given[v] for v in own))
+        )
+        if why := next(filter(None, reasons), None):
+            return [mixed(f"in the derivative of {name}{place(eqn)}, {why}")] * len(values)
+        draws = any(x.draws or x.drawn for x in made)
+        return [x if x.kind is SampleKind.FREE else replace(x, draws=x.draws or draws) for x in values]
+
+    def _derivative(self, eqn: JaxprEqn) -> ClosedJaxpr:
+        """The program of a derivative, traced once: a loop's body is read several times."""
+        if id(eqn) not in self._derivatives:
+            self._derivatives[id(eqn)] = eqn, derivative(eqn)
+        found: ClosedJaxpr = self._derivatives[id(eqn)][1]
+        return found
 
     def _shard_map(
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
