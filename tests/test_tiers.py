@@ -109,7 +109,9 @@ def test_consecutive_seeds_run_all_tests_once(seconds, seed):
 def test_a_part_fits_its_minutes():
     seconds = record()["full"]
     parts = sample.parts(seconds)
-    assert sum(one.seconds for part in parts for one in part) == pytest.approx(sum(seconds.values()))
+    assert sum(one.seconds for part in parts for one in part) == pytest.approx(
+        sum(seconds.values())
+    )
     for part in parts:
         assert sum(one.seconds for one in part) <= sample.MINUTES * 60 * sample.WORKERS
 

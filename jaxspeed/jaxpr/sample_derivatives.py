@@ -108,7 +108,9 @@ def unlike_gradient(new: SampleValue, value: SampleValue) -> str | None:
     if new.zero:
         return None
     if new.degree != ARRIVING - value.degree:
-        return "it is no multiple of the gradient that arrives, or computes with the number of samples"
+        return (
+            "it is no multiple of the gradient that arrives, or computes with the number of samples"
+        )
     if value.kind is SampleKind.SAMPLES:
         return _unlike_samples(new, value)
     if value.kind is SampleKind.SUM:

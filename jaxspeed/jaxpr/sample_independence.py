@@ -410,7 +410,10 @@ class Analysis:
         return self._with_derivative(eqn, twin, given, values)
 
     def _with_derivative(
-        self, eqn: JaxprEqn, twin: JaxprEqn, given: Mapping[Any, SampleValue],
+        self,
+        eqn: JaxprEqn,
+        twin: JaxprEqn,
+        given: Mapping[Any, SampleValue],
         values: list[SampleValue],
     ) -> list[SampleValue]:
         """The results of a function with a derivative of its own, MIXED where that mixes samples.
@@ -424,9 +427,11 @@ class Analysis:
             return [first] * len(values)
         own, name = active(eqn), name_of(eqn)
         if not all_of([*values, *(given[v] for v in own)], kinds):
-            return self._mixed(eqn, f"with a derivative of its own ({name}) reads a sum over samples")
+            return self._mixed(
+                eqn, f"with a derivative of its own ({name}) reads a sum over samples"
+            )
         try:
-            one, two = self._derivative(eqn), self._derivative(twin)
+            one, two = self.derivative(eqn), self.derivative(twin)
         except Exception as error:  # user code, which runs only where it is differentiated
             return self._mixed(eqn, f"({name}) has no derivative ({type(error).__name__}: {error})")
         real = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
@@ -450,9 +455,11 @@ class Analysis:
         if why := next(filter(None, reasons), None):
             return [mixed(f"in the derivative of {name}{place(eqn)}, {why}")] * len(values)
         draws = any(x.draws or x.drawn for x in made)
-        return [x if x.kind is SampleKind.FREE else replace(x, draws=x.draws or draws) for x in values]
+        return [
+            x if x.kind is SampleKind.FREE else replace(x, draws=x.draws or draws) for x in values
+        ]
 
-    def _derivative(self, eqn: JaxprEqn) -> ClosedJaxpr:
+    def derivative(self, eqn: JaxprEqn) -> ClosedJaxpr:
         """The program of a derivative, traced once: a loop's body is read several times."""
         if id(eqn) not in self._derivatives:
             self._derivatives[id(eqn)] = eqn, derivative(eqn)
@@ -520,15 +527,20 @@ class Analysis:
         while True:
             values = map(self.constant, ends[1], ends_there[1])
             (goes_on,) = self.run(ends[0], ends_there[0], [*values, *read, *carry])
-            if goes_on.kind is not SampleKind.FREE and not goes_on.is_of_one_sample:
+            apart = goes_on.kind is SampleKind.SAMPLES
+            if goes_on.kind is not SampleKind.FREE and not apart:
                 return [
                     goes_on if goes_on.kind is SampleKind.MIXED else x for x in self._mixed(eqn)
                 ]
             after = list(map(either, carry, self._inner(body, other, [*fixed, *carry])))
-            if goes_on.is_of_one_sample:
-                after = [
-                    x if x.kind is SampleKind.TOTAL else either(x, samples(None)) for x in after
-                ]
+            if apart:  # with dims in a `vmap`, each element of the carry has trips of its own
+                own = replace(samples(goes_on.dim), draws=goes_on.draws)
+                after = [x if x.kind is SampleKind.TOTAL else either(x, own) for x in after]
+            lead = goes_on.varies | goes_on.drawn
+            after = [
+                replace(x, varies=x.varies | lead) if x.kind is SampleKind.FREE else x
+                for x in after
+            ]
             if after == carry:
                 return carry
             carry = after

@@ -4,7 +4,7 @@ Dim relations are those of `dim_relations`, for what is element-wise by name, an
 the last dims of each operand.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -24,7 +24,7 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
     SLICES,
 )
-from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, mixed
+from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, mixed, union
 
 # The same elements, in another dtype or place.
 SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
@@ -106,14 +106,21 @@ def numbered(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(numbers.scatter_dims_to_operand_dims)
 
 
-def is_alike(eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int]) -> bool:
+def is_alike(
+    eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int], beside: Collection[str] = ()
+) -> bool:
     """Whether an equation has the same parameters for both numbers of samples, but for sizes.
 
     A size may grow with the samples. A place may not: `x[len(x) // 2]` starts somewhere else.
     """
     for key, here in eqn.params.items():
         there = twin.params.get(key)
-        if here is there or not (_is_plain(here) and _is_plain(there)) or here == there:
+        if (
+            key in beside
+            or here is there
+            or not (_is_plain(here) and _is_plain(there))
+            or here == there
+        ):
             continue
         if here != here and there != there:  # NaN
             continue
@@ -261,8 +268,14 @@ def _along(
     }
     made = {f for of_dims in found.results for f in of_dims}
     summed = name in SUMS | {"reduce_max", "reduce_min", "squeeze"}
-    is_set = name in SCATTERS or name == "dynamic_update_slice"
-    if is_set or (varying - made and not summed):
+    if name in SCATTERS or name == "dynamic_update_slice":
+        # Alike along the dims that an update covers, as x.at[:, 0].set(1) along the first.
+        covered = {*found.operands[2 if name in SCATTERS else 1]}
+        return frozenset(dim for dim, f in enumerate(factors) if f in varying or f not in covered)
+    if name in SLICES | JOINS:  # elements of a dim stay in it
+        kept = zip(given, found.operands, strict=True)
+        return union(x for x, of in kept if len(of) == len(factors)) | _joined_dim(eqn)
+    if varying - made and not summed and name != "gather":
         return every
     # Equal elements stay so, but where they are accumulated along a dim or transformed.
     is_transformed = name in OF_MATRICES or name == "fft"

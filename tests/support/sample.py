@@ -60,14 +60,18 @@ def part_of(seed: int) -> list[Slice]:
 def seed_of_contents(root: Path = ROOT) -> int:
     """A hash of the tracked files; of an export, which has no `.git`, of all but hidden ones."""
     if (root / ".git").exists():
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True
+        )
         names = listed.stdout.decode().split("\0")
     else:
         names = [str(file.relative_to(root)) for file in root.rglob("*")]
     digest = hashlib.sha256()
     for name in sorted(names):
         parts = Path(name).parts
-        if not any(p.startswith(".") or p == "__pycache__" or p.endswith(".egg-info") for p in parts):
+        if not any(
+            p.startswith(".") or p == "__pycache__" or p.endswith(".egg-info") for p in parts
+        ):
             if (root / name).is_file():
                 digest.update(f"{name}\0".encode() + (root / name).read_bytes())
     return int.from_bytes(digest.digest()[:4])
@@ -81,7 +85,9 @@ def keep(items: list[Any], seed: int) -> Iterable[Any]:
             by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for one in part_of(seed):
         tests = by_file.get(one.file, [])
-        yield from tests[one.index * len(tests) // one.count : (one.index + 1) * len(tests) // one.count]
+        yield from tests[
+            one.index * len(tests) // one.count : (one.index + 1) * len(tests) // one.count
+        ]
 
 
 def main() -> int:
