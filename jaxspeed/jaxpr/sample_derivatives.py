@@ -42,7 +42,7 @@ def name_of(eqn: JaxprEqn) -> str:
 
 
 def derivative(eqn: JaxprEqn) -> ClosedJaxpr:
-    """(operands, tangents) -> (results, tangents), or (operands, gradients) -> (results, gradients).
+    """(operands, tangents) -> (results, tangents), or the same of gradients.
 
     Operands are the variables that the equation reads; tangents and gradients those of the real.
     """

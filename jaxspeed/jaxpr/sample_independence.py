@@ -119,7 +119,8 @@ class Analysis:
             return values
 
         for eqn, twin in zip(one.eqns, two.eqns, strict=True):
-            if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+            lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
+            if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UnlikeTracesError
             operands = read(eqn.invars, twin.invars)
             found = self._equation(eqn, twin, operands)
@@ -364,6 +365,10 @@ class Analysis:
         along = columns.pop(own).index
         if along is None or shape_of(eqn.invars[1])[along] != shape_of(eqn.invars[0])[table.dim]:
             return out
+        degrees = {x.degree for x in (table, *operands[2:]) if not x.zero}
+        multiplied = eqn.primitive.name == "scatter-mul" and degrees != {0}
+        if len(degrees) > 1 or multiplied or any(x.degree for x in columns):
+            return self._mixed(eqn, "computes with the number of samples")[0]
         found = relations_of(eqn)
         assert found is not None
         factor = found.operands[1][along]

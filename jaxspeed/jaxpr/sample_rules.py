@@ -47,6 +47,8 @@ SIZES = {"shape", "new_sizes", "sizes", "limit_indices", "slice_sizes", "length"
 LINEAR = SAME | {"neg", "real", "imag", "reduce_sum", "cumsum", "transpose", "broadcast_in_dim"}
 LINEAR |= {"rev", "slice", "split", "unstack", "psum", "psum2", "psum_invariant", *RESHAPES}
 SUMS = frozenset({"reduce_sum", "dot_general"})
+# Of equal elements, however many, one of them.
+OF_EQUAL = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", *SLICES})
 ADDS_INTO = "scatter-add"
 # Of the random keys; the leading dims are those of keys and seeds.
 KEYS = frozenset({"random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap"})
@@ -170,7 +172,7 @@ def degree_of(
                         continue
                     if factors[d] is not None and factors[d] in made:
                         continue
-                    if d in x.varies | x.drawn:
+                    if d in x.varies | x.drawn or name not in SUMS | OF_EQUAL:
                         return None  # some elements of as many as there are samples, or their sum
                     summed |= {factors[d]} if name in SUMS else set()
             degree += len(summed)  # sums over as many equal elements as there are samples

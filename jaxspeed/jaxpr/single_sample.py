@@ -1,10 +1,11 @@
 """Whether a program of one sample computes what that of several does, as its equations prove.
 
-One sample is traced otherwise, for a dim of size 1 needs no broadcast. So equations that only change
-an array's layout are left out, and the others have to correspond in order, with their operands.
+One sample is traced otherwise, for a dim of size 1 needs no broadcast. So equations that only
+change an array's layout are left out, and the others have to correspond in order, with their
+operands.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE, KERNELS, RESHAPES, SCATTERS
@@ -32,7 +33,9 @@ class Comparison:
         """Raise UnlikeTracesError, with the line if it is known, where they do not correspond."""
         self._programs(one.jaxpr, many.jaxpr, one.consts, many.consts)
 
-    def _programs(self, one: Jaxpr, many: Jaxpr, *consts: Any) -> None:
+    def _programs(
+        self, one: Jaxpr, many: Jaxpr, consts: Sequence[Any], others: Sequence[Any]
+    ) -> None:
         names: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
 
         def named(first: Any, second: Any) -> None:
@@ -41,19 +44,19 @@ class Comparison:
             for v, twin in zip(first, second, strict=True):
                 names[0][v] = names[1][twin] = object()
 
-        def require(first: Any, second: Any, where: str = "") -> None:
-            if len(first) != len(second):
-                raise UnlikeTracesError(where)
-            for atoms in zip(first, second, strict=True):
-                # A variable that has another's elements is that; one that has a number's, is this.
-                a, b = (of[v] if is_var(v) else v for v, of in zip(atoms, names, strict=True))
-                if a is not b and not (hasattr(a, "val") and hasattr(b, "val")):
-                    raise UnlikeTracesError(where)
-                if a is not b:
-                    self._numbers(a.val, b.val, where)
+        def corresponds(first: Any, second: Any) -> bool:
+            # A variable that has another's elements is that; one that has a number's, is this.
+            pairs = (
+                [of[v] if is_var(v) else v for v, of in zip(atoms, names, strict=True)]
+                for atoms in zip(first, second, strict=True)
+            )
+            return all(
+                a is b or (hasattr(a, "val") and hasattr(b, "val") and self._numbers(a.val, b.val))
+                for a, b in pairs
+            )
 
-        for pair in zip(*consts, strict=True):
-            self._numbers(*pair, "")
+        if len(consts) != len(others) or not all(map(self._numbers, consts, others)):
+            raise UnlikeTracesError
         named(one.constvars, many.constvars)
         named(one.invars, many.invars)
         walks = [_computing(jaxpr, of) for jaxpr, of in zip((one, many), names, strict=True)]
@@ -63,20 +66,20 @@ class Comparison:
             while twin and not self._is_alike(eqn, twin) and _sums_samples(twin, count):
                 _rename(twin, names[1])
                 twin = next(walks[1], None)
-            where = place(eqn)
-            if twin is None or not self._is_alike(eqn, twin):
-                raise UnlikeTracesError(where)
-            require(eqn.invars, twin.invars, where)
+            alike = twin is not None and self._is_alike(eqn, twin)
+            if twin is None or not alike or not corresponds(eqn.invars, twin.invars):
+                raise UnlikeTracesError(place(eqn))
             self._within(eqn, twin)
             named(eqn.outvars, twin.outvars)
         for twin in walks[1]:
             if not _sums_samples(twin, count):
                 raise UnlikeTracesError(place(twin))
             _rename(twin, names[1])
-        require(one.outvars, many.outvars)
+        if len(one.outvars) != len(many.outvars) or not corresponds(one.outvars, many.outvars):
+            raise UnlikeTracesError
 
     def _is_alike(self, eqn: JaxprEqn, twin: JaxprEqn) -> bool:
-        if eqn.primitive is not twin.primitive:
+        if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
             return False
         counts = self._analysis.counts
         if is_alike(eqn, twin, counts):
@@ -84,22 +87,24 @@ class Comparison:
         of_dims = {"axes", "dimension_numbers", "slice_sizes"}
         return is_alike(eqn, twin, counts, of_dims) and _dims_alike(eqn, twin, counts[1])
 
-    def _numbers(self, one: Any, many: Any, where: str) -> None:
+    def _numbers(self, one: Any, many: Any) -> bool:
         found = self._analysis.constant(one, many)
-        if found.kind is SampleKind.MIXED:
-            raise UnlikeTracesError(where)
         self.degrees.append(None if found.zero else found.degree)
+        return found.kind is not SampleKind.MIXED
 
     def _within(self, eqn: JaxprEqn, twin: JaxprEqn) -> None:
         """The programs of an equation: of the platforms' kernels, what the default computes."""
         if eqn.primitive.name in KERNELS:
             return
-        pairs = list(zip(programs(eqn), programs(twin), strict=True))
+        inner, others = list(programs(eqn)), list(programs(twin))
+        if len(inner) != len(others):
+            raise UnlikeTracesError(place(eqn))
+        pairs = list(zip(inner, others, strict=True))
         platforms = eqn.params.get("branches_platforms") or ()
         if None in platforms:
             pairs = [pairs[platforms.index(None)]]
-        for (one, consts), (many, others) in pairs:
-            self._programs(one, many, consts, others)
+        for (one, consts), (many, many_consts) in pairs:
+            self._programs(one, many, consts, many_consts)
         if eqn.primitive.name in CUSTOM_DERIVATIVE and self._analysis.differentiated:
             self.run(*(self._analysis.derivative(e) for e in (eqn, twin)))
 
@@ -159,6 +164,7 @@ def _roles(eqn: JaxprEqn) -> list[list[tuple[int, Any]]]:
     if name not in ("gather", *SCATTERS):
         return []
     numbers, columns = params["dimension_numbers"], numbered(eqn)
+    other: Any
     if name == "gather":
         other, windows, single = eqn.outvars[0], numbers.offset_dims, numbers.collapsed_slice_dims
     else:
