@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.errors import LIBRARIES
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.sample_rules import shape_of
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue
@@ -37,8 +38,13 @@ def active(eqn: JaxprEqn) -> list[Var]:
 
 
 def name_of(eqn: JaxprEqn) -> str:
-    info = getattr(open_jaxpr(called(eqn))[0], "debug_info", None)
-    return str(getattr(info, "func_name", "a function"))
+    return str(open_jaxpr(called(eqn))[0].debug_info.func_name)
+
+
+def is_of_library(eqn: JaxprEqn) -> bool:
+    """Whether a function is jaxspeed's own, or that of a package that is installed."""
+    place = open_jaxpr(called(eqn))[0].debug_info.func_filename
+    return place is not None and place.startswith(LIBRARIES)
 
 
 def derivative(eqn: JaxprEqn) -> ClosedJaxpr:
@@ -72,6 +78,18 @@ def derivative(eqn: JaxprEqn) -> ClosedJaxpr:
     if is_by_tangents(eqn):
         return jax.make_jaxpr(by_tangents)(shapes(inputs), shapes(active(eqn)))
     return jax.make_jaxpr(by_gradients)(shapes(inputs), shapes([*filter(is_real, outputs)]))
+
+
+class Derivatives:
+    """Programs of derivatives, traced once: a loop's body is read several times."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[JaxprEqn, ClosedJaxpr]] = {}
+
+    def of(self, eqn: JaxprEqn) -> ClosedJaxpr:
+        if id(eqn) not in self._found:
+            self._found[id(eqn)] = eqn, derivative(eqn)
+        return self._found[id(eqn)][1]
 
 
 def arriving(x: SampleValue, v: Any, twin: Any) -> SampleValue:

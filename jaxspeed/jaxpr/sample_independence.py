@@ -30,9 +30,9 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
 )
 from jaxspeed.jaxpr.sample_derivatives import (
+    Derivatives,
     active,
     arriving,
-    derivative,
     is_by_tangents,
     is_real,
     name_of,
@@ -72,7 +72,7 @@ from jaxspeed.jaxpr.sample_values import (
     unnamed,
 )
 from jaxspeed.jaxpr.slicing import free_variables
-from jaxspeed.jaxpr.traverse import Body, ClosedJaxpr, bodies, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.traverse import Body, bodies, consts_and_carry, is_var, open_jaxpr
 
 
 class UnlikeTracesError(Exception):
@@ -86,12 +86,13 @@ class Analysis:
     Attributes:
       over: the mesh axes that shard samples.
       differentiated: whether derivatives have to be sums over samples too, as for training.
+      derivatives: programs of derivatives, which analyses of the same traces can share.
     """
 
     counts: tuple[int, int]
     over: frozenset[str]
     differentiated: bool = True
-    _derivatives: dict[int, tuple[JaxprEqn, ClosedJaxpr]] = field(default_factory=dict)
+    derivatives: Derivatives = field(default_factory=Derivatives)
     _roots: dict[Any, int] = field(default_factory=dict)
 
     def run(self, one: Jaxpr, two: Jaxpr, given: Sequence[SampleValue]) -> list[SampleValue]:
@@ -436,7 +437,7 @@ class Analysis:
                 eqn, f"with a derivative of its own ({name}) reads a sum over samples"
             )
         try:
-            one, two = self.derivative(eqn), self.derivative(twin)
+            one, two = self.derivatives.of(eqn), self.derivatives.of(twin)
         except Exception as error:  # user code, which runs only where it is differentiated
             return self._mixed(eqn, f"({name}) has no derivative ({type(error).__name__}: {error})")
         real = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
@@ -463,13 +464,6 @@ class Analysis:
         return [
             x if x.kind is SampleKind.FREE else replace(x, draws=x.draws or draws) for x in values
         ]
-
-    def derivative(self, eqn: JaxprEqn) -> ClosedJaxpr:
-        """The program of a derivative, traced once: a loop's body is read several times."""
-        if id(eqn) not in self._derivatives:
-            self._derivatives[id(eqn)] = eqn, derivative(eqn)
-        found: ClosedJaxpr = self._derivatives[id(eqn)][1]
-        return found
 
     def _shard_map(
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
@@ -559,7 +553,9 @@ class Analysis:
         xs = operands[num_consts + num_carry :]
         of_samples = any(x.kind is SampleKind.SAMPLES and x.dim == 0 for x in xs)
         if not of_samples and eqn.params["length"] != twin.params["length"]:
-            return self._mixed(eqn, "has a trip for each sample, but no slice of it")
+            return self._mixed(
+                eqn, "has trips by the number of samples, as lax.map with a batch_size: not proved"
+            )
         crossed = mixed(f"a scan carries values from sample to sample{place(eqn)}")
 
         def sliced(x: SampleValue) -> SampleValue:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE, KERNELS, RESHAPES, SCATTERS
+from jaxspeed.jaxpr.sample_derivatives import Derivatives, is_of_library
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_rules import is_alike, numbered, place, shape_of
 from jaxspeed.jaxpr.sample_values import SampleKind
@@ -25,8 +26,8 @@ class Comparison:
         of several counts.
     """
 
-    def __init__(self, count: int, differentiated: bool) -> None:
-        self._analysis = Analysis((1, count), frozenset(), differentiated)
+    def __init__(self, count: int, differentiated: bool, derivatives: Derivatives) -> None:
+        self._analysis = Analysis((1, count), frozenset(), differentiated, derivatives)
         self.degrees: list[int | None] = []
 
     def run(self, one: ClosedJaxpr, many: ClosedJaxpr) -> None:
@@ -105,8 +106,10 @@ class Comparison:
             pairs = [pairs[platforms.index(None)]]
         for (one, consts), (many, many_consts) in pairs:
             self._programs(one, many, consts, many_consts)
-        if eqn.primitive.name in CUSTOM_DERIVATIVE and self._analysis.differentiated:
-            self.run(*(self._analysis.derivative(e) for e in (eqn, twin)))
+        # A library's derivative is that of any number of samples, and its trace takes long.
+        is_own = eqn.primitive.name in CUSTOM_DERIVATIVE and not is_of_library(eqn)
+        if is_own and self._analysis.differentiated:
+            self.run(*map(self._analysis.derivatives.of, (eqn, twin)))
 
 
 def _computing(jaxpr: Jaxpr, names: dict[Any, Any]) -> Iterator[JaxprEqn]:
@@ -183,7 +186,10 @@ def _roles(eqn: JaxprEqn) -> list[list[tuple[int, Any]]]:
 
 
 def refuse_another_computation(
-    one: ClosedJaxpr, several: dict[int, ClosedJaxpr], differentiated: bool
+    one: ClosedJaxpr,
+    several: dict[int, ClosedJaxpr],
+    differentiated: bool,
+    derivatives: Derivatives,
 ) -> None:
     """Compare the program of one sample with those of several.
 
@@ -195,7 +201,7 @@ def refuse_another_computation(
     """
     found = []
     for count, many in several.items():
-        comparison = Comparison(count, differentiated)
+        comparison = Comparison(count, differentiated, derivatives)
         comparison.run(one, many)
         found.append(comparison.degrees)
     if any(degrees != found[0] for degrees in found):

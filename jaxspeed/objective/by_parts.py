@@ -15,6 +15,7 @@ import jax
 
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.sample_derivatives import Derivatives
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
 from jaxspeed.jaxpr.single_sample import refuse_another_computation
@@ -90,13 +91,15 @@ def by_parts(
                 f"the loss cannot be traced for {count} samples ({error})"
             ) from error
 
+    derivatives = Derivatives()
+
     def compared(counts: tuple[int, int]) -> ByParts:
         """By the traces of two numbers of samples."""
         one, two = map(traced, counts)
         if one.own_axes.collective:
             names = ", ".join(one.own_axes.collective)
             return ByParts(f"the loss reduces over {names}: the entire micro-batch")
-        analysis = Analysis(counts, frozenset(summing_axes()), differentiated)
+        analysis = Analysis(counts, frozenset(summing_axes()), differentiated, derivatives)
         jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
         known = map(analysis.constant, one.closed.consts, two.closed.consts)
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
@@ -119,7 +122,8 @@ def by_parts(
         if not found.mixes:
             counts = (1, whole)
             several = {count: traced(count).closed for count in (whole, 2 * whole)}
-            refuse_another_computation(traced(1).closed, several, differentiated)
+            one = traced(1).closed
+            refuse_another_computation(one, several, differentiated, derivatives)
         return found
     except _Untraceable as error:
         return ByParts(str(error))
