@@ -487,6 +487,30 @@ class Analysis:
         )
         return [x if x.kind in alone else self._mixed(eqn)[0] for x in results]
 
+    def _linear_solve(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        """A solution, by the program that finds it; the derivative runs the others."""
+        lengths = eqn.params["const_lengths"]._asdict()
+        given, at = operands[sum(lengths.values()) :], {}
+        for name, count in lengths.items():
+            at[name] = operands[:count]
+            operands = operands[count:]
+
+        def run(name: str, values: Sequence[SampleValue]) -> list[SampleValue]:
+            (one, own), (two, others) = (
+                open_jaxpr(getattr(e.params["jaxprs"], name)) for e in (eqn, twin)
+            )
+            return self.run(one, two, [*map(self.constant, own, others), *at[name], *values])
+
+        found = run("solve", given)
+        for name in ("transpose_solve", "matvec") if self.differentiated else ():
+            if getattr(eqn.params["jaxprs"], name) is not None:
+                pairs = zip(run(name, found), found, strict=True)
+                if any((x.kind, x.dim) != (y.kind, y.dim) for x, y in pairs):
+                    return self._mixed(eqn)
+        return found
+
     def _opaque(
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
     ) -> list[SampleValue]:
@@ -614,6 +638,7 @@ _PROGRAMS = {
     "cond": Analysis._cond,
     "while": Analysis._while,
     "scan": Analysis._scan,
+    "custom_linear_solve": Analysis._linear_solve,
     **dict.fromkeys(KERNELS, Analysis._opaque),
 }
 

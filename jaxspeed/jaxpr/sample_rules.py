@@ -57,7 +57,7 @@ MORE_ELEMENTWISE = frozenset(
     """bessel_i0e bessel_i1e bitcast_convert_type clz complex conj igamma igammac lgamma
     population_count real imag regularized_incomplete_beta shift_left shift_right_arithmetic
     shift_right_logical zeta erfc polygamma mulhi igamma_grad_a random_gamma_grad eq_to le_to lt_to
-    zeros_like""".split()  # noqa: SIM905
+    zeros_like polynomial""".split()  # noqa: SIM905
 )
 # Of the matrices in the last two dims, for each index of the others.
 OF_MATRICES = frozenset({"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"})
