@@ -222,6 +222,10 @@ def _broadcast(params: Any, operands: Sequence[Shape], results: Sequence[Shape])
     return DimRelations((factors, *((None,) * len(s) for s in operands[1:])), (tuple(out),))
 
 
+def _tile(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
+    return same_place(operands, results, [d for d, n in enumerate(params["reps"]) if n != 1])
+
+
 def _reshape(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
     old: list[Factor | None] = [None] * len(operands[0])
     new: list[Factor | None] = [None] * len(results[0])
@@ -371,6 +375,7 @@ RULES: dict[str, Rule] = {
     "stack": _stack,
     "unstack": _unstack,
     "broadcast_in_dim": _broadcast,
+    "tile": _tile,
     "reshape": _reshape,
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(ARG_REDUCTIONS, _argument),

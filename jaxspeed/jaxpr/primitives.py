@@ -46,9 +46,9 @@ SCATTERS = frozenset(
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
-    ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor""".split()  # noqa: SIM905
+    ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter
+    not one_minus_square or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor""".split()  # noqa: SIM905
 )
 RANDOM_BITS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 RANDOM = RANDOM_BITS | {"rng_uniform", "random_gamma"}

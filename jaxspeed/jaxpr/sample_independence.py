@@ -11,7 +11,7 @@ What is independent of the batch and varies along samples (`jnp.arange(n)`) mixe
 them. A draw does not: each part of a batch draws its own numbers, which is noted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +22,22 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxspeed.jaxpr.primitives import (
     CALLS,
     COLLECTIVES,
+    CUSTOM_DERIVATIVE,
     KERNELS,
     PAIRWISE,
     RANDOM,
     RESHAPES,
     SCATTERS,
+)
+from jaxspeed.jaxpr.sample_derivatives import (
+    Derivatives,
+    active,
+    arriving,
+    is_by_tangents,
+    is_real,
+    name_of,
+    unlike_gradient,
+    unlike_tangent,
 )
 from jaxspeed.jaxpr.sample_rules import (
     ADDITIONS,
@@ -37,7 +48,9 @@ from jaxspeed.jaxpr.sample_rules import (
     axes_of,
     degree_of,
     free_results,
+    is_alike,
     is_linear,
+    is_sized,
     numbered,
     place,
     relations_of,
@@ -48,6 +61,7 @@ from jaxspeed.jaxpr.sample_values import (
     NONE,
     SampleKind,
     SampleValue,
+    all_of,
     either,
     free,
     mixed,
@@ -57,6 +71,7 @@ from jaxspeed.jaxpr.sample_values import (
     union,
     unnamed,
 )
+from jaxspeed.jaxpr.slicing import free_variables
 from jaxspeed.jaxpr.traverse import Body, bodies, consts_and_carry, is_var, open_jaxpr
 
 
@@ -66,10 +81,18 @@ class UnlikeTracesError(Exception):
 
 @dataclass
 class Analysis:
-    """The traces of batches of `counts` samples; `over` are the mesh axes that shard samples."""
+    """The traces of batches of `counts` samples.
+
+    Attributes:
+      over: the mesh axes that shard samples.
+      differentiated: whether derivatives have to be sums over samples too, as for training.
+      derivatives: programs of derivatives, which analyses of the same traces can share.
+    """
 
     counts: tuple[int, int]
     over: frozenset[str]
+    differentiated: bool = True
+    derivatives: Derivatives = field(default_factory=Derivatives)
     _roots: dict[Any, int] = field(default_factory=dict)
 
     def run(self, one: Jaxpr, two: Jaxpr, given: Sequence[SampleValue]) -> list[SampleValue]:
@@ -97,7 +120,8 @@ class Analysis:
             return values
 
         for eqn, twin in zip(one.eqns, two.eqns, strict=True):
-            if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+            lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
+            if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UnlikeTracesError
             operands = read(eqn.invars, twin.invars)
             found = self._equation(eqn, twin, operands)
@@ -116,6 +140,8 @@ class Analysis:
         is_here = not isinstance(one, jax.core.Tracer) and getattr(
             one, "is_fully_addressable", True
         )
+        if getattr(one, "dtype", None) == jax.dtypes.float0:  # a gradient of integers
+            return SampleValue(SampleKind.FREE, zero=True)
         if is_key or not is_here:
             return free(np.ndim(one))
         first, second = (np.asarray(x) for x in (one, two))
@@ -148,11 +174,17 @@ class Analysis:
         return self._roots.setdefault(key, len(self._roots))
 
     def _has_a_size(self, x: SampleValue, v: Any, twin: Any) -> bool:
-        """Whether only a dim of samples has another size for another number of them."""
-        if x.kind in (SampleKind.FREE, SampleKind.MIXED) or not hasattr(v.aval, "shape"):
+        """Whether the dim of samples grows like their number, and no other dim does."""
+        if x.kind is SampleKind.MIXED or not hasattr(v.aval, "shape"):
             return True
-        sizes = zip(shape_of(v), shape_of(twin), strict=True)
-        return all(a == b for d, (a, b) in enumerate(sizes) if d != x.dim)
+        here, there = shape_of(v), shape_of(twin)
+        if here == there:
+            return x.dim is None or self.counts[0] == self.counts[1]
+        sizes = zip(here, there, strict=True)
+        if x.kind is SampleKind.FREE:
+            return is_sized(here, there, self.counts)
+        n, m = self.counts
+        return all(a * m == b * n if d == x.dim else a == b for d, (a, b) in enumerate(sizes))
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -160,6 +192,8 @@ class Analysis:
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: list[SampleValue]
     ) -> list[SampleValue]:
         name = eqn.primitive.name
+        if not is_alike(eqn, twin, self.counts):
+            return self._mixed(eqn, "does something else for another number of samples")
         if name == "select_n" and operands[0].zero:
             return [operands[1]]
         if name in _PROGRAMS or name in CALLS:
@@ -179,7 +213,7 @@ class Analysis:
         kinds = {x.kind for x in operands} - {SampleKind.FREE}
         if {SampleKind.SAMPLES, SampleKind.SUM} <= kinds and name != ADDS_INTO:
             return self._mixed(eqn)
-        degree = degree_of(eqn, twin, operands)
+        degree = degree_of(eqn, twin, operands, self.counts)
         if degree is None:
             return self._mixed(eqn, "computes with the number of samples")
         if all(x.kind is SampleKind.FREE for x in operands):
@@ -218,6 +252,11 @@ class Analysis:
                 return self._mixed(eqn, "numbers samples, or has a value for each of them")
             draws = draws or bool(x.drawn & along)
         target = operands[0]
+        if name == "dynamic_update_slice" and any(
+            f == factor and found.operands[1][dim] != factor
+            for dim, f in enumerate(found.operands[0])
+        ):
+            return self._mixed(eqn, "writes to samples by their numbers")
         if name in SCATTERS and target.kind is SampleKind.SAMPLES and target.dim in numbered(eqn):
             return self._mixed(eqn, "writes to a sample by its number")
         results = []
@@ -327,6 +366,10 @@ class Analysis:
         along = columns.pop(own).index
         if along is None or shape_of(eqn.invars[1])[along] != shape_of(eqn.invars[0])[table.dim]:
             return out
+        degrees = {x.degree for x in (table, *operands[2:]) if not x.zero}
+        multiplied = eqn.primitive.name == "scatter-mul" and degrees != {0}
+        if len(degrees) > 1 or multiplied or any(x.degree for x in columns):
+            return self._mixed(eqn, "computes with the number of samples")[0]
         found = relations_of(eqn)
         assert found is not None
         factor = found.operands[1][along]
@@ -358,7 +401,69 @@ class Analysis:
         found, there = bodies(eqn), bodies(twin)
         if len(found) != 1 or len(there) != 1:
             return self._opaque(eqn, twin, operands)
-        return self._inner(found[0], there[0], operands)
+        if eqn.primitive.name not in CUSTOM_DERIVATIVE or not self.differentiated:
+            return self._inner(found[0], there[0], operands)
+        # What the function calls is not differentiated, but the function is.
+        values = replace(self, differentiated=False)._inner(found[0], there[0], operands)
+        given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
+        every = [*(given[v] for v in active(eqn))]
+        every += [x for x, v in zip(values, eqn.outvars, strict=True) if is_real(v)]
+        kinds = {x.kind for x in every}
+        if len(every) in (len(active(eqn)), len(every) - len(active(eqn))):
+            return values  # there is nothing to differentiate
+        if kinds == {SampleKind.FREE} and is_by_tangents(eqn):
+            return values
+        return self._with_derivative(eqn, twin, given, values)
+
+    def _with_derivative(
+        self,
+        eqn: JaxprEqn,
+        twin: JaxprEqn,
+        given: Mapping[Any, SampleValue],
+        values: list[SampleValue],
+    ) -> list[SampleValue]:
+        """The results of a function with a derivative of its own, MIXED where that mixes samples.
+
+        Args:
+          given: the operands' values.
+          values: those of the results, as the function itself computes them.
+        """
+        kinds = {SampleKind.FREE, SampleKind.SAMPLES, SampleKind.SUM}
+        if first := next((x for x in values if x.kind is SampleKind.MIXED), None):
+            return [first] * len(values)
+        own, name = active(eqn), name_of(eqn)
+        if not all_of([*values, *(given[v] for v in own)], kinds):
+            return self._mixed(
+                eqn, f"with a derivative of its own ({name}) reads a sum over samples"
+            )
+        try:
+            one, two = self.derivatives.of(eqn), self.derivatives.of(twin)
+        except Exception as error:  # user code, which runs only where it is differentiated
+            return self._mixed(eqn, f"({name}) has no derivative ({type(error).__name__}: {error})")
+        real = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
+        carried = (
+            [replace(unnamed(given[v]), draws=False) for v in own]
+            if is_by_tangents(eqn)
+            else [arriving(values[i], eqn.outvars[i], twin.outvars[i]) for i in real]
+        )
+        inside = replace(self, differentiated=False)
+        consts = map(inside.constant, one.consts, two.consts)
+        operands = (given[v] for v in free_variables([eqn]))
+        found = inside.run(one.jaxpr, two.jaxpr, [*consts, *operands, *carried])
+        # In training, its values are those that the derivative's rule computes.
+        outs, made = found[: len(values)], found[len(values) :]
+        reasons = list(map(unlike_tangent, outs, values))
+        reasons += (
+            map(unlike_tangent, made, (values[i] for i in real))
+            if is_by_tangents(eqn)
+            else map(unlike_gradient, made, (given[v] for v in own))
+        )
+        if why := next(filter(None, reasons), None):
+            return [mixed(f"in the derivative of {name}{place(eqn)}, {why}")] * len(values)
+        draws = any(x.draws or x.drawn for x in made)
+        return [
+            x if x.kind is SampleKind.FREE else replace(x, draws=x.draws or draws) for x in values
+        ]
 
     def _shard_map(
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
@@ -381,6 +486,30 @@ class Analysis:
             else tuple(SampleKind)
         )
         return [x if x.kind in alone else self._mixed(eqn)[0] for x in results]
+
+    def _linear_solve(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        """A solution, by the program that finds it; the derivative runs the others."""
+        lengths = eqn.params["const_lengths"]._asdict()
+        given, at = operands[sum(lengths.values()) :], {}
+        for name, count in lengths.items():
+            at[name] = operands[:count]
+            operands = operands[count:]
+
+        def run(name: str, values: Sequence[SampleValue]) -> list[SampleValue]:
+            (one, own), (two, others) = (
+                open_jaxpr(getattr(e.params["jaxprs"], name)) for e in (eqn, twin)
+            )
+            return self.run(one, two, [*map(self.constant, own, others), *at[name], *values])
+
+        found = run("solve", given)
+        for name in ("transpose_solve", "matvec") if self.differentiated else ():
+            if getattr(eqn.params["jaxprs"], name) is not None:
+                pairs = zip(run(name, found), found, strict=True)
+                if any((x.kind, x.dim) != (y.kind, y.dim) for x, y in pairs):
+                    return self._mixed(eqn)
+        return found
 
     def _opaque(
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
@@ -421,15 +550,20 @@ class Analysis:
         while True:
             values = map(self.constant, ends[1], ends_there[1])
             (goes_on,) = self.run(ends[0], ends_there[0], [*values, *read, *carry])
-            if goes_on.kind is not SampleKind.FREE and not goes_on.is_of_one_sample:
+            apart = goes_on.kind is SampleKind.SAMPLES
+            if goes_on.kind is not SampleKind.FREE and not apart:
                 return [
                     goes_on if goes_on.kind is SampleKind.MIXED else x for x in self._mixed(eqn)
                 ]
             after = list(map(either, carry, self._inner(body, other, [*fixed, *carry])))
-            if goes_on.is_of_one_sample:
-                after = [
-                    x if x.kind is SampleKind.TOTAL else either(x, samples(None)) for x in after
-                ]
+            if apart:  # with dims in a `vmap`, each element of the carry has trips of its own
+                own = replace(samples(goes_on.dim), draws=goes_on.draws)
+                after = [x if x.kind is SampleKind.TOTAL else either(x, own) for x in after]
+            lead = goes_on.varies | goes_on.drawn
+            after = [
+                replace(x, varies=x.varies | lead) if x.kind is SampleKind.FREE else x
+                for x in after
+            ]
             if after == carry:
                 return carry
             carry = after
@@ -443,7 +577,9 @@ class Analysis:
         xs = operands[num_consts + num_carry :]
         of_samples = any(x.kind is SampleKind.SAMPLES and x.dim == 0 for x in xs)
         if not of_samples and eqn.params["length"] != twin.params["length"]:
-            return self._mixed(eqn, "has a trip for each sample, but no slice of it")
+            return self._mixed(
+                eqn, "has trips by the number of samples, as lax.map with a batch_size: not proved"
+            )
         crossed = mixed(f"a scan carries values from sample to sample{place(eqn)}")
 
         def sliced(x: SampleValue) -> SampleValue:
@@ -502,6 +638,7 @@ _PROGRAMS = {
     "cond": Analysis._cond,
     "while": Analysis._while,
     "scan": Analysis._scan,
+    "custom_linear_solve": Analysis._linear_solve,
     **dict.fromkeys(KERNELS, Analysis._opaque),
 }
 

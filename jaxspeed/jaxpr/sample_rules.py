@@ -4,11 +4,13 @@ Dim relations are those of `dim_relations`, for what is element-wise by name, an
 the last dims of each operand.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
@@ -22,7 +24,7 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
     SLICES,
 )
-from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, mixed
+from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, mixed, union
 
 # The same elements, in another dtype or place.
 SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
@@ -36,10 +38,17 @@ MOVES |= {"gather", *SCATTERS, *SLICES, *JOINS, *RESHAPES}
 HOMOGENEOUS = SAME | ADDITIONS | COMPARISONS | MOVES
 HOMOGENEOUS |= {"neg", "abs", "max", "min", "select_n", "clamp", "real", "imag", "sign", "sort"}
 HOMOGENEOUS |= {"reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "reduce_window_sum"}
+HOMOGENEOUS -= {"scatter-mul"}
+# The first operand that says where a slice begins.
+STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
+# Parameters that are sizes, which may be those of the samples.
+SIZES = {"shape", "new_sizes", "sizes", "limit_indices", "slice_sizes", "length"}
 # Linear in all operands together, besides those that `_is_linear` decides.
 LINEAR = SAME | {"neg", "real", "imag", "reduce_sum", "cumsum", "transpose", "broadcast_in_dim"}
 LINEAR |= {"rev", "slice", "split", "unstack", "psum", "psum2", "psum_invariant", *RESHAPES}
 SUMS = frozenset({"reduce_sum", "dot_general"})
+# Of equal elements, however many, one of them.
+OF_EQUAL = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", *SLICES})
 ADDS_INTO = "scatter-add"
 # Of the random keys; the leading dims are those of keys and seeds.
 KEYS = frozenset({"random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap"})
@@ -47,7 +56,8 @@ KEYS |= {"random_clone"}
 MORE_ELEMENTWISE = frozenset(
     """bessel_i0e bessel_i1e bitcast_convert_type clz complex conj igamma igammac lgamma
     population_count real imag regularized_incomplete_beta shift_left shift_right_arithmetic
-    shift_right_logical zeta erfc polygamma""".split()  # noqa: SIM905
+    shift_right_logical zeta erfc polygamma mulhi igamma_grad_a random_gamma_grad eq_to le_to lt_to
+    zeros_like polynomial""".split()  # noqa: SIM905
 )
 # Of the matrices in the last two dims, for each index of the others.
 OF_MATRICES = frozenset({"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"})
@@ -111,25 +121,79 @@ def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> boo
     return any(d in indexed or found.operands[0][d] not in updates for d in dims)
 
 
-def degree_of(eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]) -> int | None:
+def is_alike(
+    eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int], beside: Collection[str] = ()
+) -> bool:
+    """Whether an equation has the same parameters for both numbers of samples, but for sizes.
+
+    A size may grow with the samples. A place may not: `x[len(x) // 2]` starts somewhere else.
+    """
+    for key, here in eqn.params.items():
+        there = twin.params.get(key)
+        if (
+            key in beside
+            or here is there
+            or not (_is_plain(here) and _is_plain(there))
+            or here == there
+        ):
+            continue
+        if here != here and there != there:  # NaN
+            continue
+        if key not in SIZES or not is_sized(here, there, counts):
+            return False
+    return True
+
+
+def is_sized(here: Any, there: Any, counts: tuple[int, int]) -> bool:
+    """Whether sizes are the same for both numbers of samples, or grow like them."""
+    if isinstance(here, tuple) and isinstance(there, tuple) and len(here) == len(there):
+        return all(is_sized(a, b, counts) for a, b in zip(here, there, strict=True))
+    is_int = isinstance(here, int) and isinstance(there, int)
+    return bool(here == there or (is_int and here * counts[1] == there * counts[0]))
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, tuple):
+        return all(map(_is_plain, x))
+    return x is None or isinstance(x, (bool, int, float, complex, str, np.dtype, np.generic, Enum))
+
+
+def degree_of(
+    eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue], counts: tuple[int, int]
+) -> int | None:
     """The results' power of the number of samples; None if it is no power."""
     name, params = eqn.primitive.name, eqn.params
-    if any(params.get(key) != twin.params.get(key) for key in ("y", "exponent")):
-        return None
     degree = 0
-    for x, here, there in zip(operands, eqn.invars, twin.invars, strict=True):
-        grows = [d for d, n in enumerate(shape_of(here)) if n != shape_of(there)[d]]
-        if (
-            x.kind is SampleKind.FREE
-            and grows
-            and name not in ELEMENTWISE | MORE_ELEMENTWISE | MOVES | SAME
-        ):
-            # Sums over as many equal elements as there are samples.
-            if name != "reduce_sum" or not {*grows} <= {*params["axes"]} - x.varies - x.drawn:
-                if all(y.kind is SampleKind.FREE for y in operands):
-                    return None
-                continue
-            degree += len(grows)
+    pairs = zip(eqn.invars, twin.invars, strict=True)
+    grows = [
+        {d for d, n in enumerate(shape_of(here)) if n != shape_of(there)[d]}
+        if x.kind is SampleKind.FREE
+        else set()
+        for x, (here, there) in zip(operands, pairs, strict=True)
+    ]
+    if any(grows) and name not in ELEMENTWISE | MORE_ELEMENTWISE | SAME:
+        all_free = all(x.kind is SampleKind.FREE for x in operands)
+        found = relations_of(eqn)
+        if found is None and all_free:
+            return None
+        if found is not None and all_free:
+            summed = set()  # factors
+            for x, dims, factors in zip(operands, grows, found.operands, strict=True):
+                made = {f for result in found.results for f in result}
+                for d in dims:
+                    if name == "reshape":  # merged dims may be those of a result
+                        continue
+                    if factors[d] is not None and factors[d] in made:
+                        continue
+                    if d in x.varies | x.drawn or name not in SUMS | OF_EQUAL:
+                        return None  # some elements of as many as there are samples, or their sum
+                    summed |= {factors[d]} if name in SUMS else set()
+            degree += len(summed)  # sums over as many equal elements as there are samples
+    indices = operands[1:2] if name in ("gather", *SCATTERS) else ()
+    indices = operands[STARTS[name] :] if name in STARTS else indices
+    if any(x.degree and not x.zero for x in indices):
+        return None
+    operands = [x for x in operands if not any(x is y for y in indices)]
     degrees = [x.degree for x in operands if not x.zero]
     if not any(degrees):
         return degree
@@ -219,8 +283,14 @@ def _along(
     }
     made = {f for of_dims in found.results for f in of_dims}
     summed = name in SUMS | {"reduce_max", "reduce_min", "squeeze"}
-    is_set = name in SCATTERS or name == "dynamic_update_slice"
-    if is_set or (varying - made and not summed):
+    if name in SCATTERS or name == "dynamic_update_slice":
+        # Alike along the dims that an update covers, as x.at[:, 0].set(1) along the first.
+        covered = {*found.operands[2 if name in SCATTERS else 1]}
+        return frozenset(dim for dim, f in enumerate(factors) if f in varying or f not in covered)
+    if name in SLICES | JOINS:  # elements of a dim stay in it
+        kept = zip(given, found.operands, strict=True)
+        return union(x for x, of in kept if len(of) == len(factors)) | _joined_dim(eqn)
+    if varying - made and not summed and name != "gather":
         return every
     # Equal elements stay so, but where they are accumulated along a dim or transformed.
     is_transformed = name in OF_MATRICES or name == "fft"

@@ -178,20 +178,18 @@ def runs(eqn: Any, names: Container[str]) -> bool:
 
 def contains(eqn: Any, found: Callable[[Any], bool]) -> bool:
     """Whether an equation, or one nested in it at any depth, is `found`."""
-    return found(eqn) or any(
-        contains(e, found) for jaxpr, _ in _all_programs(eqn) for e in jaxpr.eqns
-    )
+    return found(eqn) or any(contains(e, found) for jaxpr, _ in programs(eqn) for e in jaxpr.eqns)
 
 
 def nested_constants(eqn: Any) -> Iterator[Any]:
     """The constants of the programs nested in an equation, at any depth."""
-    for jaxpr, consts in _all_programs(eqn):
+    for jaxpr, consts in programs(eqn):
         yield from consts
         for inner in jaxpr.eqns:
             yield from nested_constants(inner)
 
 
-def _all_programs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+def programs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
     """Every (jaxpr, consts) among the parameters: also kernels, conditions and combiners."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):

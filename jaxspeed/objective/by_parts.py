@@ -15,8 +15,10 @@ import jax
 
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.sample_derivatives import Derivatives
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
+from jaxspeed.jaxpr.single_sample import refuse_another_computation
 
 log = logging.getLogger("jaxspeed")
 
@@ -59,32 +61,45 @@ class ByParts:
             )  # fmt: skip
 
 
-def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
-    """Compare the traces of two numbers of samples.
+def by_parts(
+    trace: Callable[[Any], Any], batch: Any, parts: int, differentiated: bool = True
+) -> ByParts:
+    """Compare the traces of a part's samples, which are run, and of the entire batch's.
 
     Args:
       trace: the traced loss (`LossProgram`) of a batch.
-      ranks: the number of data ranks that share a batch.
+      batch: the entire batch.
+      parts: the number of equal parts; of 1 or what does not divide it, the batch is a part itself.
+      differentiated: whether gradients have to be sums over samples too.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if not sizes or 0 in sizes:
         return ByParts("the batch has no samples")
     given = math.gcd(*sizes)
+    divides = parts > 1 and given % parts == 0
+    own, whole = (given // parts, given) if divides else (given, 2 * given)
 
-    def sized(new: int) -> Any:
+    def traced(count: int) -> Any:
         def shape(x: Any) -> Any:
-            lead = (x.shape[0] // given * new,) if x.shape else ()
+            lead = (x.shape[0] // given * count,) if x.shape else ()
             return jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
 
-        return jax.tree.map(shape, batch)
+        try:
+            return trace(jax.tree.map(shape, batch))
+        except ModelError as error:
+            raise _Untraceable(
+                f"the loss cannot be traced for {count} samples ({error})"
+            ) from error
 
-    def compared(count: int) -> ByParts:
-        """By the traces of `count` samples and of twice as many."""
-        one, two = trace(sized(count)), trace(sized(2 * count))
+    derivatives = Derivatives()
+
+    def compared(counts: tuple[int, int]) -> ByParts:
+        """By the traces of two numbers of samples."""
+        one, two = map(traced, counts)
         if one.own_axes.collective:
             names = ", ".join(one.own_axes.collective)
             return ByParts(f"the loss reduces over {names}: the entire micro-batch")
-        analysis = Analysis((count, 2 * count), frozenset(summing_axes()))
+        analysis = Analysis(counts, frozenset(summing_axes()), differentiated, derivatives)
         jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
         known = map(analysis.constant, one.closed.consts, two.closed.consts)
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
@@ -97,16 +112,30 @@ def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
         draws = loss.total.draws or loss.weight.draws
         return ByParts(_quotient_of_sums(loss.total, loss.weight), metrics, draws)
 
-    # A single sample, of all ranks or of one, may be traced otherwise: without its dim, perhaps.
-    least = given * -(-2 * ranks // given)
-    for count in dict.fromkeys((given, least) if given > 1 else (max(least, 2),)):
-        try:
-            return compared(count)
-        except UnlikeTracesError:
-            continue
-        except ModelError as error:
-            return ByParts(f"the loss cannot be traced for {2 * count} samples ({error})")
-    return ByParts("the loss computes something else for another number of samples")
+    counts = (own, whole)
+    try:
+        if own > 1:
+            return compared(counts)
+        # Of one sample, a dim of samples cannot be told from others of size 1.
+        counts = (whole, 2 * whole)
+        found = compared(counts)
+        if not found.mixes:
+            counts = (1, whole)
+            several = {count: traced(count).closed for count in (whole, 2 * whole)}
+            one = traced(1).closed
+            refuse_another_computation(one, several, differentiated, derivatives)
+        return found
+    except _Untraceable as error:
+        return ByParts(str(error))
+    except UnlikeTracesError as error:
+        return ByParts(
+            f"the loss computes something else of {counts[0]} sample{'s' * (counts[0] > 1)} than "
+            f"of {counts[1]}{error}"
+        )
+
+
+class _Untraceable(Exception):
+    """Why there is no trace of a number of samples."""
 
 
 def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:

@@ -345,11 +345,13 @@ class Objective:
             variables[adapter.leaf("squares")] = found
         return variables, jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
 
-    def by_parts(self, rest: tuple[Any, ...], train: bool) -> ByParts:
-        """Whether the loss of a micro-batch of these shapes is the sum of its parts'."""
+    def by_parts(self, rest: tuple[Any, ...], train: bool, parts: int | None = None) -> ByParts:
+        """Whether the loss of a micro-batch of these shapes is the sum of its parts'.
+
+        `parts` is their number, by default that of the data ranks.
+        """
         variables, batch = self._shapes(rest)
-        ranks = self.table.ranks
-        return self.traces.by_parts(variables, batch, train, ranks)
+        return self.traces.by_parts(variables, batch, train, parts or self.table.ranks)
 
     def samples(self, batch: Any) -> int | None:
         """Number of samples of a batch, if it divides over the data ranks.

@@ -85,7 +85,7 @@ class LossTraces:
         self._trained = trained
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, LossProgram] = WeakKeyDictionary()
-        self._by_parts: WeakKeyDictionary[Any, ByParts] = WeakKeyDictionary()
+        self._by_parts: WeakKeyDictionary[Any, dict[int, ByParts]] = WeakKeyDictionary()
 
     def of(self, variables: Any, batch: Any, train: bool) -> LossProgram:
         """Trace for variables and a batch of these shapes, in this context."""
@@ -110,7 +110,7 @@ class LossTraces:
             self._programs[closed] = self._program(closed, shape, variables, batch, train)
         return self._programs[closed]
 
-    def by_parts(self, variables: Any, batch: Any, train: bool, ranks: int) -> ByParts:
+    def by_parts(self, variables: Any, batch: Any, train: bool, parts: int) -> ByParts:
         """Whether the loss of a batch of these shapes is the sum of its parts'."""
         traced = self.of(variables, batch, train)
         if names := traced.weight_parameters:
@@ -118,14 +118,14 @@ class LossTraces:
                 f"the loss's weight depends on parameters that are trained ({listed(names)}), so "
                 "the gradient is not a sum over samples"
             )
-        program = traced.closed
-        if program not in self._by_parts:
+        known = self._by_parts.setdefault(traced.closed, {})
+        if parts not in known:
 
             def trace(batch: Any) -> LossProgram:
                 return self.of(variables, batch, train)
 
-            self._by_parts[program] = by_parts(trace, batch, ranks)
-        return self._by_parts[program]
+            known[parts] = by_parts(trace, batch, parts, train)
+        return known[parts]
 
     def _works_in_fp32(self, function: Callable[..., Any], given: Any) -> bool:
         """Whether a loss that fails with 16-bit parameters and inputs can be traced in fp32."""

@@ -186,7 +186,7 @@ def refuse_mixed_samples(program: Program, variables: Arrays, part: Any) -> None
             "norm, say), and workers push gradients alone. "
             'Write "xla", or use a norm without running statistics'
         )
-    found = program.objective.by_parts(rest, train=True)
+    found = program.objective.by_parts(rest, train=True, parts=1)
     found.refuse_mixed(where, "each worker", 'use "xla"')
 
 

@@ -73,9 +73,10 @@ class Pipeline:
 
         count, full = 1, split(1, 1)
         ranks = self.objective.table.ranks
-        if full.samples and full.program.is_sum and full.is_sum_of_parts:
+        if full.samples and full.program.is_sum:
             share = full.samples // ranks
-            count = max(n for n in range(1, 4 * self.stages + 1) if share % n == 0)
+            most = max(n for n in range(1, 4 * self.stages + 1) if share % n == 0)
+            count = most if full.is_sum_of_parts(most) else 1
         parts = full if count == 1 else split(count, ranks)
         return evaluate(parts, self._stage(parts), forward_only(self.stages, count, self.chunks))
 

@@ -88,12 +88,11 @@ class SplitStep:
         """The samples of one micro-batch, if the ranks divide them."""
         return self.objective.samples(self._one)
 
-    @property
-    def is_sum_of_parts(self) -> bool:
+    def is_sum_of_parts(self, parts: int) -> bool:
         """Whether a micro-batch can be computed as several, without drawing other numbers."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
-        found = self.objective.by_parts(rest, self.train)
+        found = self.objective.by_parts(rest, self.train, parts)
         return not found.not_once and not self.program.draws_random_numbers
 
     # -- in the global view -----------------------------------------------------------------------

@@ -223,11 +223,10 @@ class Gradients:
         if self.parts == 1:
             return self.objective(sources, state, batch, step, micro, True)
         losses = []
+        self._refuse_dependent_parts((state, batch, jnp.asarray(step), jnp.asarray(0)))
         parts = micro_batches(batch, self.parts, 1)
         for number in range(self.parts):
             part = jax.tree.map(lambda x, at=number: x[at], parts)
-            rest = (state, part, jnp.asarray(step), jnp.asarray(0))
-            self._refuse_dependent_parts(rest)
             of_all = micro * self.parts + number  # random numbers derive from it
             losses.append(self.objective(sources, state, part, step, of_all, True)[0])
         return functools.reduce(lambda seen, new: accumulate(seen, new)[0], losses), {}
@@ -241,7 +240,8 @@ class Gradients:
             raise ModelError(
                 f"{where}: the training pass changes the model's statistics; remove it"
             )
-        self.objective.by_parts(rest, train=True).refuse_mixed(where, "each part", "remove it")
+        found = self.objective.by_parts(rest, train=True, parts=self.parts)
+        found.refuse_mixed(where, "each part", "remove it")
 
     def _padded_in_host(self, path: str, grad: jax.Array) -> jax.Array:
         """A gradient, in the shape of its shards in host memory where it was offloaded.

@@ -68,6 +68,12 @@ def moved(draw: Draw) -> Case:
     return Case(lambda x: lax.transpose(x, order), [x])
 
 
+def tiled(draw: Draw) -> Case:
+    x = array(draw, *shapes(draw))
+    reps = [draw(st.integers(1, 2)) for _ in x.shape]
+    return Case(lambda x: lax.tile(x, reps), [x])
+
+
 def squeezed(draw: Draw) -> Case:
     x = array(draw, *shapes(draw))
     gone = [d for d in some_dims(draw, x.ndim) if x.shape[d] == 1]
@@ -380,6 +386,7 @@ def some_places(draw: Draw, of: int, count: int) -> tuple[int, ...]:
 CASES: dict[str, Callable[[Draw], Case]] = {
     "transpose": moved,
     "squeeze": squeezed,
+    "tile": tiled,
     "broadcast_in_dim": spread,
     "reshape": reshaped,
     "slice": sliced,

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from jaxspeed import ops
 from jaxspeed.objective.by_parts import by_parts
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.objective.loss_program import LossProgram
@@ -60,6 +62,17 @@ APART = {
     ),
     "branch": lambda x, y: jax.vmap(lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x))(x),
     "loop": lambda x, y: lax.fori_loop(0, 3, lambda i, x: jnp.sin(x + i), x),
+    "loop of each": lambda x, y: jax.vmap(
+        lambda x: lax.while_loop(lambda x: x.max() > 0.5, lambda x: x / 2, x)
+    )(x),
+    "gradient of each": lambda x, y: jax.vmap(
+        jax.grad(lambda w, x: jnp.tanh(x @ w).sum()), (None, 0)
+    )(W, x)[:, :SEQ],
+    "gradient of a sum": lambda x, y: jax.grad(lambda x: jnp.tanh(x @ W).sum())(x),
+    "tangent": lambda x, y: jax.jvp(lambda x: jnp.tanh(x @ W), (x,), (jnp.ones_like(x),))[1],
+    "written at a position": lambda x, y: lax.dynamic_update_slice(
+        x, jnp.zeros((len(x), 1, WIDTH), x.dtype), (0, 1, 0)
+    ),
 }  # fmt: skip
 # An element depends on other samples, on their number, or on its own.
 MIXING = {
@@ -101,6 +114,18 @@ MIXING = {
         ..., None
     ],
     "branch": lambda x, y: x / 2 if len(x) > SAMPLES else x,
+    "written": lambda x, y: lax.dynamic_update_slice(x, jnp.ones_like(x[:1]), (0, 0, 0)),
+    "written last": lambda x, y: lax.dynamic_update_slice(x, 0 * x[:1], (len(x) - 1, 0, 0)),
+    "rows of a number": lambda x, y: x * lax.dynamic_slice_in_dim(x, 0, SAMPLES).sum(0),
+    "position by number": lambda x, y: x * jnp.tile(x, (1, 4, 1))[:, len(x) : len(x) + 1],
+    "dim by number": lambda x, y: x * jnp.cumsum(x, 1 if len(x) > SAMPLES else 2),
+    "last number": lambda x, y: x * jnp.arange(len(x))[::-1][0],
+    "ones but one": lambda x, y: x * jnp.ones(len(x))[1:].sum() / len(x),
+    "product": lambda x, y: x * jnp.prod(jnp.full(len(x), 1.5)),
+    "degrees": lambda x, y: (x / len(x)).at[jnp.arange(len(x)), 0].add(1.0) * len(x),
+    "solved together": lambda x, y: x * jnp.linalg.solve(
+        x[:, 0].T @ x[:, 0] + jnp.eye(WIDTH), jnp.asarray(W)[0]
+    ),
 }  # fmt: skip
 # (x, y, mask of positions [samples, seq]) -> what a loss function returns. Sums:
 SUMS = {
@@ -134,6 +159,11 @@ SUMS = {
         (cross_entropy(x, y) * m).sum(), m.sum(),
         {"a": (x[..., 0] * m).sum() / jnp.maximum(m.sum(), 1e-9),
          "b": 1 - jnp.where(m.sum() > 0, (x[..., 0] * m).sum() / m.sum(), 0.0)},
+    ),
+    "alignments": lambda x, y, m: (
+        optax.ctc_loss(
+            x @ jnp.eye(WIDTH, CLASSES), 0 * m, jnp.maximum(y[:, :2], 1), jnp.zeros((len(y), 2))
+        ).sum(), float(len(x))
     ),
     "mean metric": lambda x, y, m: (cross_entropy(x, y).sum(), float(y.size), {"a": x.mean()}),
 }  # fmt: skip
@@ -180,8 +210,8 @@ def batch(seed, empty):
     return {"x": x, "y": rng.integers(0, CLASSES, (count, SEQ)), "m": mask}
 
 
-def verdict(function):
-    """What is proved of a function of a batch."""
+def verdict(function, parts=1, differentiated=True):
+    """What is proved of a function of a batch, of twice SAMPLES if there is one part."""
 
     def trace(shapes):
         def loss(batch):
@@ -194,7 +224,7 @@ def verdict(function):
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((SAMPLES, *x.shape[1:]), x.dtype), batch(0, False)
     )
-    return by_parts(trace, shapes, 1)
+    return by_parts(trace, shapes, parts, differentiated)
 
 
 def average(losses):
@@ -262,6 +292,148 @@ def test_each_form_of_mixing_is_found(name):
 
     assert verdict(function).mixes
     assert any(differs(function, batch(seed, False))[0] for seed in range(5))
+
+
+@pytest.mark.parametrize("name", [*APART, *SUMS])
+def test_a_part_of_one_sample_is_proved(name):
+    """One of four: its dims of size 1 are traced otherwise."""
+
+    def function(x, y, m):
+        return SUMS["mask"](APART[name](x, y), y, m) if name in APART else SUMS[name](x, y, m)
+
+    assert verdict(function, parts=SAMPLES).not_once is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_trace_that_runs_is_read(count):
+    """A branch on the number of samples of a part, or of the whole, is another computation."""
+
+    def function(x, y, m):
+        return x.sum() * (10 if len(x) == count else 1), m.sum()
+
+    assert verdict(function, parts=SAMPLES // count if count < SAMPLES else 2).mixes
+    assert not verdict(lambda x, y, m: (x.sum() * (1 if len(x) else 10), m.sum()), 4).mixes
+
+
+def test_a_weight_of_one_sample_that_is_that_of_the_whole_is_found():
+    def function(x, y, m):
+        return x.sum(), float(SAMPLES if len(x) == 1 else len(x))
+
+    assert verdict(function, parts=SAMPLES).mixes
+
+
+# -- derivatives of a model's own ------------------------------------------------------------------
+
+
+def by_gradient(backward):
+    """The identity, with this derivative; it gets (gradient, x)."""
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, x), lambda x, g: (backward(g, x),))
+    return function
+
+
+def by_tangent(rule):
+    function = jax.custom_jvp(lambda x: x)
+    function.defjvp(lambda x, t: (x[0], rule(t[0], x[0])))
+    return function
+
+
+BACKWARD = {
+    "centred": lambda g, x: g - g.mean(0),
+    "rolled": lambda g, x: jnp.roll(g, 1, 0),
+    "flipped": lambda g, x: g[::-1],
+    "written": lambda g, x: lax.dynamic_update_slice(g, 0 * g[:1], (0, 0, 0)),
+    "of another": lambda g, x: g * x[:1],
+}
+NOT_LINEAR = {
+    "clipped": lambda g, x: jnp.clip(g, -0.02, 0.02),
+    "normalized": lambda g, x: g / jnp.linalg.norm(g),
+    "added": lambda g, x: g + 0.01 * x,
+    "by number": lambda g, x: g * len(x),
+    "branch": lambda g, x: g if len(x) > SAMPLES else 2 * g,
+}
+OWN = {
+    "centred": lambda g, x: g - g.mean((1, 2), keepdims=True),
+    "rolled": lambda g, x: jnp.roll(g, 1, 1),
+    "gated": lambda g, x: jnp.where(x > 0, g, 0.0),
+    "of its own": lambda g, x: g * x[:, :1],
+    "normalized": lambda g, x: g / jnp.linalg.norm(x, axis=-1, keepdims=True),
+}
+
+
+def gradient_differs(function, batch):
+    """Whether the gradient of a mean is another one than the mean of the halves' gradients."""
+    x = jnp.asarray(batch["x"], jnp.float32)
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.square(function(x * w)).mean())(w)
+
+    w = jnp.ones(WIDTH)
+    halves = (gradient(w, x[:SAMPLES]) + gradient(w, x[SAMPLES:])) / 2
+    return not np.allclose(gradient(w, x), halves, rtol=1e-5)
+
+
+def of_function(function):
+    return lambda x, y, m: (jnp.square(function(x)).sum(), jnp.float32(x.size))
+
+
+@pytest.mark.parametrize("name", [*BACKWARD, *NOT_LINEAR])
+def test_a_derivative_that_mixes_samples_is_found(name):
+    functions = [by_gradient((BACKWARD | NOT_LINEAR)[name])]
+    functions += [by_tangent(BACKWARD[name])] if name in BACKWARD else []
+    for function in functions:
+        assert gradient_differs(function, batch(0, False))
+        for parts in (1, 2) if name != "branch" else (1,):  # of SAMPLES
+            assert verdict(of_function(function), parts).mixes
+            assert verdict(lambda x, y, m, f=function: (f(x).sum(), m.sum()), parts).mixes
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_derivative_of_each_sample_is_proved(name):
+    for function in (by_gradient(OWN[name]), by_tangent(OWN[name])):
+        assert not gradient_differs(function, batch(0, False))
+        for parts in (1, 2, 4):
+            assert verdict(of_function(function), parts).not_once is None
+
+
+def test_derivatives_of_parameters_have_to_be_linear_in_sums():
+    for rule, mixes in ((jnp.tanh, True), (lambda g: g / 2, False), (lambda g: g + 1, True)):
+        function = by_gradient(lambda g, w, rule=rule: rule(g))
+        found = verdict(lambda x, y, m, f=function: ((x * f(jnp.asarray(W)[0])).sum(), m.sum()))
+        assert bool(found.mixes) is mixes
+
+
+def test_a_derivative_is_not_read_where_nothing_is_differentiated():
+    loss = of_function(by_gradient(BACKWARD["centred"]))
+    assert verdict(loss, differentiated=False).mixes is None
+
+
+LIBRARIES = {
+    "silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "softplus": jax.nn.softplus,
+    "softmax": jax.nn.softmax, "logaddexp": lambda x: jnp.logaddexp(x, -x), "sinc": jnp.sinc,
+    "slogdet": lambda x: jnp.linalg.slogdet(jnp.einsum("bsd,bse->bde", x, x) + jnp.eye(WIDTH))[1],
+    "norm": lambda x: ops.rms_norm(x.astype(jnp.bfloat16), jnp.ones(WIDTH, jnp.bfloat16), eps=0.1),
+    "attention": lambda x: ops.attention(*[x[:, :, None]] * 3, causal=True),
+    "sigmoid": lambda x: optax.sigmoid_binary_cross_entropy(x, jnp.ones_like(x)),
+    "sparsemax": lambda x: optax.losses.multiclass_sparsemax_loss(
+        x[:, 0], jnp.zeros(len(x), int)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_derivatives_of_libraries_are_proved(name):
+    for parts in (1, 4):
+        found = verdict(lambda x, y, m: (LIBRARIES[name](x).sum(), float(len(x))), parts)
+        assert found.not_once is None
+
+
+def test_a_map_in_batches_is_refused_with_its_reason():
+    found = verdict(lambda x, y, m: (lax.map(jnp.sin, x, batch_size=3).sum(), m.sum()))
+    assert "as lax.map with a batch_size: not proved" in found.mixes
+
+
+# -- sums ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NO_SUMS)
