@@ -59,11 +59,17 @@ def with_weight_differentiated(program: LossProgram, trained: Collection[str]) -
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     # A custom derivative that returns a sum and its weight has tangents for both.
     inlined = with_all_calls_inlined(slice_of(jaxpr, jaxpr.eqns, inputs, [weight]))
-    needed, is_read = partial_eval.dce_jaxpr(inlined, [True])
+
+    def weight_alone(*values: Any) -> Any:
+        known = dict(zip(inlined.invars, values, strict=True))
+        return _Needed(inlined, known).value(inlined.outvars[0])
+
+    closed = jax.make_jaxpr(weight_alone)(*(v.aval for v in inputs))
+    needed, is_read = partial_eval.dce_jaxpr(closed.jaxpr, [True])
     read = {v for v, on in zip(inputs, is_read, strict=True) if on}
     paths = {v: path for path, v in program.parameters.items() if path in trained and v in read}
     moves = [v in paths for v in inputs if v in read]
-    if not any(moves) or not ad.jvp_jaxpr(ClosedJaxpr(needed, ()), moves, False)[1][0]:
+    if not any(moves) or not ad.jvp_jaxpr(ClosedJaxpr(needed, closed.consts), moves, False)[1][0]:
         return program
     outvars = [weight if i == at else v for i, v in enumerate(jaxpr.outvars)]
     differentiated = program.rewritten(jaxpr.replace(outvars=outvars))
