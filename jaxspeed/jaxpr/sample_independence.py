@@ -56,6 +56,7 @@ from jaxspeed.jaxpr.sample_rules import (
     relations_of,
     shape_of,
     with_columns,
+    writes_along,
 )
 from jaxspeed.jaxpr.sample_values import (
     NONE,
@@ -252,12 +253,7 @@ class Analysis:
                 return self._mixed(eqn, "numbers samples, or has a value for each of them")
             draws = draws or bool(x.drawn & along)
         target = operands[0]
-        if name == "dynamic_update_slice" and any(
-            f == factor and found.operands[1][dim] != factor
-            for dim, f in enumerate(found.operands[0])
-        ):
-            return self._mixed(eqn, "writes to samples by their numbers")
-        if name in SCATTERS and target.kind is SampleKind.SAMPLES and target.dim in numbered(eqn):
+        if writes_along(eqn, found, [d for d, f in enumerate(found.operands[0]) if f == factor]):
             return self._mixed(eqn, "writes to a sample by its number")
         results = []
         for v, factors in zip(eqn.outvars, found.results, strict=True):
