@@ -2,7 +2,8 @@
 
 Once in the global view, and once where axes of the mesh are manual: in a data rank's own part of
 the batch, or in a stage of a pipeline. There it is another program, of other shapes or on another
-mesh. A third time, of twice as many samples, where that it is a sum over samples has to be proved.
+mesh. Where it has to be proved that it is a sum over samples, it is called for twice as many, and for
+one sample if a rank has one.
 """
 
 from typing import Any
@@ -94,8 +95,8 @@ ALWAYS = [point for point in POINTS if point[1:] in DEFAULT]
 def test_the_loss_is_traced_at_most_twice_for_a_step_and_its_proof(
     settings, stage, accumulation, loss
 ):
-    """And twice more for the proof where a rank has one sample: those of two numbers of several
-    tell which dim is the samples', and that of one sample is what runs."""
+    """And twice for the proof where a rank has one sample: what runs, and two larger numbers by
+    which the dim of samples is known."""
     once_a_step = accumulation > 1 and stage < 2 and loss == "sum" and settings != "pipe"
     is_proved = settings == "ring" or once_a_step
     assert calls_of_a_step(settings, stage, accumulation, loss) <= 2 + 2 * is_proved
