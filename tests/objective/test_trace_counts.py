@@ -2,8 +2,8 @@
 
 Once in the global view, and once where axes of the mesh are manual: in a data rank's own part of
 the batch, or in a stage of a pipeline. There it is another program, of other shapes or on another
-mesh. Where it has to be proved that it is a sum over samples, it is called for twice as many, and for
-one sample if a rank has one.
+mesh. Where it has to be proved that it is a sum over samples, it is called for twice as many, and
+for one sample if a rank has one.
 """
 
 from typing import Any
