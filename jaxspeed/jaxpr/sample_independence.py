@@ -252,13 +252,10 @@ class Analysis:
                 return self._mixed(eqn, "numbers samples, or has a value for each of them")
             draws = draws or bool(x.drawn & along)
         target = operands[0]
-        if name == "dynamic_update_slice" and any(
-            f == factor and found.operands[1][dim] != factor
-            for dim, f in enumerate(found.operands[0])
-        ):
+        is_update = name in SCATTERS or name == "dynamic_update_slice"
+        covers = is_update and factor in found.operands[2 if name in SCATTERS else 1]
+        if is_update and factor in found.operands[0] and not covers:
             return self._mixed(eqn, "writes to samples by their numbers")
-        if name in SCATTERS and target.kind is SampleKind.SAMPLES and target.dim in numbered(eqn):
-            return self._mixed(eqn, "writes to a sample by its number")
         results = []
         for v, factors in zip(eqn.outvars, found.results, strict=True):
             dims = [dim for dim, f in enumerate(factors) if f == factor]
