@@ -146,7 +146,7 @@ class Gradients:
         if self.wanted_reduction == "micro_batch":
             return "micro_batch", "parallel.gradient_reduction sets it"
         if self.wanted_reduction == "step" and not program.own_axes.collective:
-            found = self.objective.by_parts(rest, train=True)
+            found = self.objective.by_parts(rest, train=True, manual=sample_axes())
             where = 'parallel.gradient_reduction "step"'
             found.refuse_mixed(where, "each data rank", 'use "auto"')
             return "step", "parallel.gradient_reduction sets it"
@@ -156,7 +156,7 @@ class Gradients:
             return "micro_batch", "the training pass changes the model's statistics"
         if program.draws_random_numbers:
             return "micro_batch", "the training pass draws random numbers"
-        if why := self.objective.by_parts(rest, train=True).not_once:
+        if why := self.objective.by_parts(rest, train=True, manual=sample_axes()).not_once:
             return "micro_batch", why
         return "step", "the loss is a weighted sum over samples"
 
