@@ -3,7 +3,7 @@
 A derivative by a rule for tangents (`custom_jvp`) is linear in them. If no tangent of a sample's
 value depends on another sample, neither does a gradient in its transpose. One by a rule for
 gradients (`custom_vjp`) has to be linear in these besides: the gradient of a part's mean is another
-multiple of that of the part's sum than the gradient of the whole batch's mean.
+multiple of that of the part's sum than the gradient of the entire batch's mean.
 """
 
 from typing import Any

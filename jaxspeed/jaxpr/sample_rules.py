@@ -198,7 +198,7 @@ def degree_of(
     if not any(degrees):
         return degree
     if name in PRODUCTS:
-        return sum(degrees)
+        return degree + sum(degrees)
     if name == "div":
         return operands[0].degree - operands[1].degree
     if name in ("square", "integer_pow"):

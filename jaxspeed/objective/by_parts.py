@@ -62,7 +62,11 @@ class ByParts:
 
 
 def by_parts(
-    trace: Callable[[Any], Any], batch: Any, parts: int, differentiated: bool = True
+    trace: Callable[[Any], Any],
+    batch: Any,
+    parts: int,
+    differentiated: bool = True,
+    trace_part: Callable[[Any], Any] | None = None,
 ) -> ByParts:
     """Compare the traces of a part's samples, which are run, and of the entire batch's.
 
@@ -71,13 +75,14 @@ def by_parts(
       batch: the entire batch.
       parts: the number of equal parts; of 1 or what does not divide it, the batch is a part itself.
       differentiated: whether gradients have to be sums over samples too.
+      trace_part: the traced loss of a part, where it is another than `trace`.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if not sizes or 0 in sizes:
         return ByParts("the batch has no samples")
     given = math.gcd(*sizes)
     divides = parts > 1 and given % parts == 0
-    own, whole = (given // parts, given) if divides else (given, 2 * given)
+    own, total = (given // parts, given) if divides else (given, 2 * given)
 
     def traced(count: int) -> Any:
         def shape(x: Any) -> Any:
@@ -85,7 +90,7 @@ def by_parts(
             return jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
 
         try:
-            return trace(jax.tree.map(shape, batch))
+            return (trace_part or trace if count == own else trace)(jax.tree.map(shape, batch))
         except ModelError as error:
             raise _Untraceable(
                 f"the loss cannot be traced for {count} samples ({error})"
@@ -112,16 +117,16 @@ def by_parts(
         draws = loss.total.draws or loss.weight.draws
         return ByParts(_quotient_of_sums(loss.total, loss.weight), metrics, draws)
 
-    counts = (own, whole)
+    counts = (own, total)
     try:
         if own > 1:
             return compared(counts)
-        # Of one sample, a dim of samples cannot be told from others of size 1.
-        counts = (whole, 2 * whole)
+        # A dim of one sample looks like others of size 1.
+        counts = (total, 2 * total)
         found = compared(counts)
         if not found.mixes:
-            counts = (1, whole)
-            several = {count: traced(count).closed for count in (whole, 2 * whole)}
+            counts = (1, total)
+            several = {count: traced(count).closed for count in (total, 2 * total)}
             one = traced(1).closed
             refuse_another_computation(one, several, differentiated, derivatives)
         return found

@@ -5,7 +5,7 @@ executed. Where parameters are stored as layers read them, it is executed unchan
 sharded or in another dtype (ZeRO 3), each unit gathers its parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -345,13 +345,22 @@ class Objective:
             variables[adapter.leaf("squares")] = found
         return variables, jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
 
-    def by_parts(self, rest: tuple[Any, ...], train: bool, parts: int | None = None) -> ByParts:
+    def by_parts(
+        self,
+        rest: tuple[Any, ...],
+        train: bool,
+        parts: int | None = None,
+        manual: Iterable[str] = (),
+    ) -> ByParts:
         """Whether the loss of a micro-batch of these shapes is the sum of its parts'.
 
-        `parts` is their number, by default that of the data ranks.
+        Args:
+          parts: their number, by default that of the data ranks.
+          manual: the mesh axes that are manual where a part is computed.
         """
         variables, batch = self._shapes(rest)
-        return self.traces.by_parts(variables, batch, train, parts or self.table.ranks)
+        of = parts or self.table.ranks
+        return self.traces.by_parts(variables, batch, train, of, frozenset(manual))
 
     def samples(self, batch: Any) -> int | None:
         """Number of samples of a batch, if it divides over the data ranks.

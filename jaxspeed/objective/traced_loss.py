@@ -110,8 +110,13 @@ class LossTraces:
             self._programs[closed] = self._program(closed, shape, variables, batch, train)
         return self._programs[closed]
 
-    def by_parts(self, variables: Any, batch: Any, train: bool, parts: int) -> ByParts:
-        """Whether the loss of a batch of these shapes is the sum of its parts'."""
+    def by_parts(
+        self, variables: Any, batch: Any, train: bool, parts: int, manual: frozenset[str]
+    ) -> ByParts:
+        """Whether the loss of a batch of these shapes is the sum of its parts'.
+
+        A part is traced where the axes `manual` are: as it runs, so that it is traced once.
+        """
         traced = self.of(variables, batch, train)
         if names := traced.weight_parameters:
             return ByParts(
@@ -124,7 +129,21 @@ class LossTraces:
             def trace(batch: Any) -> LossProgram:
                 return self.of(variables, batch, train)
 
-            known[parts] = by_parts(trace, batch, parts, train)
+            def trace_part(batch: Any) -> LossProgram:
+                if not manual:
+                    return trace(batch)
+                found: list[LossProgram] = []
+
+                def inside() -> None:
+                    found.append(trace(batch))
+
+                mapped = jax.shard_map(
+                    inside, in_specs=(), out_specs=None, axis_names=set(manual), check_vma=False
+                )
+                jax.eval_shape(mapped)
+                return found[0]
+
+            known[parts] = by_parts(trace, batch, parts, train, trace_part)
         return known[parts]
 
     def _works_in_fp32(self, function: Callable[..., Any], given: Any) -> bool:

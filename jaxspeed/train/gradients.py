@@ -126,7 +126,9 @@ class Gradients:
     def _refuse_trained_weight(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
-        if names := self.objective.trace(rest, train=True).weight_parameters:
+        program = self.objective.trace(rest, train=True)
+        names = program.weight_parameters
+        if names and program.loss_outputs.auxiliary is None:  # `unit` refuses those with a term
             raise ModelError(
                 "loss_fn returned (sum, weight), and the weight depends on parameters that are "
                 f"trained ({listed(names)}): over several micro-batches, or stages of a pipeline, "
@@ -160,7 +162,7 @@ class Gradients:
         if self.wanted_reduction == "micro_batch":
             return "micro_batch", "parallel.gradient_reduction sets it"
         if self.wanted_reduction == "step" and not program.own_axes.collective:
-            found = self.objective.by_parts(rest, train=True)
+            found = self.objective.by_parts(rest, train=True, manual=sample_axes())
             where = 'parallel.gradient_reduction "step"'
             found.refuse_mixed(where, "each data rank", 'use "auto"')
             return "step", "parallel.gradient_reduction sets it"
@@ -170,7 +172,7 @@ class Gradients:
             return "micro_batch", "the training pass changes the model's statistics"
         if program.draws_random_numbers:
             return "micro_batch", "the training pass draws random numbers"
-        if why := self.objective.by_parts(rest, train=True).not_once:
+        if why := self.objective.by_parts(rest, train=True, manual=sample_axes()).not_once:
             return "micro_batch", why
         return "step", "the loss is a weighted sum over samples"
 

@@ -68,7 +68,7 @@ class RingGradients(Gradients):
                 "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "
                 'normalisation without running statistics works, or "xla"'
             )
-        found = self.objective.by_parts(rest, train=True)
+        found = self.objective.by_parts(rest, train=True, manual=summing_axes())
         found.refuse_mixed('parallel.data_reduction "ring"', "each rank", 'use "xla"')
 
     def _by_rings(

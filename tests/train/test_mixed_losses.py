@@ -60,7 +60,31 @@ def ranked(z, batch):
     return jnp.square(jnp.sort(z, axis=0) - jnp.sort(batch["x"], axis=0)).sum(), len(z)
 
 
+def written(z, batch):
+    """The first sample is replaced."""
+    first = jnp.full((1, WIDTH), 3.0)
+    return jnp.square(jax.lax.dynamic_update_slice(z, first, (0, 0))).sum(), len(z)
+
+
+@jax.custom_vjp
+def centred_gradient(z):
+    return z
+
+
+centred_gradient.defvjp(lambda z: (z, None), lambda _, g: (g - g.mean(0) / 2,))
+
+
+def centred(z, batch):
+    return jnp.square(centred_gradient(z) - batch["y"][:, None]).sum(), len(z)
+
+
+def by_number(z, batch):
+    """Another loss for a few samples, as ranks have them."""
+    return jnp.square(z).sum() * (10 if len(z) < 4 else 1), len(z)
+
+
 LOSSES = {"contrastive": contrastive, "advantages": advantages, "ranked": ranked}
+LOSSES |= {"written": written, "centred": centred, "by number": by_number}
 # Stages 0 and 1 with micro-batches reduced once a step; the others are where that is not done.
 POINTS = [
     (name, kind, Setting(*setting))
@@ -72,6 +96,9 @@ DEFAULT = [
     ("contrastive", "nnx", Setting(0, 4, 1)),
     ("advantages", "linen", Setting(1, 4, 2)),
     ("ranked", "nnx", Setting(1, 4, 1)),
+    ("written", "nnx", Setting(0, 4, 1)),
+    ("centred", "nnx", Setting(1, 4, 1)),
+    ("by number", "nnx", Setting(0, 4, 1)),
 ]
 
 
@@ -93,6 +120,23 @@ def test_samples_are_those_of_a_micro_batch_of_all_ranks(name, kind, setting):
         plain = train_linen(LinenNet(), lambda z, _, b: mean(z, b), steps, SGD, setting)
     model = Net if kind == "nnx" else LinenNet()
     assert_alike(train_jaxspeed(model, ours, steps, SGD, setting), plain)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("samples", [32, 64])
+def test_one_sample_a_rank_and_two_are_those_of_a_micro_batch(samples):
+    steps, setting = batches(2, samples), Setting(1, 4, 1)
+    for loss in (by_number, centred):
+
+        def mean(model, batch, loss=loss):
+            total, weight = loss(model(batch["x"]), batch)
+            return total / weight
+
+        def ours(model, batch, loss=loss):
+            return loss(model(batch["x"]), batch)
+
+        plain = train_nnx(Net, mean, steps, SGD, setting)
+        assert_alike(train_jaxspeed(Net, ours, steps, SGD, setting), plain)
 
 
 SETTING = Setting(0, 4, 1)
