@@ -59,6 +59,7 @@ def test_its_values_become_plain_parameters(saved):
     assert not any(isinstance(x, dict) for x in other.state.params.values())
 
 
+@pytest.mark.full
 def test_the_table_and_live_arrays_have_the_bytes_of_the_codes(saved):
     made, _ = saved
     weights = sum(x.size for path, x in by_name(made.parameters).items() if is_base(path))
@@ -73,6 +74,7 @@ def test_the_table_and_live_arrays_have_the_bytes_of_the_codes(saved):
     assert "nf4 blocks of 64 double of f32" in str(made.placements)
 
 
+@pytest.mark.full
 def test_an_export_decodes_a_stack_layer_by_layer(saved):
     """From a checkpoint and from an engine, so that a host holds no stack in full precision."""
     made, folder = saved

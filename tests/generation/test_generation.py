@@ -189,7 +189,7 @@ def all_gathers(programs, steps):
     return programs._decode.lower(*args).compile().as_text().count(" all-gather(")
 
 
-@pytest.mark.default_cases("ZeRO 3, bf16")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "placement",
     covering(

@@ -267,7 +267,7 @@ def losses(draw):
     return function, is_apart, end
 
 
-@settings(max_examples=300 if covering.is_full else 100, deadline=None)
+@settings(max_examples=300 if covering.is_full else 40, deadline=None)
 @given(losses(), st.integers(0, 9), st.booleans())
 def test_what_is_proved_equals_the_sum_of_the_parts(made, seed, empty):
     function, is_apart, end = made

@@ -43,6 +43,7 @@ def lossy(trainer, lost_at):
     return trainer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "lost_at",
     [

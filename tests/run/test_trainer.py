@@ -274,7 +274,7 @@ def test_a_sample_that_fails_is_tried_again_for_its_warning(tmp_path, caplog):
     trainer.close()
 
 
-@pytest.mark.default_cases("0.0")
+@pytest.mark.full
 @pytest.mark.parametrize("held_out", [0.05, 0.0])
 def test_what_is_compiled_with_the_first_step_is_not_compiled_for_the_last(held_out, tmp_path):
     """And the sample is that of a run without it: of the last state, not of the first."""

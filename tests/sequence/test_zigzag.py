@@ -212,7 +212,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.default_cases("both")
+@pytest.mark.full
 @pytest.mark.parametrize("case", covering([*CASES], ["ring", "both", "draws", "flat"]))
 def test_the_numbers_are_those_of_one_device(case):
     of_model, how = CASES[case]

@@ -429,6 +429,7 @@ def test_every_message_overlaps_with_a_matmul(tpu, kind):
     assert tpu[kind] == {"count": 3, "covered": 3}
 
 
+@pytest.mark.full
 def test_a_stack_saves_the_sharded_activation(tpu):
     """Each further layer costs its x, sharded along the sequence, and its h, as its weights."""
     grown = (tpu["temp_bytes"]["32"] - tpu["temp_bytes"]["16"]) / 16
