@@ -30,6 +30,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 1 \
 	--dist loadfile --no-loadscope-reorder
 # Which test executes which file, as `make test-map` recorded it.
 TEST_MAP = .cache/test_map
+DEFAULT = not full and not sampled
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
@@ -54,33 +55,33 @@ train: $(INSTALLED)  ## train a small model on 8 simulated devices: about three 
 	$(BIN)/jaxspeed train configs/tiny.yaml
 
 test: $(INSTALLED)  ## each claim of the tests once, within budgets
-	$(PYTEST) -m 'not full' $(TESTS)
+	$(PYTEST) -m '$(DEFAULT)' $(TESTS)
 
-test-sample: $(INSTALLED)  ## one of the parts of the other tests, by the sources or by SEED=number
+test-sample: $(INSTALLED)  ## one of the parts of the sampled tests, by the sources or by SEED=number
 	@mkdir -p .cache
 	@$(BIN)/python -m tests.support.sample $(if $(SEED),--seed $(SEED)) > .cache/sample
 	$(PYTEST) @.cache/sample
 
 test-fast: $(INSTALLED)  ## the tests that compile nothing: within a minute
-	$(PYTEST) -m 'fast and not full' $(FAST_TESTS)
+	$(PYTEST) -m 'fast and $(DEFAULT)' $(FAST_TESTS)
 
 test-for: $(INSTALLED)  ## the tests that execute one file: make test-for F=jaxspeed/optim/clipping.py
 	@mkdir -p $(dir $(TEST_MAP))
 	@$(BIN)/python -m tools.test_map '$(F)' $(TEST_MAP) > $(TEST_MAP).chosen
-	$(PYTEST) -m 'not full' @$(TEST_MAP).chosen
+	$(PYTEST) -m '$(DEFAULT)' @$(TEST_MAP).chosen
 
 test-map: $(INSTALLED)  ## record which test executes which file, for test-for (slower than `make test`)
 	mkdir -p $(dir $(TEST_MAP))
 	rm -f $(TEST_MAP) $(TEST_MAP).*
-	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/$(TEST_MAP) $(PYTEST) -m 'not full' $(TESTS)
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/$(TEST_MAP) $(PYTEST) -m '$(DEFAULT)' $(TESTS)
 	$(BIN)/coverage combine --data-file=$(TEST_MAP)
 
 test-full: $(INSTALLED)  ## every combination that is promised (long)
 	$(PYTEST) -m 'full or not full' $(TESTS)
 
-test-record: $(INSTALLED)  ## run the tests of TESTS' files that `make test` leaves out, record their time
+test-record: $(INSTALLED)  ## run the sampled tests of TESTS, and record their time
 	@mkdir -p .cache
-	$(PYTEST) -m full --cpu-seconds .cache/cpu_seconds $(TESTS)
+	$(PYTEST) -m 'sampled and not full' --cpu-seconds .cache/cpu_seconds $(TESTS)
 	$(BIN)/python -m tests.support.cpu_seconds .cache/cpu_seconds
 
 install-oldest:

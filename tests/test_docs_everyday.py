@@ -66,7 +66,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "task", [pytest.param(t, marks=pytest.mark.full) if t in SLOW else t for t in TASKS]
 )

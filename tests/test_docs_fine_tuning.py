@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
     return where
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_commands_of_the_page_run(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.stdin", io.StringIO("Which fox?\n"))

@@ -27,7 +27,7 @@ SHOWN = {
 ELSEWHERE = {"fine_tune", "freeze_layers", "generate", "many_processes", "own_model", "plan"}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.full) if n in ELSEWHERE else n for n in SCRIPTS]
 )

@@ -54,7 +54,7 @@ def of_jaxspeed(request, tiny, tmp_path_factory):
     return work, weights, losses
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_plain_jax_has_the_losses_of_jaxspeed(of_jaxspeed):
     work, weights, expected = of_jaxspeed
     step = peers_jax.plain_jax_step(weights, work, scanned=True)
@@ -62,7 +62,7 @@ def test_plain_jax_has_the_losses_of_jaxspeed(of_jaxspeed):
     np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_torch_has_the_losses_of_jaxspeed(of_jaxspeed, references):
     work, weights, expected = of_jaxspeed
     python = str(references.interpreter("torch"))

@@ -62,7 +62,8 @@ from tests.support import cpu_seconds
 cpu_seconds.TOLERATED_S = 0.3
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "full: as ours")
+    for name in ("full", "sampled"):
+        config.addinivalue_line("markers", f"{name}: as ours")
     file = Path(__file__).with_name("cpu_seconds.json")
     config.pluginmanager.register(cpu_seconds.CpuSeconds(config, file))
 """
@@ -77,7 +78,7 @@ def test_a_run_over_budget_fails_and_says_by_how_much(tmp_path, seconds, code):
         (tests / name / f"test_{name}.py").write_text(SLOW.format(name=name, seconds=value))
     (tests / "conftest.py").write_text(CONFTEST)
     (tests / "cpu_seconds.json").write_text(json.dumps({"budgets": dict.fromkeys(used, 0.5)}))
-    words = ["-p", "no:cacheprovider", "-n", "2", "-m", "not full", "tests"]
+    words = ["-p", "no:cacheprovider", "-n", "2", "-m", "not full and not sampled", "tests"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=tmp_path,
@@ -111,24 +112,25 @@ def test_consecutive_seeds_run_all_tests_once(seconds, seed):
 class Item:
     """A collected test, as much of it as a part looks at."""
 
-    def __init__(self, nodeid, full):
-        self.nodeid, self.full = nodeid, full
+    def __init__(self, nodeid, tiers):
+        self.nodeid, self.tiers = nodeid, tiers
 
     def get_closest_marker(self, name):
-        return self if name == "full" and self.full else None
+        return self if name in self.tiers else None
 
 
-def test_all_parts_have_each_test_marked_full_once(monkeypatch):
-    full = {"tests/a.py": 1_000.0, "tests/b.py": 10.0, "tests/c.py": 2_000.0}
-    monkeypatch.setattr(sample, "record", lambda: {"full": full})
-    items = [Item(f"{file}::test[{i}]", i % 4 > 0) for file in full for i in range(9)]
-    parts = len(sample.parts(full))
+def test_all_parts_have_each_sampled_test_once(monkeypatch):
+    seconds = {"tests/a.py": 1_000.0, "tests/b.py": 10.0, "tests/c.py": 2_000.0}
+    monkeypatch.setattr(sample, "record", lambda: {"sampled": seconds})
+    tiers = [(), ("sampled",), ("full",), ("sampled", "full")]
+    items = [Item(f"{file}::test[{i}]", tiers[i % 4]) for file in seconds for i in range(9)]
+    parts = len(sample.parts(seconds))
     kept = [item.nodeid for seed in range(7, 7 + parts) for item in sample.keep(items, seed)]
-    assert sorted(kept) == sorted(item.nodeid for item in items if item.full)
+    assert sorted(kept) == sorted(item.nodeid for item in items if item.tiers == ("sampled",))
 
 
 def test_a_part_fits_its_minutes():
-    seconds = record()["full"]
+    seconds = record()["sampled"]
     parts = sample.parts(seconds)
     assert sum(one.seconds for part in parts for one in part) == pytest.approx(
         sum(seconds.values())
@@ -159,10 +161,10 @@ def test_the_seed_is_that_of_the_contents(tmp_path):
 # -- of the tests that this run has collected ------------------------------------------------------
 
 
-def test_each_file_with_full_tests_has_a_record(pytestconfig):
+def test_each_file_with_sampled_tests_has_a_record(pytestconfig):
     collected = pytestconfig.stash[COLLECTED]
-    files = {name.partition("::")[0] for name, default in collected.items() if not default}
-    assert sorted(files - set(record()["full"])) == [], "run `make test-record` for these"
+    files = {name.partition("::")[0] for name, tier in collected.items() if tier == "sampled"}
+    assert sorted(files - set(record()["sampled"])) == [], "run `make test-record` for these"
 
 
 def claims():
@@ -180,17 +182,21 @@ def claims():
     ("claim", "names", "tier"), [pytest.param(*c, id=c[0][:40]) for c in claims()]
 )
 def test_a_claim_has_tests_of_its_tier(claim, names, tier, pytestconfig):
-    assert tier in ("default", "points", "sampled", "a GPU")
+    assert tier in ("default", "points", "sampled", "full", "a GPU")
     collected, tests = pytestconfig.stash[COLLECTED], []
     for name in names:
-        pattern = name if "*" in name else f"{name}[:/]*"
-        own = [default for test, default in collected.items() if fnmatch.fnmatch(test, pattern)]
+        pattern = f"{name}*" if "*" in name else f"{name}[:/]*"
+        own = [own for test, own in collected.items() if fnmatch.fnmatch(test, pattern)]
         if not own:
             assert list(ROOT.glob(name)), f"there is no {name}"
             pytest.skip("its tests were not collected")
         tests += own
-    assert tier == "sampled" or any(tests), "`make test` has no test of it"
-    assert tier == "default" or not all(tests) or claim.startswith("On a GPU"), "it has all of them"
+    if tier in ("points", "a GPU"):
+        assert "default" in tests, "`make test` has no test of it"
+    elif tier == "default":
+        assert set(tests) == {"default"}, "`make test` has some of its tests alone"
+    else:
+        assert tier in tests
 
 
 def test_each_default_case_exists(pytestconfig):
@@ -207,5 +213,5 @@ def test_make_test_runs_the_tests_that_catch_mutations(pytestconfig):
     collected = pytestconfig.stash[COLLECTED]
     functions = {name.rpartition("::")[2].partition("[")[0] for name in collected}
     known = [m for m in mutations.ALL if m.test.partition("[")[0] in functions]
-    default = [name for name, is_default in collected.items() if is_default]
+    default = [name for name, tier in collected.items() if tier == "default"]
     assert list(mutations.not_by_default(default, known)) == []

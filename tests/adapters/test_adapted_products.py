@@ -240,7 +240,7 @@ def reference(
     return product(weight, False) + product((ratio - 1) * weight + ratio * change, True)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @given(st.sampled_from(KINDS), st.data())
 @settings(max_examples=examples(24, 800))
 def test_adapted_equals_merged_in_both_passes(kind, data):

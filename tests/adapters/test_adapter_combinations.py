@@ -18,7 +18,7 @@ def losses_of(engine, batches):
     return np.array([float(engine.train_batch(batch)["loss"]) for batch in batches])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_dora_of_some_layers_merged_equals_it_applied():
     lora = {"use_dora": True, "layers_to_transform": [1], "target_modules": [UP, DOWN]}
     engine = KINDS.engine(3, devices=jax.devices()[:2], lora=lora)
@@ -74,7 +74,7 @@ def test_dora_of_weights_that_are_zero_is_finite_and_trains(layers):
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_int8_base_on_stages_with_biases_and_8_bit_moments_trains_as_on_one():
     case = CASES["gpt2"]
     more = {
@@ -118,7 +118,7 @@ def test_a_head_over_tensor_is_adapted_once():
         np.testing.assert_allclose(value, own[path], rtol=1e-5, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("lora", [{}, pytest.param({"use_dora": True}, marks=pytest.mark.full)])
 def test_a_parameter_server_trains_adapters_as_data_parallelism_does(lora):
     case = CASES["pair"]
@@ -140,7 +140,7 @@ def test_a_parameter_server_trains_adapters_as_data_parallelism_does(lora):
         np.testing.assert_array_equal(plain.parameters[path], value)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_int8_rings_reduce_gradients_of_adapters(stage):
     """Near the exact ones: each step's error is fed back to the next."""

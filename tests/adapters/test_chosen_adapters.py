@@ -66,7 +66,7 @@ def count_of_schedule(made):
     return int(made.program.layout.flat(made.state.opt)["2/count"])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("moments", ["fp32", pytest.param("8bit", marks=pytest.mark.full)])
 def test_a_checkpoint_has_them_all(other, tmp_path, moments):
     """On another stage too; the schedule counts the run's steps."""

@@ -69,7 +69,7 @@ def squares_of(computation: Computation, rank: int) -> list[str]:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "stage, tensor, pipe, more",
     covering(
@@ -81,7 +81,7 @@ def test_no_weight_is_squared_in_the_loop_over_micro_batches(stage, tensor, pipe
     check_squares(engine(stage, tensor, pipe, lora={"r": 3}, **more).program, stage == 3)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_without_the_constraint_squares_are_gathered_in_the_loop(monkeypatch):
     """That of `squares`, one of the sites in tests/system/test_dropped_constraints.py."""
 
@@ -143,7 +143,7 @@ def test_squares_are_those_of_the_weights_as_layers_read_them(place, more):
             np.testing.assert_allclose(found[f"lora/{path}/squares"], expected, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_many_calls_of_a_model_read_squares_that_are_computed_once():
     made = engine(3)
     once = GatherOnce(made.program)
@@ -159,14 +159,14 @@ def test_many_calls_of_a_model_read_squares_that_are_computed_once():
     assert not [x for each in module.computations.values() for x in squares_of(each, 2)]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_weights_in_host_memory_are_squared_where_layers_read_them():
     """One more transfer takes longer."""
     made = engine(3, **OFFLOADED)
     assert not made.program.objective.with_squares(made.state.sources(made.placements), {})
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "more",
     covering(

@@ -81,7 +81,7 @@ class Weights:
         return np.array(self.values[path][index], dtype)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_adapters_start_without_an_effect_on_weights_from_elsewhere(tmp_path):
     """With DoRA, whose magnitudes are those of the weights."""
     batch, lora = PAIR.batches(1)[0], {"use_dora": True, "init_lora_weights": True}
@@ -102,7 +102,7 @@ def test_adapters_start_without_an_effect_on_weights_from_elsewhere(tmp_path):
     assert float(restored.eval_batch(batch)["loss"]) == expected
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_padding_of_smaller_ranks_is_zero_and_stays_zero():
     """So it is absent from the gradients' norm and from the weight decay."""
     engine = EXPERTS.engine(
@@ -141,7 +141,7 @@ def test_saved_modules_and_biases_are_trained_too():
     np.testing.assert_allclose(engine.parameters["head"], own["head"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage, pipe", covering([(3, 1), (1, 2)], [(1, 2)]))
 def test_biases_of_the_adapted_layers_of_a_stack_are_trained_alone(stage, pipe):
     gpt2 = CASES["gpt2"]
@@ -177,7 +177,7 @@ def trained_by(engine):
     return {row.path for row in rows}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_module_has_merged_weights_and_check_passes():
     linen = CASES["linen"]
     engine = linen.engine(3, devices=jax.devices()[:2], lora={"use_dora": True})
@@ -191,7 +191,7 @@ def test_the_module_has_merged_weights_and_check_passes():
     assert applied == pytest.approx(float(total / weight), rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_dropout_is_of_training_and_depends_on_no_mesh():
     linen, batch = CASES["linen"], CASES["linen"].batches(1)[0]
     lora = {"lora_dropout": 0.5}
@@ -240,7 +240,7 @@ def test_an_adapter_is_saved_loaded_and_chosen_among_several(tmp_path):
         PAIR.engine(devices=one(), lora={"adapter": str(tmp_path / "a"), "r": 4})
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True}])
 def test_the_base_alone_is_evaluated_without_an_adapter(tmp_path, lora):
     batch = PAIR.batches(1)[0]

@@ -22,7 +22,7 @@ COVERING = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name, weights, stage, tensor, pipe", covering(ALL, COVERING))
 def test_qlora_equals_a_plain_loop_on_the_values(name, weights, stage, tensor, pipe):
     case = CASES[name]

@@ -63,7 +63,7 @@ def test_training_goes_on_bit_by_bit(saved):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(of_both))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_another_mesh_has_the_same_codes(saved):
     """Padded otherwise: no code is decoded, which would round it again."""
     _, folder, state = saved

@@ -76,7 +76,7 @@ def saved(request, base, tmp_path_factory):
     return made, run, request.param
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_it_has_adapters_and_their_state_alone(saved):
     made, run, _ = saved
     found = names(run / "checkpoints")
@@ -103,7 +103,7 @@ def test_training_goes_on_bit_by_bit(saved, base, is_fresh):
     assert_equal(*state)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_another_mesh_and_stage_restore_it(saved, base):
     made, run, model = saved
     made.load_checkpoint(run / "checkpoints")
@@ -181,7 +181,7 @@ def test_another_base_or_none_is_one_error(saved, tmp_path):
             unlike.load_checkpoint(run / "checkpoints", weights_only=weights_only)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_an_absent_base_is_one_error(base, tmp_path, capsys):
     gone = shutil.copytree(base, tmp_path / "base")
     made = engine(gone)
@@ -246,7 +246,7 @@ def test_the_config_and_the_call_decide(base, tmp_path):
 LAST = {"lora": None, "trainable": ["blocks[-1:]/**", "norm/**"]}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_of_a_stack_the_trained_layers_are_saved(base, tmp_path):
     given = {**LAST, "checkpoint": {"exclude_frozen_parameters": True}, "bf16": {"enabled": True}}
     made = engine(base, **given)

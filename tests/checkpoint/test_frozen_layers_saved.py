@@ -57,7 +57,7 @@ def test_a_checkpoint_has_each_parameter_and_average_once(saved):
     assert moments == [(2, 16, 32)] * 2
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_it_is_resumed_on_another_mesh_and_stage_as_if_it_had_gone_on(saved):
     folder, engine = saved
     again = start(zero_optimization={"stage": 3}, mesh={"data": 4, "tensor": 2}, **BF16)
@@ -97,7 +97,7 @@ def test_its_weights_start_a_run_that_trains_other_layers(saved, trainable):
     assert_equal(arrays(other), arrays(engine))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_run_of_all_layers_starts_one_of_some(tmp_path):
     every = start(trainable=None)
     every.train_batch(batches(1)[0])
@@ -119,7 +119,7 @@ def test_parameters_are_assigned_and_the_module_computes_with_all_layers(saved):
     np.testing.assert_allclose(engine.module(x), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_hugging_face_folder_has_one_tensor_a_layer_and_starts_such_a_run(tmp_path):
     def run(folder=None, **sections):
         family = {"family": "gpt2", "preset": "tiny", "config": {"num_hidden_layers": 4}}

@@ -32,7 +32,7 @@ def restored(made, folder):
     return found
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_it_resumes_with_the_same_codes_on_another_mesh(saved):
     made, folder = saved
     leaves = json.loads((folder / "first" / "checkpoint.json").read_text())["leaves"]
@@ -48,7 +48,7 @@ def test_it_resumes_with_the_same_codes_on_another_mesh(saved):
     other.train_batch(batch(1))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_its_values_become_plain_parameters(saved):
     made, folder = saved
     other = engine("stacked", 1, plain=True)
@@ -59,7 +59,7 @@ def test_its_values_become_plain_parameters(saved):
     assert not any(isinstance(x, dict) for x in other.state.params.values())
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_table_and_live_arrays_have_the_bytes_of_the_codes(saved):
     made, _ = saved
     weights = sum(x.size for path, x in by_name(made.parameters).items() if is_base(path))
@@ -74,7 +74,7 @@ def test_the_table_and_live_arrays_have_the_bytes_of_the_codes(saved):
     assert "nf4 blocks of 64 double of f32" in str(made.placements)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_an_export_decodes_a_stack_layer_by_layer(saved):
     """From a checkpoint and from an engine, so that a host holds no stack in full precision."""
     made, folder = saved

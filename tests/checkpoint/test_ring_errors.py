@@ -41,7 +41,7 @@ def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
     assert_same(held(run), last)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "settings",
     [

@@ -72,7 +72,7 @@ def two_processes(one_process):
     return folder, said
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_two_processes_take_what_one_saved_and_go_on_as_it_did(one_process, two_processes):
     """Each compares all that it holds with what was saved, and trains five steps more."""
     found = values_of(two_processes[0] / "after-0.npz")

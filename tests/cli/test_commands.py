@@ -102,7 +102,7 @@ def test_one_device_is_no_devices():
         resolve_sizes({"data": 1}, 8)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_cpu_run_with_the_tpu_extra_shows_nothing_of_libtpu():
     pytest.importorskip("libtpu")
     # One process at a time loads libtpu, and others are silent.
@@ -114,7 +114,7 @@ def test_a_cpu_run_with_the_tpu_extra_shows_nothing_of_libtpu():
     assert "backend            cpu" in ours.stdout
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_what_train_names_is_there(trained):
     _, folder, done = trained
     result = json.loads(done.stdout)

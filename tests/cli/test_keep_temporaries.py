@@ -24,7 +24,7 @@ print(min(faults[1:]))
 """
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_step_with_kept_temporaries_maps_no_pages():
     try:
         train._check_kept(argparse.Namespace(engine="local"))

@@ -69,7 +69,7 @@ def test_host_transfers_are_there_as_data(config):
     assert found["compiled"] is None
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_what_moves_nothing_has_no_such_table(planned):
     assert planned["transfer"] is None
     assert {row["host_bytes_per_device"] for row in planned["state"].values()} == {0}

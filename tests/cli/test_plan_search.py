@@ -36,7 +36,7 @@ def searched(config):
     return json.loads(done.stdout), path
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_config_as_it_is_is_a_candidate_and_the_best_is_no_slower(searched):
     told = searched[0]["search"]
     as_it_is = [each for each in told["candidates"] if not each["set"]]
@@ -115,7 +115,7 @@ def samples():
     return [{name: x[i] for name, x in whole.items()} for i in range(64)]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monkeypatch):
     """And those that it does not are told of."""
     asked = []

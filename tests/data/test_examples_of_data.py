@@ -64,7 +64,7 @@ def test_every_section_has_an_example_of_at_most_ten_lines_that_is_run_here():
         assert all(len(b.text.splitlines()) <= 10 for b in found), title
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_an_array_of_tokens(here, monkeypatch):
     code = block("An array of tokens").replace('"steps": 20', '"steps": 2')
     exec(code, {"ids": IDS.ravel()})
@@ -109,7 +109,7 @@ def engine():
     )
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_loop_over_a_grain_loader_continues_with_the_next_batch(here):
     rows = [{"tokens": row.astype(np.int32)} for row in IDS[:, :17]]
     code = block("Grain").replace("step % 100 == 99", "step == 1")

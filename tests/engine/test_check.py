@@ -182,7 +182,7 @@ def test_a_model_that_cannot_fit_is_refused_with_numbers_and_a_smaller_one_check
     assert {leaf.path for leaf in report.leaves} == {"layers/0/w", "out"}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_fewer_layers_of_a_model_that_the_config_names(monkeypatch):
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -222,7 +222,7 @@ def test_what_check_cannot_do_is_said():
         summed.check(tiny.batch())
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_dropout_is_the_same_on_one_device_and_on_eight():
     class Dropped(nnx.Module):
         def __init__(self, rngs):
@@ -241,7 +241,7 @@ def test_dropout_is_the_same_on_one_device_and_on_eight():
 QUICK = {"OwnScan"}  # test_check_noise.py has batch statistics
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "model",
     [

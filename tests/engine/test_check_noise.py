@@ -63,7 +63,7 @@ def test_noise_is_no_difference(stage):
     assert "DIFFERS" not in str(report)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_noise_is_measured_by_more_than_one_draw():
     report = checked(Shifted, small, stage=3)
     assert report.ok, str(report)
@@ -94,7 +94,7 @@ def test_a_wrong_gradient_of_a_model_with_noise_is_found(monkeypatch):
     assert [leaf.path for leaf in report.leaves if leaf.gradient > 5e-3] == ["head/kernel"]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_model_in_its_own_16_bits_is_measured_by_them():
     report = checked(lambda rngs: Normalized(rngs, jnp.bfloat16), plain, stage=3)
     assert report.ok, str(report)

@@ -82,7 +82,7 @@ def kept(tmp_path_factory):
     return path
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_losses_are_the_same_bit_for_bit_and_no_step_is_compiled(kept, tmp_path):
     loose = Path(shutil.copy(kept, tmp_path))
     loose.chmod(0o666)

@@ -224,7 +224,7 @@ def test_an_activation_that_looks_like_a_weight_is_not_taken_for_its_gradient():
     assert found.by_kind[GRADIENTS][1] > 0
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", covering(["stage 0", "stage 3", "sequence"], ["sequence"]))
 def test_its_flops_are_those_of_the_compiled_step(way):
     """Products; also where not all devices share them."""

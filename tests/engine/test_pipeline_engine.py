@@ -89,7 +89,7 @@ def test_evaluation_is_the_models_own_loss(form, pipe):
         np.testing.assert_allclose(found, plain_loss(stacks.loss, made.module, given), rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_evaluation_of_a_mean_and_of_a_model_that_drops_is_the_models_own_loss():
     case = cases.CASES["dropout"]
     for loss in (cases.squared_error, cases.weighted_error):
@@ -131,7 +131,7 @@ def test_parameters_and_module_are_those_without_stages():
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pipe", "stage"),
     covering([("none", 3), ("2", 2), ("2, interleaved", 3)], [("2, interleaved", 3)]),
@@ -175,7 +175,7 @@ def test_an_update_sees_parameters_without_padding(form, update):
     assert_close(ours.parameters, wanted.parameters, 1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pipe", "layers"), [("2", 3), pytest.param("4", 5, marks=pytest.mark.full)]
 )

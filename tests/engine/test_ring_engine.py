@@ -28,7 +28,7 @@ def test_the_check_draws_what_each_rank_drew(stage):
     assert report.tolerance == 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wire", "tolerance"), [("int8", 0.5), pytest.param("bf16", 5e-2, marks=pytest.mark.full)]
 )
@@ -46,7 +46,7 @@ def test_evaluation_is_the_same_as_without_rings():
     assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_diagnosis_finds_what_is_not_finite_in_a_ranks_part():
     run, batch = engine(1, CASES["pair"], 1)
     batch["x"][3] = np.nan

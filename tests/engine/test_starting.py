@@ -217,7 +217,7 @@ def child(tmp_path_factory):
     return Child(devices, kernels, {f.name for f in (caches / "jaxspeed" / "xla").iterdir()})
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_only_devices_that_share_cores_do_without_a_library_of_kernels(child):
     """The tests' own compiler options leave the library out: only a process without them has it."""
     assert child.kernels[:2] == ["False", "True"]

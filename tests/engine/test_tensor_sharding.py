@@ -223,7 +223,7 @@ class OddHead(nnx.Module):
         return self.head(x + self.down(jnp.tanh(self.up(x))))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.full), "ring"])
 def test_a_head_whose_vocabulary_does_not_divide_is_no_part_of_a_ring(overlap):
     batch = {"tokens": foreign_models.tokens(9)}
@@ -250,7 +250,7 @@ class Joined(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_concatenated_samples_stay_sharded_over_the_data_axes():
     batch = {"x": foreign_models.numbers(2, 16)}
     flops = {}

@@ -156,7 +156,7 @@ def test_tokens_are_those_of_a_plain_loop(family, placement):
     assert found == tokens_of(recomputed.start(engine.state, request).finish())
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("placement", covering(["one device", "ZeRO 3, tensor 2"], SHORT))
 def test_short_prompts_are_read_token_by_token(placement, caplog):
     engine = engine_of("mistral", placement)
@@ -189,7 +189,7 @@ def all_gathers(programs, steps):
     return programs._decode.lower(*args).compile().as_text().count(" all-gather(")
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "placement",
     covering(
@@ -244,7 +244,7 @@ def test_parameters_are_gathered_once_in_at_most_half_of_the_memory(placement):
     assert GatherOnce(program, least - 2 - state // 100).table is program.table
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_text_longer_than_the_context_is_continued_from_its_last_half():
     engine = engine_of("gpt2", max_position_embeddings=32)
     prompts = [*PROMPTS[:2], RNG.integers(1, 256, 90).tolist()]
@@ -252,7 +252,7 @@ def test_a_text_longer_than_the_context_is_continued_from_its_last_half():
     assert found == plain.greedy(engine, "gpt2", prompts, 50, context=32)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_500_tokens_compile_one_decode_step(caplog):
     engine = engine_of("llama", max_position_embeddings=1024)
     with jax.log_compiles(), caplog.at_level(logging.DEBUG):

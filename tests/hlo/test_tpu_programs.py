@@ -21,7 +21,7 @@ def texts() -> dict[str, Any]:
     return run_on_topology("tests.hlo.hlo_tpu:compile_all", "v5e:2x4")
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_fused_all_reduce_scatter_counts_as_reduce_scatter(texts):
     assert "all-reduce(" in texts["zero2"]
     assert " reduce-scatter(" not in texts["zero2"]

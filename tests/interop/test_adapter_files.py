@@ -594,7 +594,7 @@ def test_an_adapter_s_folder_alone_starts_an_engine_from_it(run, tmp_path, stage
         assert (tmp_path / "again" / name).read_bytes() == (folder / "saved" / name).read_bytes()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_settings_beside_an_adapter_may_not_contradict_it(run):
     config = json.loads((run[0] / "saved" / "adapter_config.json").read_text())
     same = {key: config[key] for key in ("r", "use_dora")}

@@ -166,7 +166,7 @@ def test_an_export_is_cast(tmp_path, dtype, bits):
     assert summary.tensors == len(tensors)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_family_that_was_not_pretrained_is_exported_and_read_again(tmp_path):
     sizes = {"num_hidden_layers": 3, "qk_norm": True, "sliding_window": 7}
     for name, config in {"llama": sizes, "gpt2": {"tie_word_embeddings": False}}.items():
@@ -205,7 +205,7 @@ def test_a_model_of_ones_own_needs_a_mapping_table_alone(tmp_path):
     assert_same(read(tmp_path / "other"), tensors)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_models_other_state_is_initialized(tmp_path):
     tensors = folders.gpt2_tensors()
     source = folders.folder(tmp_path, folders.GPT2, tensors)

@@ -401,7 +401,7 @@ def test_experts_are_parameters_as_in_peft(references, folder_of, tmp_path):
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_an_engine_trains_peft_s_adapter_of_a_familys_experts(references, folder_of, tmp_path):
     """Its keys are those of the modules in memory, whatever the tensors of the base are named."""
     base, theirs, ours = folder_of("small mixtral"), tmp_path / "theirs", tmp_path / "ours"
@@ -489,7 +489,7 @@ def test_names_of_ours_are_of_the_same_modules_in_peft(
     assert (ours / "adapter_config.json").read_text() == (again / "adapter_config.json").read_text()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_section_names_modules_as_hugging_face_does(folder_of):
     base = str(folder_of("small mixtral"))
     lora = {
@@ -515,7 +515,7 @@ def arrays_of(shapes):
     return {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_peft_does_not_take_shared_experts_and_dense_layers_for_experts(
     references, folder_of, tmp_path
 ):

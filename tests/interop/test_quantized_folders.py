@@ -81,7 +81,7 @@ def codes_of(made, layer: int, name: str) -> dict[str, np.ndarray]:
 MESHES = [{"data": 8}, {"data": 4, "tensor": 2}]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", covering(MESHES, MESHES[1:]))
 def test_a_folder_is_read_into_codes(tmp_path, mesh):
     given = tensors()

@@ -603,7 +603,7 @@ def mutations(table):
                 yield what, dataclasses.replace(table, rules=rules)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "case",
     ["gpt2", *(pytest.param(c, marks=pytest.mark.full) for c in CASES if c != "gpt2")],

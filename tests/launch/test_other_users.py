@@ -38,7 +38,7 @@ def outside_address():
         return towards.getsockname()[0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "coordinator", ["", pytest.param("127.0.0.1", marks=pytest.mark.full)], ids=["socket", "port"]
 )

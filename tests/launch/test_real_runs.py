@@ -71,7 +71,7 @@ def two(few):
     return folder, launched(few, output=folder).stdout
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_two_processes_train_as_one(few, two):
     folder, printed = two
     assert "8 devices simulated on this CPU, 2 processes" in printed
@@ -79,7 +79,7 @@ def test_two_processes_train_as_one(few, two):
     assert losses(folder) == pytest.approx(in_one_process(few, few.parent / "one"), abs=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_processes_sample_the_run_that_they_trained(few, two):
     launch = small.command("launch", "--processes", "2", "--devices-per-process", "4")
     words = ("sample", few, "--tokens", "2", "--set", f"run.output={two[0]}")

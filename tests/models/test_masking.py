@@ -95,7 +95,7 @@ def losses(family, mesh, micro, **fields):
     return [float(engine.train_batch({"tokens": tokens})["loss"]) for _ in range(2)]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "fields"),
     [

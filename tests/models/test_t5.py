@@ -57,7 +57,7 @@ def test_padding_changes_nothing_and_targets_are_read_shifted():
     assert float(total) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_cache_gives_the_tokens_of_a_model_without_one():
     """Inputs of unequal lengths; the most likely tokens, from the model as it is."""
     config = {

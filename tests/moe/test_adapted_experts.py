@@ -35,7 +35,7 @@ def losses(model: dict[str, Any], **given: Any) -> list[float]:
     return [float(engine.train_batch(batch)["loss"]) for batch in [*batches(), batches()[0]]]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("weights", "mesh"),
     covering(itertools.product(("plain", "nf4"), MESHES), [("nf4", "expert 2")]),

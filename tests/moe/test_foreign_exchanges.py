@@ -50,7 +50,7 @@ def test_a_dropped_constraint_around_experts_is_caught(site):
     assert over_experts(found) != EXCHANGES
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", covering((0, 3), [3]))
 def test_a_tpus_program_exchanges_rows_too(stage):
     mesh = {"data": 2, "expert": 2, "tensor": 2}

@@ -79,7 +79,7 @@ def test_updates_equal_plain_flax(form, expert, tensor, stage):
 # -- without names ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", covering(FORMS, ["gshard"]))
 def test_names_come_from_the_config(form):
     parallel = {"logical_axes": mixtures.names()}

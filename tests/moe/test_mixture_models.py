@@ -33,7 +33,7 @@ def test_a_router_is_not_rounded_in_bf16():
     assert {dtypes[f"blocks/mlp/w_{name}"] for name in ("gate", "up", "down")} == {"bfloat16"}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_rounds_are_those_of_pairs_that_are_not_dropped(monkeypatch):
     fields = {**MIXTRAL["config"], "capacity_factor": 1.0, "min_capacity": 1}
     model = mixtral.build(mixtral.Config(**fields), nnx.Rngs(0))
@@ -50,7 +50,7 @@ def test_rounds_are_those_of_pairs_that_are_not_dropped(monkeypatch):
     assert counts.sum() == round(pairs * (1 - float(metrics["dropped_share"])))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_experts_that_are_parts_of_a_feed_forward_sum_up_to_it_with_the_factor_of_their_number():
     fields = {**MIXTRAL["config"], "num_experts": 2, "routed_scaling_factor": 2.0}
     experts = mixtral.block(mixtral.Config(**fields), nnx.Rngs(0)).mlp
@@ -77,7 +77,7 @@ def test_a_mixture_that_cannot_be_is_one_error_before_anything_is_allocated(fiel
         jaxspeed.initialize(config=config)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_factor_that_a_form_lacks_is_in_the_experts_last_weights(tmp_path):
     config = {"train_batch_size": 8, **ADAM}
     model = with_fields(routed_scaling_factor=2.0)

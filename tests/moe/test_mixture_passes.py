@@ -78,7 +78,7 @@ class Stored:
         return run_segmented(closed.jaxpr, closed.consts, args, self.storage, self.context)[0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("load", "rows"),
     covering([("alike", 0), ("alike", 10**9), ("skewed", 0), ("skewed", 10**9)], [("alike", 0)]),

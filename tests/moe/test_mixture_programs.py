@@ -19,7 +19,7 @@ RAGGED = "ragged-all-to-all"
 LAYER = [("v5p:2x2x1", {"expert": 4}), ("v6e:2x4", {"data": 2, "expert": 2, "tensor": 2})]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "sizes"), LAYER[:1])
 def test_exchanges_of_a_layer(topology, sizes):
     """Two forward and three backward outside of the further rounds, and as many in their loop."""

@@ -59,7 +59,7 @@ def trained(given: Any) -> tuple[Any, list[Any]]:
     return engine, [engine.train_batch(batch) for batch in batches()]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "expert", "tensor", "pipe", "stage", "accumulation", "remat"),
     covering(CASES, DEFAULT),

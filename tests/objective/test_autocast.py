@@ -109,7 +109,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("setting", some(SETTINGS))
 def test_it_composes_with_sharding_accumulation_remat_and_offload(setting):
     case = CASES["a decoder's cache"]
@@ -140,7 +140,7 @@ class Stack(nnx.Module):
         return x
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_it_composes_with_pipeline_stages():
     case = CASES["batch norm in a scan"]._replace(model=Stack)
     pipe = {"mesh": {"data": 4, "pipe": 2}, "gradient_accumulation_steps": 2}

@@ -152,7 +152,7 @@ def test_blocks_of_rows_equal_the_formula(name):
     assert_close(found, wanted, TOLERANCE["float32"])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("keys", [100, 420])
 def test_blocks_of_rows_with_fewer_or_more_keys(keys):
     q, _, _, d_out = inputs(seq=300)
@@ -226,7 +226,7 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
         assert kernel_calls("cuda") == 0
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("topology", "dtype"),
     [

@@ -137,7 +137,7 @@ def test_mosaic_gpu_in_narrow_types(dtype, bound):
     assert max(errors(mosaic_gpu, **form, dtype=dtype)) < bound
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @given(
     st.booleans(),
     st.none() | st.integers(1, 90),
@@ -156,7 +156,7 @@ def test_only_blocks_in_which_every_key_is_seen_have_no_mask(causal, window, seq
     assert (~tiles.all((1, 3)) == np.asarray(hides)).all()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 300), st.integers(0, 2**31))
 def test_no_block_is_left_out_in_which_ids_are_equal(q_blocks, k_blocks, names, seed):
     rng = np.random.default_rng(seed)
@@ -205,7 +205,7 @@ rows = st.lists(
 )
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(deadline=None)
 @given(rows, st.sampled_from([64, 200]), st.booleans())
 def test_documents_are_the_runs_of_ids(given_rows, seq, same_keys):

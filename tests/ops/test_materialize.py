@@ -63,7 +63,7 @@ def test_a_sharded_array_stays_sharded(axis):
     np.testing.assert_array_equal(doubled(x), np.asarray(x) * 2 + 1)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_stack_of_gradients_is_joined_once_for_the_norm_and_the_moments():
     """Two unrolled blocks: each of their gradients is a concatenation of two."""
     built = models.build("gpt2", None, {**SMALL, "unroll": True})

@@ -156,7 +156,7 @@ def test_parts_of_the_keys_by_splash(form, split):
     assert max(errors(splash, split, **FORMS[form], interpret=True)) < 2e-6
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "form", covering([*FORMS], ["causal", "documents with a window and soft cap"])
 )
@@ -187,7 +187,7 @@ def test_parts_of_the_keys_by_triton(form, split):
     assert max(errors(triton, split, **FORMS[form], interpret=True)) < 1e-6
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("form", "split"),
     covering(
@@ -239,7 +239,7 @@ def test_a_million_tokens_trace_in_seconds(offset):
     assert time.process_time() - start < 10
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(max_examples=12, deadline=None)
 @given(
     st.booleans(),

@@ -167,7 +167,7 @@ def test_a_seed_replays_a_run():
     assert train(other, 5) != train(first, 5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "rule", [pytest.param(WAIT, id="wait", marks=pytest.mark.full), pytest.param(DROP, id="drop")]
 )

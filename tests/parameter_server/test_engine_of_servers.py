@@ -107,7 +107,7 @@ def test_bf16_follows_data_parallelism():
     assert ours.parameters["head/kernel"].dtype == jnp.float32
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_fp16_skips_steps_and_adapts_its_scale_as_data_parallelism_does():
     """With micro-batches, where both add up gradients of the same parts."""
     given = {"accumulation": 2, "optimizer": SGD, **FP16}
@@ -129,7 +129,7 @@ def test_gradients_are_sent_in_the_dtype_of_the_config(engine):
 # -- who holds what, and what crosses --------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "more", [pytest.param({}, id="fp32", marks=pytest.mark.full), pytest.param(BF16, id="bf16")]
 )
@@ -305,7 +305,7 @@ class Normed(nnx.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", covering([serving.Small, Dropping], [Dropping]))
 def test_check_agrees_with_one_device(model):
     """With random numbers too: each worker's are those of its micro-batches on one device."""

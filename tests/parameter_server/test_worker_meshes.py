@@ -79,7 +79,7 @@ def train(made, steps, first=0):
     return [float(made.train_batch(batch(first + i))["loss"]) for i in range(steps)]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "servers", "more"),
     [
@@ -150,7 +150,7 @@ def test_asynchronous_workers_of_several_devices_share_the_parts():
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "more",
     [

@@ -267,7 +267,7 @@ class OpenEnded(nnx.Module):
         return self.layers[-1](x)[:, 0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_equal_layers_at_which_the_loss_does_not_split_are_unlike_stages():
     def as_sum(model, batch):
         error = (model(batch["x"]) - batch["y"]) ** 2

@@ -81,7 +81,7 @@ def test_ten_steps_equal_plain_optax(name, pattern, model):
     assert_as_by_optax(engine_of(name, pattern, model), RANGES[pattern])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_check_against_plain_flax_knows_which_layers_are_trained():
     report = engine_of("two stages", "blocks[2:4]/**").check(batches(1)[0])
     assert report.ok, str(report)

@@ -286,7 +286,7 @@ def test_a_batch_is_a_pair_a_list_or_a_mapping(language):
     assert losses == [losses[0]] * 3
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_eight_devices_agree_with_one(stage):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

@@ -86,7 +86,7 @@ def test_they_are_those_of_a_loop_over_micro_batches(stage, parallel):
     np.testing.assert_array_equal(np.array(engine.state.variables["average"]), before)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_check_agrees_with_a_pipeline():
     setting = Setting(0, 4, 2)
     config = setting.config(64, mesh={"data": 4, "pipe": 2})

@@ -119,7 +119,7 @@ def models(draw):
 PADDED_TWICE = Model(5, {"w": (5,)}, {"w": (None,)}, stacked=False)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @given(models())
 @example((PADDED_TWICE, {"pipe": 2, "data": 2, "tensor": 1}, 1, 1))
 @settings(max_examples=25)

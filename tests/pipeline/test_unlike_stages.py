@@ -253,7 +253,10 @@ def setting_engine(case, pipe, data, config):
 
 @pytest.mark.parametrize(
     "name",
-    [n if i < 1 else pytest.param(n, marks=pytest.mark.full) for i, n in enumerate(SETTINGS)],
+    [
+        pytest.param(n, marks=[[], pytest.mark.sampled, pytest.mark.full][min(i, 2)])
+        for i, n in enumerate(SETTINGS)
+    ],
 )
 def test_unlike_stages_train_as_plain_optax(name, run_of):
     run, batch = run_of(name)
@@ -316,7 +319,7 @@ def test_no_branch_of_a_compiled_step_communicates(name, run_of):
         assert not re.search(r"all-reduce|all-gather|collective-permute|all-to-all", body)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_checkpoint_of_unlike_stages_continues_without_stages(tmp_path, run_of):
     run, batch = run_of("UNet, three stages")
     run.train_batch(batch)

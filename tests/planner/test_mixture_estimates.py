@@ -116,7 +116,7 @@ def test_the_experts_flops_are_those_of_their_tokens():
     assert alone == pytest.approx(rest + LAYERS * 9 * of_a_product, rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_one_round_is_assumed_and_said():
     found = step(4, stage=3)
     memory, time = memory_in(found, TARGET.chip), time_in(found, TARGET)

@@ -38,7 +38,7 @@ def found(seed=1, every=397):
     return make_result(TARGET, SPACE.samples, "tokens", 9999, 12.0, pairs, best_of(done))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_candidates_come_by_time_and_the_best_is_the_first_with_head_room():
     figures = found().figures()
     seconds = [each["seconds"] for each in figures["candidates"]]

@@ -77,7 +77,7 @@ def natural():
 MESHES = {"one": {}, "data": {}, "tensor": {"tensor": 2}, "pipe": {"pipe": 2}}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", covering(list(MESHES), ["one", "tensor"]))
 def test_codes_of_out_in_are_those_of_in_out(natural, mesh):
     """Also the scales of heads, the second level and the trained parameters."""

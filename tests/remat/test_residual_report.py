@@ -155,7 +155,7 @@ def test_no_report_without_a_policy_with_names():
     assert residuals("dots") is None, "matmuls with weights have no names"
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_report_of_a_compiled_step_has_it():
     made = program({"budget": 5 * ONE})
     report = compiled_report(made, batch_of(made))

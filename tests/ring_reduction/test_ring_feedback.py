@@ -57,7 +57,7 @@ def test_without_error_feedback_small_gradients_are_lost(monkeypatch):
     assert (found[small] == 0).all()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_int8_trains_within_two_hundredths_of_fp32():
     """After 200 steps, on the mean of the last twenty batches."""
     case = CASES["pair"]

@@ -59,7 +59,7 @@ def run(tmp_path_factory):
     trainer.close()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_loss_counts_the_trained_tokens_of_each_conversation_alone(run):
     config, (loss, weight), _ = run
     folder = config.parent / "run"
@@ -75,7 +75,7 @@ def test_the_loss_counts_the_trained_tokens_of_each_conversation_alone(run):
     assert len(saved) >= 2 and all("im_start" in file.read_text() for file in saved)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_chat_is_the_text_that_follows_the_rendered_conversation(run):
     _, _, trainer = run
     engine, tokenizer = trainer.engine, trainer.corpus.tokenizer
@@ -101,7 +101,7 @@ def test_a_chat_is_the_text_that_follows_the_rendered_conversation(run):
         Request(["a"], stop_tokens=["a"])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_run_on_prompts_and_completions_is_prompted_as_it_was_trained(tmp_path, capsys):
     """Without the template that there is, each message by itself."""
     lines = [{"prompt": f"{i} the of to", "completion": f" and in {i}"} for i in range(24)]
@@ -130,7 +130,7 @@ def test_a_run_on_prompts_and_completions_is_prompted_as_it_was_trained(tmp_path
     assert "--system: this run was trained on prompts" in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_each_line_of_the_input_is_a_turn(run, monkeypatch, capsys):
     config, _, _ = run
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nyou\n"))

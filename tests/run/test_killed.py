@@ -51,7 +51,7 @@ def wait_for_a_save(child, checkpoints):
         time.sleep(0.001)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
 def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_path, kills):
     # A save every second step: most kills fall into one, the first for sure.

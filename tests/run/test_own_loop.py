@@ -52,7 +52,7 @@ PIPELINE = {"mesh": {"pipe": 3}, "train_micro_batch_size_per_gpu": 2}
 PIPELINE |= {"gradient_accumulation_steps": 3}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("place", "rank", "section", "of", "config"),
     [

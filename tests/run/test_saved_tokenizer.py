@@ -83,7 +83,7 @@ def test_a_folder_of_tokens_has_the_files_too(pretrained, tmp_path):
     assert files_of(read.tokenizer) == contents(pretrained)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_run_its_checkpoint_and_its_export_have_the_files(pretrained, tmp_path):
     expected = contents(pretrained)
     (tmp_path / "corpus.txt").write_text(" ".join([TEXT] * 200))

@@ -50,7 +50,7 @@ def trained_in_turn(*configs: Path) -> list[str]:
     return told.stdout.split("--\n")[1:]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_run_is_reported_and_resumed(tmp_path):
     few = {"devices": "cpu:3", "sample_tokens": 2}
     four = written(tmp_path, 4, few, servers=1).rename(tmp_path / "four.json")

@@ -43,7 +43,7 @@ def lossy(trainer, lost_at):
     return trainer
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "lost_at",
     [

@@ -83,7 +83,7 @@ def test_the_held_out_loss_is_the_mean_over_all_targets(twenty):
     assert trainer.reached.eval_loss == pytest.approx(total / weight, rel=5e-3)  # bf16 against fp32
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_loss_that_stays_infinite_ends_the_run_with_the_diagnosis(tmp_path):
     def broken(model, batch):
         return jnp.sum(model(batch["tokens"][:, :-1])) * jnp.inf, jnp.ones(())
@@ -148,14 +148,14 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path):
 
 
 # A profiler that is on slows down what is traced: 9 steps end with the run, after its evaluation.
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [1, pytest.param(9, marks=pytest.mark.full)])
 def test_a_trace_is_written_of_the_steps_that_were_asked_for(tmp_path, steps):
     trainer = train(config(tmp_path, run={"steps": 3, "profile_step": 2, "profile_steps": steps}))
     assert list(trainer.folder.profile.rglob("*.xplane.pb"))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_run_may_begin_with_the_weights_of_another(tmp_path):
     given = config(tmp_path, run={"steps": 2})
     first = train(given)
@@ -274,7 +274,7 @@ def test_a_sample_that_fails_is_tried_again_for_its_warning(tmp_path, caplog):
     trainer.close()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("held_out", [0.05, 0.0])
 def test_what_is_compiled_with_the_first_step_is_not_compiled_for_the_last(held_out, tmp_path):
     """And the sample is that of a run without it: of the last state, not of the first."""
@@ -293,7 +293,7 @@ def test_what_is_compiled_with_the_first_step_is_not_compiled_for_the_last(held_
     assert samples[0] == samples[1] != ""
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_any_loss_is_evaluated_on_samples_as_they_are(tmp_path, evaluation_compiled):
     """A mean that knows no marks: the last batch is smaller, and weighs as much less."""
     given = config(tmp_path, run={"steps": 1})

@@ -20,7 +20,7 @@ def copies(step: int, back: int, samples: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": targets}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("back", covering([256, 4096], [256]))
 def test_a_token_is_copied_from_so_many_positions_back(back):
     """One layer does it, which has to attend to one distance: 4 shards of 64 tokens back.

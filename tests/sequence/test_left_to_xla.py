@@ -62,18 +62,18 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> Any:
     return drop
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_no_activation_is_gathered_but_by_attention():
     assert gathered() == []
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_without_their_sum_gradients_gather_what_they_are_sums_of(dropped):
     dropped(sharded_param, "unit.sum")
     assert gathered()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_without_a_step_by_positions_a_lookup_is_gathered(dropped):
     dropped(table_lookup, "lookup.positions")
     assert gathered()

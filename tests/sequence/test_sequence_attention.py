@@ -301,7 +301,7 @@ def general(q, k, v, bias, same, table):
     return jnp.einsum("bhqk,bkhd->bqhd", shares, jnp.repeat(v, q.shape[2] // v.shape[2], 2))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("seq", covering([64, 61], [61]))
 def test_a_general_program_runs_by_blocks_of_rows(seq, monkeypatch):
     monkeypatch.setattr(attention_rows, "MOST_SCORES", 2 * 8 * 64 * 6)

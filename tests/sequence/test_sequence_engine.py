@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return engine, folder, [float(engine.train_batch(batch)["loss"]) for batch in batches()]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_checkpoint_goes_from_seq_to_data_and_back(saved, tmp_path):
     _, folder, losses = saved
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
@@ -151,7 +151,7 @@ def test_evaluation_is_that_of_one_device(saved):
     assert found["weight"] == weight
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_generation_is_replicated_over_the_axis():
     prompts = [[5, 9, 2, 11, 3], [7] * 17]
     one = jaxspeed.initialize(config=config(0, mesh={"data": 1}), devices=jax.devices()[:1])
@@ -176,7 +176,7 @@ def test_a_long_prompt_that_is_replicated_over_the_axis_has_no_scores_of_all_row
     assert largest < SIZES["num_attention_heads"] * length**2
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_step_is_checked_against_one_device_and_plain_flax(saved):
     report = saved[0].check(batches()[0])
     assert report.ok, str(report)
@@ -189,7 +189,7 @@ def test_tokens_and_model_flops_are_those_without_the_axis(saved):
     assert with_targets == program_model_flops(program, {"tokens": tokens})
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_tokens_of_seq_plus_one_enter_unsharded():
     """And the update is the same: what is cut from them is constrained."""
     given = []
@@ -203,7 +203,7 @@ def test_tokens_of_seq_plus_one_enter_unsharded():
     assert all(not spec_axes(at.spec[1:]) for at in specs.values())
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_gradients_of_data_ranks_are_reduced_once_a_step_and_those_of_positions_each_micro_batch():
     """At stages 0 and 1: a rank's part is computed in the global view of `seq`."""
     parameters = 0
@@ -242,7 +242,7 @@ def test_attention_exchanges_what_the_config_says(kind, exchanges):
     assert large - {"all-reduce"} == exchanges
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_images_are_sharded_along_the_dim_that_the_config_names():
     rng = np.random.default_rng(0)
     given = [
@@ -264,7 +264,7 @@ def test_images_are_sharded_along_the_dim_that_the_config_names():
         unnamed.train_batch(given[0])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_mixture_of_experts_is_sharded_over_both_axes():
     sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}
     of_model = {"model": {"family": "mixtral", "preset": "tiny", "config": sizes}}

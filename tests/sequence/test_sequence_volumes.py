@@ -143,7 +143,7 @@ def test_blocks_of_other_documents_are_skipped(kind, monkeypatch):
 # -- a real compiler -------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "documents"),
     [("gather", False), ("ulysses", True), ("ring", True), ("both", False)],

@@ -212,7 +212,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", covering([*CASES], ["ring", "both", "draws", "flat"]))
 def test_the_numbers_are_those_of_one_device(case):
     of_model, how = CASES[case]
@@ -501,7 +501,7 @@ def test_the_config_says_the_order(layout, kind):
     assert bool(orders_in_engine(layout, kind)) == (layout == "zigzag")
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_experts_take_tokens_in_any_order_but_first_come_first_served():
     def mixture(**sizes):
         return {"model": {"family": "mixtral", "preset": "tiny", "config": sizes}}
@@ -531,7 +531,7 @@ ENGINE = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "mesh", "stage", "accumulation", "remat"), covering(ENGINE, ENGINE[1:2])
 )

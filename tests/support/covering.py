@@ -1,4 +1,7 @@
-"""Which cases of a grid, and how many examples, `make test` runs; `make test-full` runs all."""
+"""Which cases of a grid, and how many examples, `make test` runs; `make test-full` runs all.
+
+A case that is marked `sampled` is in a part of `make test-sample`, one marked `full` is not.
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -6,9 +9,9 @@ from typing import Any
 import pytest
 
 is_full = False  # whether tests marked `full` are asked for; conftest.py sets it
-# Of each collected test whether `make test` runs it, before any are deselected; and the cases that
+# The tier of each collected test, before any are deselected; and the cases that
 # `default_cases` names and no test has.
-COLLECTED, UNKNOWN = pytest.StashKey[dict[str, bool]](), pytest.StashKey[list[str]]()
+COLLECTED, UNKNOWN = pytest.StashKey[dict[str, str]](), pytest.StashKey[list[str]]()
 
 
 def examples(few: int, many: int) -> int:
@@ -31,7 +34,7 @@ def covering(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
 
 
 def choose_default(items: Sequence[pytest.Item], stash: pytest.Stash) -> None:
-    """Mark the cases that a test's `default_cases` does not choose as `full`.
+    """Mark the cases that a test's `default_cases` does not choose as `sampled`.
 
     It has their ids, or `every=n` for the first of each n, or both.
     """
@@ -46,6 +49,11 @@ def choose_default(items: Sequence[pytest.Item], stash: pytest.Stash) -> None:
         counts[test] = number + 1
         left.setdefault(test, set(chosen.args)).discard(case)
         if case not in chosen.args and (every is None or number % every):
-            item.add_marker(pytest.mark.full)
+            item.add_marker(pytest.mark.sampled)
     stash[UNKNOWN] = [f"{test}[{case}]" for test, cases in left.items() for case in sorted(cases)]
-    stash[COLLECTED] = {item.nodeid: not item.get_closest_marker("full") for item in items}
+    stash[COLLECTED] = {item.nodeid: tier_of(item) for item in items}
+
+
+def tier_of(item: pytest.Item) -> str:
+    """`default`, `sampled` or `full`."""
+    return next((tier for tier in ("full", "sampled") if item.get_closest_marker(tier)), "default")

@@ -2,7 +2,7 @@
 
 A test counts with the processes that it starts, and with the shared fixtures that it is the first
 to need. `tests/cpu_seconds.json` has, for each folder, the budget of its tests in `make test`, and
-for each file the seconds of its tests marked `full`, by which `tests.support.sample` makes parts.
+for each file the seconds of its `sampled` tests, by which `tests.support.sample` makes parts.
 """
 
 import collections
@@ -21,11 +21,12 @@ TESTS = Path(__file__).resolve().parents[1]
 RECORD = TESTS / "cpu_seconds.json"
 # Equal runs differ, and a folder of few seconds by more than one of many.
 TOLERANCE, TOLERATED_S = 1.25, 5.0
+DEFAULT = "not full and not sampled"  # what `make test` selects
 
 
 @functools.cache
 def record(file: Path = RECORD) -> dict[str, dict[str, float]]:
-    """`budgets` by folder, `full` by file."""
+    """`budgets` by folder, `sampled` by file."""
     return json.loads(file.read_text())  # type: ignore[no-any-return]
 
 
@@ -89,7 +90,7 @@ class CpuSeconds:
         self.file: str | None = config.getoption("cpu_seconds", None)
         # A part of the suite, or of a folder, has no budget.
         whole = [Path(a).resolve() for a in config.args] == [budgets.resolve().parent]
-        self.has_budget = whole and config.option.markexpr == "not full"
+        self.has_budget = whole and config.option.markexpr == DEFAULT
         self.budgets = budgets
         self.seconds: dict[str, float] = {}
         self.problems: list[str] = []
@@ -130,13 +131,13 @@ class CpuSeconds:
 
 
 def update(measured: Path) -> None:
-    """Take over what `--cpu-seconds` wrote in a run of tests marked `full`, of whole files."""
-    full: dict[str, float] = collections.Counter()
+    """Take over what `--cpu-seconds` wrote in a run of tests marked `sampled`, of entire files."""
+    found: dict[str, float] = collections.Counter()
     for nodeid, value in json.loads(measured.read_text()).items():
-        full[nodeid.partition("::")[0]] += value
-    kept = {file: s for file, s in record()["full"].items() if (TESTS.parent / file).exists()}
-    merged = kept | {file: max(round(value, 1), 0.1) for file, value in full.items()}
-    new = record() | {"full": dict(sorted(merged.items()))}
+        found[nodeid.partition("::")[0]] += value
+    kept = {file: s for file, s in record()["sampled"].items() if (TESTS.parent / file).exists()}
+    merged = kept | {file: max(round(value, 1), 0.1) for file, value in found.items()}
+    new = record() | {"sampled": dict(sorted(merged.items()))}
     RECORD.write_text(json.dumps(new, indent=1) + "\n")
 
 

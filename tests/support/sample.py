@@ -1,4 +1,4 @@
-"""`make test-sample`: the tests marked `full` in parts, of which a seed chooses one.
+"""`make test-sample`: the tests marked `sampled` in parts, of which a seed chooses one.
 
 A part has whole files, whose tests share fixtures, but for those that one worker would be busy with
 for too long: of these it has a run of neighbouring tests.
@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.covering import tier_of
 from tests.support.cpu_seconds import record
 
 ROOT = Path(__file__).resolve().parents[2]
+MARKED = "sampled and not full"  # an entire test may be marked so, and some of its cases `full`
 MINUTES, WORKERS = 12, 2  # a part takes so long on that many cores
 _PART_S = 0.9 * MINUTES * 60 * WORKERS  # they do not end at the same time
 _LONGEST_S = 300.0  # of one file in a part
@@ -23,7 +25,7 @@ _MADE = ("__pycache__", "_build", "build", "dist", "runs")  # folders that are n
 
 
 class Slice(NamedTuple):
-    """The tests of a file marked `full`, or the index-th of `count` runs of them."""
+    """The tests of a file marked `sampled`, or the index-th of `count` runs of them."""
 
     file: str
     index: int
@@ -54,7 +56,7 @@ def _seconds(part: list[Slice]) -> float:
 
 def part_of(seed: int) -> list[Slice]:
     """The part that a seed chooses: as many consecutive seeds as there are parts choose all."""
-    made = parts(record()["full"])
+    made = parts(record()["sampled"])
     return made[seed % len(made)]
 
 
@@ -78,10 +80,10 @@ def seed_of_contents(root: Path = ROOT) -> int:
 
 
 def keep(items: list[Any], seed: int) -> Iterable[Any]:
-    """Of the tests marked `full`, those of the part."""
+    """Of the tests marked `sampled`, those of the part."""
     by_file: dict[str, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("full"):
+        if tier_of(item) == "sampled":
             by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     for one in part_of(seed):
         tests = by_file.get(one.file, [])
@@ -96,13 +98,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="default: from the contents of the tracked files")
     seed = parser.parse_args().seed
     seed = seed_of_contents() if seed is None else seed
-    part, number = part_of(seed), len(parts(record()["full"]))
+    part, number = part_of(seed), len(parts(record()["sampled"]))
     print(
-        f"part {seed % number + 1} of {number} of the tests marked `full` (SEED={seed}): "
+        f"part {seed % number + 1} of {number} of the tests marked `sampled` (SEED={seed}): "
         f"{len(part)} files, {_seconds(part) / 60:.0f} CPU minutes as recorded",
         file=sys.stderr,
     )
-    print("\n".join(["-m", "full", f"--sample={seed}", *sorted({one.file for one in part})]))
+    print("\n".join(["-m", MARKED, f"--sample={seed}", *sorted({one.file for one in part})]))
     return 0
 
 

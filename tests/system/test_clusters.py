@@ -105,7 +105,7 @@ def test_slurm(slurm, join):
     joined(run("srun", "-n", 2, sys.executable, join, env=slurm), "slurm")
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_open_mpi(join):
     """Also with a proxy that JAX must not use: it would not answer."""
     require("mpirun")

@@ -30,7 +30,7 @@ def compiled(name: str) -> Any:
     return run_on_topology("tests.system.tpu:heads", "v5e:2x4", names=names)[name]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", cases(*CASES))
 def test_no_buffer_is_as_large_as_the_head_or_the_logits(name):
     """Nothing is half as large as either: the largest array of the program is another's."""
@@ -39,7 +39,7 @@ def test_no_buffer_is_as_large_as_the_head_or_the_logits(name):
     assert max(sizes) >= EMBED * 4 * EMBED // 2, "an mlp's weights are larger than all of these"
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", cases(*CASES))
 def test_the_head_is_gathered_a_chunk_at_a_time_in_each_pass(name):
     chunk = HEAD // CHUNKS
@@ -54,7 +54,7 @@ def test_the_head_is_gathered_a_chunk_at_a_time_in_each_pass(name):
     }
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", cases(*CASES))
 def test_a_lookup_moves_what_was_looked_up(name):
     """An activation crosses once forward and once backward, and the ids; the table does not."""
@@ -65,7 +65,7 @@ def test_a_lookup_moves_what_was_looked_up(name):
     assert max(c.elements for c in found if c.kind == "all-reduce") < HEAD / 2
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", cases("stage 2", "tied, 2"))
 def test_each_matrix_is_reduce_scattered_once_a_micro_batch(name):
     """All of it: 12 embed^2 a block, the head, the positions. Vectors are small: all-reduced."""

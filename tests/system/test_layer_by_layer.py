@@ -78,7 +78,7 @@ def test_a_scanned_layer_more_costs_its_shards_and_what_the_scan_saves():
     assert more["peak_bytes"] <= 16 * (STATE_BYTES + GRAD_BYTES + saved) + LAYER_BYTES
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 def test_lists_stacks_linen_and_functions_have_the_same_schedule(every_form, form):
     found = every_form[form]

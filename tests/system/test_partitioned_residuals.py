@@ -62,7 +62,7 @@ REPLICATED = tuple(sorted((LAYERS, SAMPLES, SEQ, EMBED)))
 SHARDED = tuple(sorted((LAYERS, SAMPLES, SEQ // 2, EMBED)))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_unit_inputs_are_saved_sharded_over_tensor():
     assert SHARDED in saved(compiled(True)) and REPLICATED not in saved(compiled(True))
     assert REPLICATED in saved(compiled(False)) and SHARDED not in saved(compiled(False))

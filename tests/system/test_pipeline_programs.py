@@ -51,14 +51,14 @@ INTERLEAVED_IN_FULL = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @INTERLEAVED_IN_FULL
 def test_a_stage_keeps_the_inputs_of_micro_batches_under_way_and_no_more(schedule):
     """v K + K - 1, however many micro-batches there are."""
     assert slots(schedule, 2 * K) == slots(schedule, 8 * K) == {CHUNKS[schedule] * K + K - 1}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @INTERLEAVED_IN_FULL
 def test_memory_does_not_grow_with_the_micro_batches(schedule):
     more, many = (compiled(schedule, n * K)["temp_bytes"] for n in (2, 8))
@@ -73,7 +73,7 @@ def test_of_as_many_micro_batches_as_stages_it_keeps_all_and_needs_no_less_memor
     assert many <= 1.02 * few
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_gpipe_keeps_the_input_of_every_micro_batch():
     assert slots("gpipe", 8 * K) == {8 * K}
 
@@ -100,8 +100,8 @@ def test_a_steady_tick_of_1f1b_sends_one_message_each_way():
     ("schedule", "micro_batches"),
     [
         ("1f1b", M),
-        pytest.param("1f1b", 8 * K, marks=pytest.mark.full),
-        pytest.param("gpipe", 8 * K, marks=pytest.mark.full),
+        pytest.param("1f1b", 8 * K, marks=pytest.mark.sampled),
+        pytest.param("gpipe", 8 * K, marks=pytest.mark.sampled),
         pytest.param("interleaved", M, marks=pytest.mark.full),
         pytest.param("gpipe", M, marks=pytest.mark.full),
         pytest.param("interleaved", 8 * K, marks=pytest.mark.full),
@@ -164,7 +164,7 @@ def flops_over_ideal(
     return figures(*program)["flops"] / plain["flops"] / ideal
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_flops_are_those_of_as_many_data_ranks_and_the_bubbles():
     """Of 32 samples: two a micro-batch on two ranks, or one of four micro-batches on eight."""
     with recomputed(LAYERS // K, "stage"):

@@ -42,7 +42,7 @@ def check(found: dict[str, Any], weights: str, sizes: Any, seq: int) -> None:
             assert math.prod(dims) < smallest, f"a stack of layers: {buffer}"
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", CODES)
 def test_codes_are_gathered_and_decoded_a_layer_at_a_time(weights):
     found = run_on_topology("tests.system.quantized_programs:step", "v5e:2x4", weights=weights)

@@ -67,7 +67,7 @@ def on_tpu(**case: Any) -> list[Communication]:
     return [c for c in found if c.axes == ("data",) and c.bytes * c.runs > 20 * SCALARS]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_layer_comes_and_goes_by_itself_under_stage_3():
     """Gathered in each pass, scattered once: so that no more than one layer is ever whole."""
     found = on_tpu(stage=3)
@@ -102,7 +102,7 @@ def test_what_tensor_cuts_goes_round_cut():
     )
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_packed_gradients_are_a_half_and_a_quarter_with_scales():
     """The width is one at which blocks of int8 are whole."""
 

@@ -101,7 +101,7 @@ def attentions() -> dict[str, Any]:
     return run_on_topology("tests.system.tpu_vocabulary:attentions", "v5e:2x4")
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HEADS)
 def test_key_heads_that_devices_do_not_divide_cost_the_sum_of_their_gradients(attentions, name):
     """One activation in each pass, and with the second one the gradients of keys and values."""

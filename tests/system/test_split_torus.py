@@ -58,7 +58,7 @@ def busiest_of_messages(pairs: list[list[list[int]]]) -> int:
     return max(passing.values())
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("written", "mesh"),
     [

@@ -42,14 +42,21 @@ ENDS_CUT_STAGE_3 = ENDS_CUT | {
     ("all-reduce", "forward"): 1,
 }
 
-COVERING = ["llama, cut"]
+COVERING, SAMPLED = ["llama, cut"], ["llama, whole, stage 3", "llama, ring"]
 APART = "vit", "recomputed"  # have tests of their own
 
 
 def cases(word: str) -> list[Any]:
     """The cases with this word in their name; those that do not cover are marked `full`."""
     return [
-        pytest.param(name, marks=() if name in COVERING else pytest.mark.full)
+        pytest.param(
+            name,
+            marks=()
+            if name in COVERING
+            else pytest.mark.sampled
+            if name in SAMPLED
+            else pytest.mark.full,
+        )
         for name in CASES
         if word in name and not any(other in name for other in APART)
     ]
@@ -83,7 +90,7 @@ def expected(block: dict[Any, int], ends: dict[Any, int]) -> Counter[Any]:
     return Counter({k: LAYERS * n for k, n in block.items()}) + Counter(ends)  # without zeros
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", cases("whole"))
 def test_a_block_all_reduces_twice_in_each_pass(name):
     assert crossings(compiled(name)) == expected(WHOLE, ENDS_WHOLE)
@@ -122,7 +129,7 @@ def test_what_else_crosses_is_as_small_as_a_norm_or_a_tokens_sums(name):
         assert c.kind == "all-reduce" or are_ids, c
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_ring_sends_chunks_and_gathers_nothing_in_a_block():
     found = collectives_of(compiled("llama, ring"))
     ways = 4

@@ -21,7 +21,7 @@ def full_matrices(found: dict[str, Any], kind: str) -> int:
     return sum(c.kind == kind and c.elements == MATRIX for c in collectives_of(found))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_each_pass_gathers_a_layer_in_two_steps():
     gathers = [c for c in collectives_of(program()) if c.kind == "all-gather"]
     assert [c.elements for c in gathers if c.elements >= MATRIX // DEVICES] == [
@@ -40,7 +40,7 @@ MESHES: list[tuple[dict[str, int], list[list[str]] | None]] = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_shards_over_any_axes_are_gathered_without_an_all_reduce():
     meshes = [mesh for mesh, _ in MESHES]
     found = run_on_topology("tests.system.tpu:gathers", "v5p:4x4x4", meshes=meshes)
@@ -49,7 +49,7 @@ def test_shards_over_any_axes_are_gathered_without_an_all_reduce():
         assert steps is None or [axes for *_, axes in collectives] == steps
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_no_loop_holds_the_shards_of_all_layers_in_bf16():
     stacks = {b["bytes"] for b in program()["largest"] if b["shape"][:1] == [LAYERS]}
     assert 4 * LAYERS * MATRIX // DEVICES in stacks

@@ -417,19 +417,19 @@ def tpu() -> dict[str, Any]:
     return run_on_topology("tests.ring_reduction.ring_programs:compile_all", "v5e:2x4")
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_no_matmul_waits_for_the_accumulator_that_it_is_added_to(tpu):
     """Fused with the sum, it could not begin before the permute has arrived."""
     assert tpu["products_that_wait"] == []
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["rows", "columns"])
 def test_every_message_overlaps_with_a_matmul(tpu, kind):
     assert tpu[kind] == {"count": 3, "covered": 3}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_stack_saves_the_sharded_activation(tpu):
     """Each further layer costs its x, sharded along the sequence, and its h, as its weights."""
     grown = (tpu["temp_bytes"]["32"] - tpu["temp_bytes"]["16"]) / 16

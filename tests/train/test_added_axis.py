@@ -22,7 +22,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_every_stage_trains_as_plain_flax_does(child):
     assert len(child["trained"]) == 8
     for case, found in child["trained"].items():
@@ -30,14 +30,14 @@ def test_every_stage_trains_as_plain_flax_does(child):
         assert found["ranks"] == 4
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_zero_stores_over_the_axis(child):
     stored = {case: found["moments"] for case, found in child["trained"].items()}
     assert stored["island, stage 0"] == []
     assert all(stored[f"island, stage {stage}"] == ["data", "island"] for stage in (1, 2, 3))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_an_axis_in_a_parameters_own_spec_drops_out_of_its_storage(child):
     found = child["trained"]
     assert all(found[f"team, stage {stage}"]["read"] == ["team"] for stage in (0, 1, 3))
@@ -45,12 +45,12 @@ def test_an_axis_in_a_parameters_own_spec_drops_out_of_its_storage(child):
     assert found["team, stage 3"]["moments"] == ["data", "team"]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_rings_refuse_a_parameter_that_no_rank_has(child):
     assert "up/bias is sharded over an axis that shards the batch" in child["refused"]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_search_finds_meshes_with_the_axis(child):
     sizes = child["searched"]
     assert {"island", "team"} <= set(sizes[0])

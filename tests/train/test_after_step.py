@@ -86,7 +86,7 @@ def test_nnx_ends_a_step_as_a_plain_loop_does(setting):
     assert np.abs(ours.values["bias"]).max() > 0.05 and int(ours.values["steps"]) == 4
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings((3, 4, 2))
 def test_linen_ends_a_step_as_a_plain_loop_does(setting):
     ours = train_jaxspeed(LinenBalanced(), loss, batches(), SGD, setting)

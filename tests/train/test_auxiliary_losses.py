@@ -154,7 +154,7 @@ def test_metrics_stay_averages_by_weight_and_evaluation_leaves_the_term_out():
     assert float(trained["loss"]) > float(trained["error"]) + 0.1
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [{"data": 8}, pytest.param({"pipe": 2}, marks=pytest.mark.full)])
 def test_check_agrees(mesh):
     engine = jaxspeed.initialize(

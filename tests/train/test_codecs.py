@@ -278,7 +278,7 @@ def test_a_codec_may_have_the_same_codes_on_every_mesh():
     assert row.shape(row.source) == (3, 32), "eight shards of a block"
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("tensor", covering([1, 2], [2]))
 def test_padding_stays_in_the_stored_arrays(tensor):
     """Dims of 12 and 7 over 8 and 4 shards."""
@@ -301,7 +301,7 @@ def test_padding_stays_in_the_stored_arrays(tensor):
         made.train_batch(samples)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_padded_rows_are_streamed_with_their_scales():
     """Seven rows over eight shards, updated a row at a time, with a scale for each row."""
     pair = (

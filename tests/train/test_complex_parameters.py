@@ -64,7 +64,7 @@ def test_an_nnx_module_trains_as_in_plain_flax(setting, name):
     assert_alike(train_jaxspeed(Spectral, *args), train_nnx(Spectral, *args))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED)
 def test_a_linen_module_trains_as_in_plain_flax(setting):
     def plain(out, after, batch):

@@ -314,7 +314,7 @@ def pipeline_with_its_noise():
     return compiled("noisy", 0, 2, noise_in_batch=True, **PIPELINE)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_in_a_pipeline_too():
     drawn, given = compiled("noisy", 0, 2, **PIPELINE), pipeline_with_its_noise()
     assert drawn.flops == pytest.approx(given.flops, rel=0.05)
@@ -344,7 +344,7 @@ def test_without_the_constraint_every_rank_computes_the_generator(monkeypatch):
     assert "of these replicated over data" in str(drawn)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_without_the_constraint_every_rank_computes_what_a_stage_draws(monkeypatch):
     given = pipeline_with_its_noise()
     without_the_constraint(monkeypatch)
@@ -354,7 +354,7 @@ def test_without_the_constraint_every_rank_computes_what_a_stage_draws(monkeypat
 # -- kernels of replicated computations -----------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_kernels_whole_on_their_window_train_where_nothing_is_constrained(monkeypatch):
     without_the_constraint(monkeypatch)
     assert_trains_as_on_one_device("gan", 1, 2, 1)

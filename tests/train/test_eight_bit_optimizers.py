@@ -108,7 +108,7 @@ def test_a_skipped_step_changes_no_code():
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(made.state.opt))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_it_agrees_with_one_device_in_bf16_with_frozen_layers_groups_and_an_average():
     groups = [
         {"pattern": "layers[0:1]", "frozen": True},
@@ -134,7 +134,7 @@ def test_it_agrees_with_one_device_in_bf16_with_frozen_layers_groups_and_an_aver
         assert np.abs(average - first[path][1]).max() > 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_parameter_server_has_8_bit_moments():
     kind = {"data_reduction": "parameter_server", "servers": 2}
     made = engine("AdamW8bit", parallel=kind, devices=jax.devices()[:6], train_batch_size=16)
@@ -224,7 +224,7 @@ def test_a_tiny_llama_ends_within_one_percent_of_adamws_loss():
     assert abs(rounded / exact - 1) < 0.01, losses
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_adam8bit_with_a_coupled_decay_is_adam_on_the_decoded_moments():
     params = {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}
     made = engine("Adam8bit", optimizer_={"params": params}, **ALONE)

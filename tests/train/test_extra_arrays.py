@@ -80,7 +80,7 @@ def critic_loss(critic, generator, batch):
     return jax.nn.softplus(-real).mean() + jax.nn.softplus(fake).mean()
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.full)])
 def test_two_engines_train_against_each_other(stage):
     def of_generator(model, batch, extra):
@@ -153,7 +153,7 @@ class Convolved(nn.Module):
         return jnp.zeros_like(x).at[:, targets].add(sent)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_graph_in_a_linen_model_is_not_divided():
     nodes, edges = 5, (np.int32([0, 1, 2, 3, 4, 0, 2]), np.int32([1, 2, 3, 4, 0, 2, 0]))
 

@@ -96,7 +96,7 @@ def test_ten_steps_equal_plain_optax_on_the_trained_layers(setting, pattern):
     assert_as_by_optax(engine, RANGES[pattern])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("setting", covering(SETTINGS, ["tensor 2"]))
 def test_the_check_against_plain_flax_knows_which_layers_are_trained(setting):
     report = start(**SETTINGS[setting]).check(batches(1)[0])
@@ -115,7 +115,7 @@ def test_frozen_groups_of_the_optimizer_leave_the_same_layers():
     assert_as_by_optax(engine, [2, 3])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_groups_of_layers_have_their_own_rates():
     """As layers that are trained and not, those with another rate are leaves of their own."""
     groups = [{"pattern": "blocks[:3]/**", "lr_factor": 0.5}]

@@ -83,7 +83,7 @@ def test_a_mode_that_the_factory_set_stays(setting):
     assert moved(ours) == {"norm/mean", "norm/var"}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED)
 def test_so_does_what_eval_set(setting):
     def factory(rngs):
@@ -153,7 +153,7 @@ class LinenModel(nn.Module):
         return self.head(h)[:, 0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED)
 def test_a_linen_modules_own_setting_stays(setting):
     ours = train_jaxspeed(LinenModel(averages=True), loss, batches(), SGD, setting)

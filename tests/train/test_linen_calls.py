@@ -132,7 +132,7 @@ def test_all_calls_of_the_loss_create_parameters(module, loss_fn, plain, setting
         np.testing.assert_allclose(ours.values[path], x, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_init_with_creates_what_the_loss_calls_in_a_transformation():
     class Field(nn.Module):
         @nn.compact

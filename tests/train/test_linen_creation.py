@@ -42,7 +42,7 @@ class Counting(nn.Module):
         return nn.Dense(1)(jnp.tanh(x))[:, 0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED, STAGE_1)
 def test_what_exists_only_in_training_is_created_once(setting):
     plain = train_linen(
@@ -132,7 +132,7 @@ def offset(steps=4):
     return [{**batch, "x": batch["x"] * 3 + 7} for batch in batches(steps)]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED, STAGE_1)
 def test_initialization_by_the_first_batch_sees_its_values(setting):
     plain = train_linen(

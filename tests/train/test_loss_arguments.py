@@ -103,7 +103,7 @@ def test_a_key_in_the_batch_differs_by_micro_batch(setting):
     assert_alike(ours, plain_run(batches, setting, keys))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "model",
     [pytest.param(LinenNet(), id="linen"), pytest.param(Net, id="nnx", marks=pytest.mark.full)],
@@ -202,7 +202,7 @@ def test_a_raw_key_is_refused_with_advice(model):
     assert np.isfinite(float(engine.train_batch(typed)["loss"]))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "sections",
     [

@@ -122,7 +122,7 @@ def test_samples_are_those_of_a_micro_batch_of_all_ranks(name, kind, setting):
     assert_alike(train_jaxspeed(model, ours, steps, SGD, setting), plain)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("samples", [32, 64])
 def test_one_sample_a_rank_and_two_are_those_of_a_micro_batch(samples):
     steps, setting = batches(2, samples), Setting(1, 4, 1)

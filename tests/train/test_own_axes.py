@@ -101,7 +101,7 @@ def test_statistics_over_an_axis_are_those_of_the_micro_batch(setting):
     assert_alike(train_jaxspeed(Net, reduced_loss, batches(), SGD, setting), plain)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED)
 def test_statistics_of_a_linen_module_over_an_axis(setting):
     plain = train_linen(
@@ -171,7 +171,7 @@ class LinenAnnotated(nn.Module):
         return nn.Dense(1)(jnp.tanh(h))[:, 0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED)
 def test_annotations_of_a_model_are_mapped_or_ignored(setting, caplog):
     caplog.set_level(logging.INFO, "jaxspeed")
@@ -268,7 +268,7 @@ class BoxedNnx(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))[:, 0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED, STAGE_1)
 def test_dims_that_are_named_by_axes_of_this_mesh(setting):
     plain = train_linen(

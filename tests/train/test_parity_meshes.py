@@ -77,7 +77,7 @@ def test_linen_and_pairs_start_from_the_seeds_key():
     np.testing.assert_allclose(start["head"], init(jax.random.key(3))["head"], rtol=2**-22)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_one_device_is_a_mesh_too():
     case = CASES["batch statistics"]
     batches = case.batches(4)[:3]

@@ -122,7 +122,7 @@ def test_the_hosts_cores_update_as_the_device_does(name):
     assert kinds(host.engine.state.opt) == {HOST}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("precision", "stage"),
     covering(itertools.product(["bf16", "fp16"], [0, 3]), [("fp16", 3)]),

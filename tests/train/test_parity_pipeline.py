@@ -231,7 +231,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

@@ -71,7 +71,7 @@ def as_double(x):
     return x.astype(np.float64) if x.dtype == np.float32 else x
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "stage", "accumulation"), DOUBLE)
 def test_fp64_is_exact(name, stage, accumulation):
     with jax.enable_x64(True):
@@ -94,7 +94,7 @@ class Doubled:
         return jax.tree.map(as_double, self.plain.init(seed))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     [
@@ -166,7 +166,7 @@ def test_16_bits_train_as_plain_jax_in_16_bits(precision, name, accumulation, st
     assert int(ours.engine.state.skipped) == reference.skipped == 0
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "stage"), [("gpt2", 1), pytest.param("llama", 3, marks=pytest.mark.full)]
 )
@@ -177,7 +177,7 @@ def test_fp16_finds_its_scale_within_two_skipped_steps(name, stage):
     assert_loss_fell(ours)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", covering(HALF, ["bf16"]))
 def test_16_bits_are_not_fp32(precision):
     """The reference in 16 bits is no fp32 reference: the difference that the claim rests on."""
@@ -191,7 +191,7 @@ def test_16_bits_are_not_fp32(precision):
 # -- parameters that are kept in fp32 --------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_bf16_with_parameters_in_fp32_is_plain_flax_with_them(steps=3, rate=0.05):
     """A step's products of the head in fp32 differ from those in bf16 by more than they agree."""
     batch = tiny.batch()

@@ -102,7 +102,7 @@ TOWERS = Case(
 )
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "stage", "accumulation", "more"),
     [
@@ -137,7 +137,7 @@ def test_data_orders_the_rings_of_a_step(case, stage, accumulation, more):
     assert not unordered_collectives(text)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_step_from_the_compilation_cache_is_the_one_that_was_compiled():
     for _ in ("compiled, unless it is in the cache already", "loaded"):
         jax.clear_caches()
@@ -146,7 +146,7 @@ def test_a_step_from_the_compilation_cache_is_the_one_that_was_compiled():
         assert whole_difference(GPT2, ours, plain_of("gpt2", 4, "adam")) <= 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "accumulation", "mesh"),
     [
@@ -181,7 +181,7 @@ def test_clipping_is_by_the_norm_of_the_sum(stage):
     assert whole_difference(PAIR, ours, reference) <= 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "wire"), covering([(1, "int8"), (3, "none"), (0, "bf16")], [(1, "int8")])
 )
@@ -203,7 +203,7 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(stage, wire):
     assert all(np.isfinite(x).all() for x in errors)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=FULL)])
 def test_each_rank_draws_random_numbers_of_its_own(stage):
     """Those of micro-batch r, where one device takes the ranks' parts as its micro-batches."""
@@ -233,7 +233,7 @@ def test_units_that_are_made_again_gather_around_rings_again(remat):
     assert_losses_equal(ours, plain(GPT2, 1, "adam", steps=4), 1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("directions", [pytest.param("one", marks=FULL), "both"])
 def test_two_runs_have_the_same_bits(directions):
     runs = [around("pair", 2, 4, parallel={"ring_directions": directions}, steps=3) for _ in "ab"]
@@ -249,14 +249,14 @@ def test_every_device_holds_the_same_bits_of_what_is_whole():
         assert all((shard == shards[0]).all() for shard in shards)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("nbytes", [64, pytest.param(10_000, marks=FULL)])
 def test_the_size_of_buckets_changes_nothing(nbytes):
     ours = around("pair", 1, parallel={"ring_bucket_bytes": nbytes}, steps=4)
     assert_losses_equal(ours, plain(PAIR, 1, "adam", steps=4), 1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "accumulation"), covering([(2, 1), (3, 4), (0, 4), (1, 4)], [(2, 1)])
 )
@@ -282,7 +282,7 @@ def test_masters_and_moments_may_wait_in_host_memory(stage):
     assert_losses_equal(ours, plain(PAIR, 1, "adam", steps=4), 1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", covering([1, 3], [3]))
 def test_parameters_that_are_not_trained_stay_as_they_are(stage):
     frozen = "layers/0/*"

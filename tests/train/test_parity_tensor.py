@@ -210,7 +210,7 @@ def test_tensor_parallel_training_is_training_on_one_device(name, tensor, stage,
     assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", covering(COMPOSED, ["olmo2"]))
 def test_composed_families_train_under_zero_3_and_tensor_2_as_on_one_device(name):
     test_tensor_parallel_training_is_training_on_one_device(name, 2, 3, "whole")

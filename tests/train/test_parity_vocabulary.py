@@ -42,7 +42,7 @@ def reference(optimizer, accumulation):
     return plain(CASE, accumulation, optimizer, ranks=MESH["data"])
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "optimizer", "accumulation"),
     [

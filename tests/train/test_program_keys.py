@@ -374,7 +374,7 @@ def test_units_are_recomputed_and_chosen_as_keys_say():
     assert recomputed(remat="full", units=["Linear"], **listed) == 5
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_activations_and_matmuls_overlap_over_tensor_as_keys_say():
     def counted(**parallel):
         made = program(mesh={"tensor": 2}, parallel=parallel)

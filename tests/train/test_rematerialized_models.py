@@ -139,7 +139,7 @@ def over_settings():
     )
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @over_settings()
 def test_saved_inputs_of_two_dims_are_offloaded(kind, setting):
     trained(NORMED, kind, setting, activation_checkpointing={"cpu_checkpointing": True})

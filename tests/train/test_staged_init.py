@@ -118,7 +118,7 @@ def test_what_takes_long_to_compile_leaves_time_for_other_work(slow):
     assert callers == [threading.current_thread()] * slow
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_a_chain_to_host_memory_passes_by_group(monkeypatch):
     from jaxspeed.train_state import staged_init as module
 

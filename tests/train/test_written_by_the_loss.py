@@ -151,7 +151,7 @@ class Accumulates(nn.Module):
         return nn.Dense(1)(x)[:, 0]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_the_config_says_what_is_state():
     def loss(model, batch):
         return squared(model(batch["x"]), batch)
@@ -247,7 +247,7 @@ def test_between_micro_batches_a_written_parameter_stays_sharded():
     assert loop.count("f32[64,512]") + loop.count("f32[512,64]") >= 3
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @settings(REPLICATED)
 def test_a_trained_parameter_that_the_loss_writes_is_updated_from_there(setting):
     """As flax's own WeightNorm does: the kernel that is used is the kernel that is stored."""
@@ -292,7 +292,7 @@ def test_what_only_went_through_a_jit_was_not_written(stage):
         assert np.array_equal(before[path], x) == path.startswith("frozen")
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_under_sixteen_bits_a_written_parameter_has_to_keep_its_precision():
     def engine(**sections):
         config = Setting(3, 4, 1).config(64, bf16={"enabled": True}, **sections)
@@ -339,7 +339,7 @@ def test_where_it_cannot_be_kept_it_is_refused(sections, text):
 # -- check, when the fault is put back ------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_check_finds_sown_values_that_are_carried(monkeypatch):
     monkeypatch.setattr(linen_model.LinenModel, "_without_fresh", lambda self, variables: variables)
 
@@ -371,7 +371,7 @@ def test_check_finds_intermediate_values_that_are_carried(monkeypatch):
     assert any(fault.startswith("largest is carried") for fault in report.faults)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_check_finds_a_write_that_is_dropped(monkeypatch):
     monkeypatch.setattr(objective.Objective, "_as_stored", lambda self, written: {})
     engine = jaxspeed.initialize(

@@ -91,7 +91,7 @@ class Wide:
         return [e.outvars[0].aval.shape for e in found if e.params["sharding"].is_fully_replicated]
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.usefixtures("always")
 def test_no_number_changes():
     wide = Wide()

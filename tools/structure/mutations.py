@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support import compilation_cache
+from tests.support.cpu_seconds import DEFAULT
 from tools.structure.mutation_list import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def not_by_default(names: Iterable[str], mutations: Iterable[Mutation]) -> Itera
 
 def _collected(root: Path, mutations: Iterable[Mutation]) -> list[str]:
     files = sorted({str(file) for m in mutations for file in _defining(root, m.test)})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not full", *files]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", DEFAULT, *files]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
@@ -145,7 +146,7 @@ def _pytest(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str
         ),
     }
     return subprocess.run(
-        [*command, "-m", "not full", *nodes],
+        [*command, "-m", DEFAULT, *nodes],
         cwd=copy,
         env=environment,
         capture_output=True,

@@ -26,7 +26,7 @@ from tests.parameter_server.ray.ray_parts import LLAMA, batches
 from tests.support.covering import covering
 
 pytest.importorskip("ray")  # as a script that imports Ray before jaxspeed does
-pytestmark = [pytest.mark.ray, pytest.mark.full]
+pytestmark = [pytest.mark.ray, pytest.mark.sampled]
 
 STORE = 200 * 2**20  # bytes
 config, plain = (partial(of, model=LLAMA) for of in (ray_parts.config, ray_parts.plain))

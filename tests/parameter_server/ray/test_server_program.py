@@ -125,7 +125,7 @@ def test_a_push_of_another_loss_scale_has_the_same_weight():
 FREE = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_an_update_in_buckets_equals_the_update_at_once(monkeypatch):
     sums = {"gradient_allreduce_op": "sum", "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}
     sums["model"] = LLAMA
@@ -160,7 +160,7 @@ def test_a_worker_of_several_devices_computes_as_one_device():
         np.testing.assert_allclose(ours.state().params[path], value, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_random_numbers_are_those_of_the_parameter_server_of_one_controller():
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     given = config(model=DROPPING, optimizer=sgd)
@@ -186,7 +186,7 @@ def test_split_state_and_join_state_round_trip_bitwise(in_bf16):
 MIXING = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.01))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 def test_an_optimizer_that_mixes_parameters_trains_as_on_one_device():
     """Every server updates all of the state; each reduces and publishes its pieces."""
     given = {name: x for name, x in config().items() if name != "optimizer"}
