@@ -28,6 +28,7 @@ from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients, plain_in
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
+from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
@@ -66,8 +67,14 @@ def check(
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
     probe = _probe(program, reduced_by(program))
-    plain = _plain(program)
+    plain = _plain(program, program.batch.accumulation)
     _fits(plain)
+    parts = program.numbered_micro_batches // program.batch.accumulation
+    if parts > 1 and _traced(plain, _as_one_rank(program, batch)).draws_random_numbers:
+        # Each part of a micro-batch draws its own numbers: plain Flax takes the parts one by one.
+        plain = _plain(program, program.numbered_micro_batches)
+    else:
+        parts = 1
     placed = jax.device_put(batch, program.batch_shardings(batch))
     state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)
@@ -89,7 +96,7 @@ def check(
             *_evaluated(program, plain, state, single, placed, order, given),
             *_initialized(plain),
         ]
-    return compare_steps(program, lower, ours, theirs, by_flax, moves, others)
+    return compare_steps(program, lower, ours, theirs, by_flax, moves, others, parts)
 
 
 def _as_one_rank(program: Program, batch: Any) -> Any:
@@ -112,13 +119,13 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
     return program.rebuilt(program.config, program.devices, model)
 
 
-def _plain(program: Program) -> Program:
-    """The same program on one device: one data rank, stage 0, the same micro-batches."""
+def _plain(program: Program, accumulation: int) -> Program:
+    """The same program on one device: one data rank, stage 0, so many entire micro-batches."""
     given = without_axes(program.given_for_one_mesh())
-    zero = {"stage": 0}
-    accumulation = program.numbered_micro_batches
+    if "parallel" in given:
+        given["parallel"] = {k: v for k, v in given["parallel"].items() if k != "batch_parts"}
     given |= {
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": 0},
         "train_batch_size": program.batch.train,
         "train_micro_batch_size_per_gpu": program.batch.train // accumulation,
         "gradient_accumulation_steps": accumulation,
@@ -306,12 +313,18 @@ def _lowest_dtype(program: Program, batch: Any) -> str:
     """The 16-bit dtype of a step's values, if the config does not set it; "" for none."""
     if program.config.compute_dtype != "fp32":
         return ""
+    found = _dtypes(_traced(program, batch).closed.jaxpr)
+    return next((name for name in DTYPE_NAMES if name in found), "")
+
+
+def _traced(program: Program, batch: Any) -> LossProgram:
+    """The traced loss of a micro-batch."""
     variables, batch = with_extra(program.model.variables, batch)
     one = micro_batch_shapes(batch, program.batch.accumulation)
     index = jnp.zeros((), jnp.int32)
     trace = program.in_mesh(lambda *rest: program.objective.trace(rest, train=True))
-    found = _dtypes(trace(variables, one, index, index).closed.jaxpr)
-    return next((name for name in DTYPE_NAMES if name in found), "")
+    found: LossProgram = trace(variables, one, index, index)
+    return found
 
 
 def _dtypes(jaxpr: Any) -> set[str]:

@@ -60,6 +60,7 @@ class CheckReport:
     # Parameters and state that are not trained or carried as by plain JAX and Flax.
     faults: tuple[str, ...] = ()
     lower: str = ""  # the 16-bit dtype in which the model computes by itself
+    parts: int = 1  # of a micro-batch, in which plain Flax draws its random numbers
 
     @property
     def gradient(self) -> float:
@@ -93,9 +94,15 @@ class CheckReport:
         if len(worst) > SHOWN:
             table.add_row(f"{len(worst) - SHOWN} others, all smaller", "", "")
         notes = self.faults
+        if self.parts > 1:
+            notes += (
+                f"the loss draws random numbers, which each of the {self.parts} parts of a "
+                "micro-batch draws by itself: one device computes the same parts, so that this "
+                "check does not see what the division of the micro-batch changes",
+            )
         apart = [leaf.path for leaf in worst if leaf.update > self.tolerance]
         if self.ok and apart:
-            notes = (
+            notes += (
                 f"updates of {listed(apart)} differ although the gradients agree: an optimizer "
                 "that divides by a gradient's size (Adam) makes full steps of rounding noise",
             )
@@ -143,12 +150,14 @@ def compare_steps(
     by_flax: PlainGradients,
     moves: Sequence[Moves],
     others: Iterable[tuple[str, Any, Any]] = (),
+    parts: int = 1,
 ) -> CheckReport:
     """Compare the sharded step with the plain one and with plain Flax.
 
     Args:
       lower: the 16-bit dtype in which the model computes.
       others: (what, by the engine, by plain Flax), compared as well.
+      parts: of a micro-batch, which one device takes one by one.
     """
     tolerance = TOLERANCE[DTYPE_NAMES.get(lower, program.config.compute_dtype)]
     if program.update.ring:
@@ -184,7 +193,8 @@ def compare_steps(
     ]
     if ours.skipped:  # it carries nothing on
         faults = ["the step is skipped: the norm of its gradients is not finite"]
-    return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults), lower)
+    devices = len(program.devices)
+    return CheckReport(loss, leaves, tolerance, devices, tuple(faults), lower, parts)
 
 
 def _faults(

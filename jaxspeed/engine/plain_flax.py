@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -22,7 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.core import meta
+from flax.core import lift, meta
 from flax.core.scope import DenyList, in_filter, union_filters
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
@@ -88,13 +88,15 @@ def plain_gradients(
         made = plain_model(model, user_model, *given, train=True, step=step, micro=number)
         if _is_linen(made):
             made.variables = _without(made.variables, sown)
+            made.split_streams(split)
         return made
 
-    sown = set[tuple[str, ...]]()
+    sown, split = set[tuple[str, ...]](), set[str]()
     one = jax.tree.map(lambda x: x[0], micro)
     values = {**params, **variables}
     jax.eval_shape(
-        with_own_axes(lambda v: _recorded(loss_fn, bound(v, 0), (one, v, step, 0), sown)), values
+        with_own_axes(lambda v: _recorded(loss_fn, bound(v, 0), (one, v, step, 0), sown, split)),
+        values,
     )
     sown = {place for place in sown if collections is None or place[0] not in collections}
     roles: dict[str, Role] = {}
@@ -263,6 +265,12 @@ class PlainLinen:
         # In evaluation calls change nothing, but sow.
         self._kept = DenyList(("params",) if training else tuple(variables))
 
+    def split_streams(self, names: Iterable[str]) -> None:
+        """Add the streams that a lifted transformation splits, which nothing falls back from."""
+        key = self._rngs[FALLBACK]
+        for i, name in enumerate(sorted(set(names) - set(self._rngs))):
+            self._rngs[name] = jax.random.fold_in(key, i)
+
     def __getattr__(self, name: str) -> Any:
         if name == "module":
             raise AttributeError(name)
@@ -330,15 +338,21 @@ def _both(old: Any, new: Any) -> Any:
     return {**new, **{name: _both(x, new[name]) if name in new else x for name, x in old.items()}}
 
 
-def _recorded(loss_fn: Any, bound: Any, given: Any, sown: set[tuple[str, ...]]) -> None:
-    """Run the loss and record where Linen modules sow."""
-    sow = nn.Module.sow
+def _recorded(
+    loss_fn: Any, bound: Any, given: Any, sown: set[tuple[str, ...]], split: set[str]
+) -> None:
+    """Run the loss; record where Linen modules sow and which streams lifted functions split."""
+    sow, pack = nn.Module.sow, lift.pack
 
     def noted(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
         sown.add((col, *self.path, name))
         return sow(self, col, name, *args, **kwargs)
 
-    with mock.patch.object(nn.Module, "sow", noted):
+    def packed(fn: Any, ins: Any, outs: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        split.update(name for name in jax.tree.leaves(rngs) if isinstance(name, str))
+        return pack(fn, ins, outs, rngs, *args, **kwargs)
+
+    with mock.patch.object(nn.Module, "sow", noted), mock.patch.object(lift, "pack", packed):
         call_loss(loss_fn, bound, *given, train=True)
 
 

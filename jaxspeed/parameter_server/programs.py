@@ -121,7 +121,7 @@ class LocalProgram(ServedProgram):
     @cached_property
     def worker_steps(self) -> tuple[WorkerStep, ...]:
         splits = split_evenly(self.table)
-        return tuple(WorkerStep(program, splits) for program in self.worker_programs)
+        return tuple(WorkerStep(program, splits, self.workers) for program in self.worker_programs)
 
     def worker(self, number: int) -> WorkerStep:
         """The programs of one worker."""

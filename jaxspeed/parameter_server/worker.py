@@ -35,6 +35,7 @@ class WorkerStep:
 
     program: Program
     splits: Splits  # over the servers
+    workers: int
 
     @cached_property
     def gradients(self) -> Any:
@@ -47,7 +48,7 @@ class WorkerStep:
         def gradients(
             pulled: Pulled, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
         ) -> Sums:
-            refuse_mixed_samples(self.program, variables, part)
+            refuse_mixed_samples(self.program, self.workers, variables, part)
             sources = self.join(pulled)
             sums = self.program.gradients.of_part(sources, variables, part, step, scale, first)
             return sums._replace(grads={path: pieces(path, x) for path, x in sums.grads.items()})
@@ -169,11 +170,15 @@ def host_parts(batch: Any, workers: int) -> list[Any]:
     return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
 
 
-def refuse_mixed_samples(program: Program, variables: Arrays, part: Any) -> None:
+def refuse_mixed_samples(program: Program, workers: int, variables: Arrays, part: Any) -> None:
     """ModelError where a worker's part of the batch is not enough for what the loss computes."""
-    count = program.batch.accumulation
-    few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
-    rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
+
+    def of_all_workers(x: Any) -> Any:
+        """The shape of a micro-batch."""
+        samples = [x.shape[0] // program.batch.accumulation * workers] if x.shape else []
+        return jax.ShapeDtypeStruct((*samples, *x.shape[1:]), x.dtype)
+
+    rest = (variables, jax.tree.map(of_all_workers, part), jnp.asarray(0), jnp.asarray(0))
     model, where = program.model, 'parallel.data_reduction "parameter_server"'
     if jax.eval_shape(model.after_step, dict(model.variables), jnp.asarray(0)):
         raise ModelError(
@@ -186,7 +191,7 @@ def refuse_mixed_samples(program: Program, variables: Arrays, part: Any) -> None
             "norm, say), and workers push gradients alone. "
             'Write "xla", or use a norm without running statistics'
         )
-    found = program.objective.by_parts(rest, train=True, parts=1)
+    found = program.objective.by_parts(rest, train=True, parts=workers)
     found.refuse_mixed(where, "each worker", 'use "xla"')
 
 

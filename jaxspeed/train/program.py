@@ -153,9 +153,11 @@ class Program:
     def numbered_micro_batches(self) -> int:
         """The micro-batches of a step with random numbers of their own.
 
-        With rings each rank numbers its own: `ranks` times as many.
+        With rings each rank numbers its own: `ranks` times as many. So does each of the parts into
+        which a device divides a micro-batch.
         """
-        return self.batch.accumulation * (self.ranks if self.update.ring else 1)
+        ranks = self.ranks if self.update.ring else 1
+        return self.batch.accumulation * ranks * self.config.parallel.batch_parts
 
     def given_for_one_mesh(self) -> dict[str, Any]:
         """The config as it was given, without the keys that need more than one mesh."""

@@ -184,16 +184,24 @@ def test_parts_of_a_micro_batch_are_refused():
         made.train_batch(batch)
 
 
-def test_a_worker_of_a_parameter_server_has_only_its_own_samples():
-    with pytest.raises(ModelError, match="and each worker has only its own samples; use"):
-        run = served(model=Net, loss_fn=by_contrast)
-        run.train_batch(batches(1, run.program.batch.train)[0])
-
-
 def squares(model, batch):
     error = jnp.square(model(batch["x"])).mean(-1)
     largest = {"largest": error.max(), "mean": error.mean()}
     return error.sum(), jnp.float32(len(error)), largest
+
+
+def unlike_of_all_workers(model, batch):
+    """Another loss for a micro-batch than for a worker's part and for two of them."""
+    total, weight, _ = squares(model, batch)
+    return total * (10 if len(batch["x"]) > 4 else 1), weight
+
+
+@pytest.mark.default_cases("by_contrast")
+@pytest.mark.parametrize("loss", [by_contrast, unlike_of_all_workers])
+def test_a_worker_of_a_parameter_server_has_only_its_own_samples(loss):
+    with pytest.raises(ModelError, match="and each worker has only its own samples; use"):
+        run = served(model=Net, loss_fn=loss)
+        run.train_batch(batches(1, run.program.batch.train)[0])
 
 
 def test_a_metric_that_mixes_is_that_of_a_micro_batch_of_all_ranks():

@@ -173,7 +173,7 @@ class WorkerActor:
             )
         program = build.inputs.program(build.resources.worker_config, devices)
         self._layout = build.layout
-        self._step = WorkerStep(program, build.layout.splits)
+        self._step = WorkerStep(program, build.layout.splits, build.resources.workers)
         return os.getpid()
 
     def begin(self, built: int, variables: Arrays, *frozen: Arrays) -> int:
