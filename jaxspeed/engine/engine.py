@@ -35,6 +35,7 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained, saved_adapter
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.objective.metric import TOTALS
 from jaxspeed.placement.codec import Stored, unpad
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.paths import listed
@@ -191,9 +192,14 @@ class Engine(DeepSpeedHabits):
         self._profile.end(self._reporter.step, metrics, compiled, placed, self._state)
         return metrics
 
-    @watched("evaluate")
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
+        metrics = self.eval_totals(batch, extra)
+        return {name: value for name, value in metrics.items() if name != TOTALS}
+
+    @watched("evaluate")
+    def eval_totals(self, batch: Batch, extra: Any = None) -> Metrics:
+        """As `eval_batch`, and what a mean over several batches would not combine, as `Metric`s."""
         once = self._gathered.now()
         placed = self._place(batch, "evaluating" if once else "eval_batch", None, extra)
         state: Any = once.shapes if once else self.state

@@ -103,13 +103,18 @@ def plain_gradients(
     jax.eval_shape(lambda v: _note_roles(bound(v, 0), collections, adds, roles), values)
     moving = [*(path for path, role in roles.items() if role == "parameter"), *adapters]
 
-    def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any, unit: Any) -> Any:
+    def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any, means: Any) -> Any:
         model_now = bound({**values, **active}, number)
         returned = call_loss(loss_fn, model_now, batch, values, step, number, train=True)
         loss, _ = parse_loss(returned, stop_weight=False)
         total, weight = loss.total, loss.weight
-        if unit is not None:  # the mean weight of all micro-batches
-            total, weight = total + loss.auxiliary * unit, unit
+        own = (weight, [term.weight for term in loss.terms])
+        if means is not None:  # the mean weights of all micro-batches
+            of_loss, of_terms = means
+            some = [of_loss, *(w for w in of_terms if w is not None)]
+            total, weight = _per(total, of_loss), jnp.any(jnp.stack(some) > 0).astype(total.dtype)
+            for term, of_term in zip(loss.terms, of_terms, strict=True):
+                total = total + (term.total if of_term is None else _per(term.total, of_term))
         every = _values(model_now)
         fresh = tuple("/".join(place) for place in sown)
         created.update(
@@ -122,8 +127,7 @@ def plain_gradients(
             for path, x in every.items()
             if roles.get(path, "other") != "other" and path not in weights
         }
-        mean = jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
-        return mean, (total, weight, after, loss.auxiliary)
+        return _per(total, weight), (total, weight, after, own)
 
     created = set[str]()
 
@@ -137,7 +141,7 @@ def plain_gradients(
         number, batch = xs
         active = {path: values[path] for path in moving}
         new, (t, w, after, _) = jax.grad(loss_now, has_aux=True)(
-            active, values, batch, number, unit
+            active, values, batch, number, means
         )
         grads = {
             p: g + jnp.conj(new[p]).astype(g.dtype) * w.astype(g.dtype) for p, g in grads.items()
@@ -149,17 +153,18 @@ def plain_gradients(
 
     count = jax.tree.leaves(micro)[0].shape[0]
     every_one = jnp.arange(count), micro
-    *shapes, auxiliary = jax.eval_shape(
+    *shapes, (_, others) = jax.eval_shape(
         lambda v: operator.itemgetter(0, 1, 3)(loss({}, v, one, 0, None)[1]), values
     )
-    unit = None
-    if auxiliary is not None:
-        unit = jax.lax.map(lambda xs: loss_now({}, values, *xs[::-1], None)[1][1], every_one).mean()
+    means = None
+    if others:
+        each = jax.lax.map(lambda xs: loss_now({}, values, *xs[::-1], None)[1][3], every_one)
+        means = jax.tree.map(lambda x: x.mean(0), each)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     start: Any = (values, {path: wide(values[path]) for path in moving}, *zeros)
     (values, grads, total, weight), _ = jax.lax.scan(one_more, start, every_one)
     values = {**values, **_after_step(bound(values, AFTER_MICRO_BATCHES), values, roles)}
-    share = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
+    share = _per(jnp.ones_like(weight), weight)
     grads = {path: g * share.astype(g.dtype) for path, g in grads.items()}
     created = {path for path in created if collections is None or path.split("/")[0] in collections}
     return PlainGradients(total * share, grads, values, Names(tuple(sorted(created))))
@@ -193,13 +198,19 @@ def plain_loss(
     def loss_of(params: Arrays, variables: Arrays, batch: Any) -> Any:
         made = plain_model(model, user_model, params, variables, train=train, step=step, micro=0)
         loss, _ = parse_loss(call_loss(loss_fn, made, batch, variables, step, 0, train=train))
-        return loss.total, loss.weight
+        terms = [(x.total, x.weight) for x in loss.terms if x.weight is not None]
+        return sum((_per(*term) for term in terms), _per(loss.total, loss.weight))
 
     def loss(*args: Any) -> Any:
         return with_own_axes(loss_of)(*args)[0]
 
     loss_now = autocast_function(loss, autocast) if autocast else loss
-    total, weight = loss_now(params, variables, batch)
+    mean: jax.Array = loss_now(params, variables, batch)
+    return mean
+
+
+def _per(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """The total over the weight, and 0 without weight."""
     return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
 
 

@@ -169,7 +169,7 @@ class ForwardPrograms:
     ) -> tuple[jax.Array, Arrays]:
         variables = {**state.variables, **caches}
         loss, written = self._objective(state.sources, variables, batch, state.step, 0, False)
-        logits = loss.metrics["logits"]
+        logits = loss.metrics["logits"].value
         keys = jax.random.wrap_key_data(draws["keys"])
         for numbers in (jnp.arange(len(logits)), draws["drawn"]):
             keys = jax.vmap(jax.random.fold_in)(keys, numbers)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.objective.loss import Loss
+from jaxspeed.objective.metric import Metric
 from jaxspeed.train_state.state import Arrays
 
 
@@ -20,7 +21,7 @@ class Sums(NamedTuple):
     grads: Arrays  # weighted mean so far, times the loss scale
     total: jax.Array
     weight: jax.Array
-    metrics: dict[str, jax.Array]  # weighted mean so far
+    metrics: dict[str, Metric]  # so far
     errors: Any = ()  # by bucket, the quantization errors of ring messages
 
 
@@ -32,13 +33,15 @@ def accumulate[Part: (Loss, Sums)](seen: Part, new: Part) -> tuple[Part, jax.Arr
     weight = seen.weight + new.weight
     share = per_weight(new.weight, weight)
 
-    def metric(old: jax.Array, new: jax.Array) -> jax.Array:
+    def mean(old: jax.Array, new: jax.Array) -> jax.Array:
         """The mean of both; of a part without weight it may be 0 / 0."""
-        mean = running_mean(old, new, share)
-        return jnp.where(share == 0, old, jnp.where(share == 1, new, mean))
+        both = running_mean(old, new, share)
+        return jnp.where(share == 0, old, jnp.where(share == 1, new, both))
 
-    metrics = {name: metric(seen.metrics[name], value) for name, value in new.metrics.items()}
+    metrics = {name: seen.metrics[name].combined(x, mean) for name, x in new.metrics.items()}
     added = seen._replace(total=seen.total + new.total, weight=weight, metrics=metrics)
+    if isinstance(added, Loss) and isinstance(new, Loss):
+        added = added._replace(terms=jax.tree.map(jnp.add, added.terms, new.terms))
     return added, share
 
 

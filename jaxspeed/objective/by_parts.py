@@ -19,6 +19,7 @@ from jaxspeed.jaxpr.sample_derivatives import Derivatives
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
 from jaxspeed.jaxpr.single_sample import refuse_another_computation
+from jaxspeed.objective.metric import Metric
 
 log = logging.getLogger("jaxspeed")
 
@@ -110,12 +111,19 @@ def by_parts(
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
         found = analysis.run(jaxpr, two.closed.jaxpr, [*known, *inputs])
         loss, _ = jax.tree.unflatten(one.out_tree, found)
-        if loss.auxiliary is not None:
+        if loss.auxiliary:
             return ByParts("the loss returns an auxiliary term, which is of an entire micro-batch")
-        pairs = ((name, _average(x, loss.weight)) for name, x in loss.metrics.items())
-        metrics = {name: why for name, why in pairs if why}
-        draws = loss.total.draws or loss.weight.draws
-        return ByParts(_quotient_of_sums(loss.total, loss.weight), metrics, draws)
+        metrics = {}
+        for name, metric in loss.metrics.items():
+            why = _unlike_parts(metric, loss.weight)
+            if why and metric.kind == "mean":
+                metrics[name] = why
+            elif why:  # combined as it is declared
+                log.warning("the metric %s %s; ranks compute it of their own samples", name, why)
+        every = [(loss.total, loss.weight), *loss.terms]
+        draws = any(x.draws for pair in every for x in pair)
+        reasons = filter(None, (_quotient_of_sums(*pair) for pair in every))
+        return ByParts(next(reasons, None), metrics, draws)
 
     counts = (own, total)
     try:
@@ -159,6 +167,14 @@ def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:
         "the loss's sum and weight do not grow alike with the number of samples (return the mean "
         "alone, or the sum and what to divide it by)"
     )
+
+
+def _unlike_parts(metric: Metric, weight: SampleValue) -> str | None:
+    """Why a metric of a batch is not what its parts' are combined into."""
+    if metric.kind == "mean":
+        return _average(metric.value, weight)
+    sums: list[SampleValue] = jax.tree.leaves(metric) if metric.kind in ("ratio", "sum") else []
+    return next((f"mixes samples ({x.why})" for x in sums if x.kind is SampleKind.MIXED), None)
 
 
 def _average(metric: SampleValue, weight: SampleValue) -> str | None:

@@ -27,22 +27,25 @@ from jaxspeed.jaxpr.traverse import (
     is_var,
     open_jaxpr,
 )
+from jaxspeed.objective.loss import Weights
 from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.placement.paths import listed
 from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 
-def weight_of(program: LossProgram, batch: Any) -> jax.Array:
-    """The weight of a batch as the loss reads it.
+def weights_of(program: LossProgram, batch: Any) -> Weights:
+    """The weights of a batch as the loss reads it, of all its terms.
 
     Raises:
-      ModelError: the weight depends on more than the batch.
+      ModelError: a weight depends on more than the batch.
     """
-    closed = program.closed
+    closed, loss = program.closed, program.loss_outputs
     known = dict(zip(program.batch, jax.tree.leaves(batch), strict=True))
     known |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    at = program.loss_outputs.weight
-    weight: jax.Array = _Needed(closed.jaxpr, known).value(closed.jaxpr.outvars[at])
-    return weight
+    needed = _Needed(closed.jaxpr, known)
+    at = Weights(loss.weight, tuple(term.weight for term in loss.terms))
+    weights: Weights = jax.tree.map(lambda i: needed.value(closed.jaxpr.outvars[i]), at)
+    return weights
 
 
 def with_weight_differentiated(program: LossProgram, trained: Collection[str]) -> LossProgram:
@@ -50,11 +53,33 @@ def with_weight_differentiated(program: LossProgram, trained: Collection[str]) -
 
     The weight is a number of samples or tokens in almost all losses: `parse_loss` stops its
     gradient, and only here it is looked whether there is one.
+
+    Raises:
+      ModelError: the weight of one of several terms has one.
     """
-    jaxpr, at = program.closed.jaxpr, program.loss_outputs.weight
+    jaxpr, loss = program.closed.jaxpr, program.loss_outputs
+    for term in loss.terms:
+        if term.weight is not None and (found := _trained_weight(program, term.weight, trained)):
+            raise ModelError(
+                "a weight of loss_fn's Terms depends on parameters that are trained "
+                f"({listed(found[1])}): return (sum, jax.lax.stop_gradient(weight)), or the mean"
+            )
+    if not (found := _trained_weight(program, loss.weight, trained)):
+        return program
+    weight, paths = found
+    outvars = [weight if i == loss.weight else v for i, v in enumerate(jaxpr.outvars)]
+    differentiated = program.rewritten(jaxpr.replace(outvars=outvars))
+    return replace(differentiated, weight_parameters=paths)
+
+
+def _trained_weight(
+    program: LossProgram, at: Any, trained: Collection[str]
+) -> tuple[Any, tuple[str, ...]] | None:
+    """(the result `at` before its gradient is stopped, the trained parameters of the gradient)."""
+    jaxpr = program.closed.jaxpr
     stops = [e for e in jaxpr.eqns if jaxpr.outvars[at] in e.outvars]
     if not stops or stops[0].primitive.name != "stop_gradient" or not is_var(stops[0].invars[0]):
-        return program
+        return None
     (weight,) = stops[0].invars
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     # A custom derivative that returns a sum and its weight has tangents for both.
@@ -70,10 +95,8 @@ def with_weight_differentiated(program: LossProgram, trained: Collection[str]) -
     paths = {v: path for path, v in program.parameters.items() if path in trained and v in read}
     moves = [v in paths for v in inputs if v in read]
     if not any(moves) or not ad.jvp_jaxpr(ClosedJaxpr(needed, closed.consts), moves, False)[1][0]:
-        return program
-    outvars = [weight if i == at else v for i, v in enumerate(jaxpr.outvars)]
-    differentiated = program.rewritten(jaxpr.replace(outvars=outvars))
-    return replace(differentiated, weight_parameters=tuple(paths.values()))
+        return None
+    return weight, tuple(paths.values())
 
 
 class _Needed:
@@ -97,9 +120,9 @@ class _Needed:
         eqn = self.made.get(v)
         if eqn is None:
             raise ModelError(
-                "loss_fn returned (sum, weight, auxiliary), and the weight depends on more than "
-                "the batch: with several micro-batches it has to be known before the loss, as the "
-                "number of tokens that count is"
+                "loss_fn returned several terms, or (sum, weight, auxiliary), and the weight "
+                "depends on more than the batch: with several micro-batches it has to be known "
+                "before the loss, as the number of tokens that count is"
             )
         if eqn.primitive.name == "unstack" and eqn.params["axis"] == 0:
             return self._row(eqn.invars[0], eqn.outvars.index(v))

@@ -21,9 +21,9 @@ from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.autocast import Autocast
 from jaxspeed.objective.by_parts import ByParts
-from jaxspeed.objective.loss import Loss
+from jaxspeed.objective.loss import Loss, Weights
 from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.loss_weight import weight_of
+from jaxspeed.objective.loss_weight import weights_of
 from jaxspeed.objective.passes import PartContext, after_split, boundaries
 from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.ops.free_axes import free_axes, free_sample_shards
@@ -170,8 +170,10 @@ class Objective:
             total = constrain(total, at, "squares")
         return unpad(total, tuple(shape[d] for d in of_total))
 
-    def unit(self, variables: Arrays, micro: Any, step: Any) -> jax.Array | None:
-        """The mean weight of micro-batches [micro-batches, ...]; None without an auxiliary term.
+    def mean_weights(
+        self, variables: Arrays, micro: Any, step: Any, train: bool = True
+    ) -> Weights | None:
+        """The mean weights of micro-batches [micro-batches, ...]; None for a loss of one term.
 
         Computed before the micro-batches: their weights have to depend on the batch alone.
         """
@@ -180,10 +182,12 @@ class Objective:
             return jax.tree.map(lambda x: self.cast(x[0]), micro)
 
         one = jax.eval_shape(first, micro)
-        program = self.trace((variables, one, jnp.asarray(step), jnp.asarray(0)), train=True)
-        if program.loss_outputs.auxiliary is None:
+        program = self.trace((variables, one, jnp.asarray(step), jnp.asarray(0)), train)
+        if not program.loss_outputs.terms:
             return None
-        return jax.vmap(lambda one: weight_of(program, jax.tree.map(self.cast, one)))(micro).mean()
+        weights = jax.vmap(lambda one: weights_of(program, jax.tree.map(self.cast, one)))(micro)
+        means: Weights = jax.tree.map(lambda x: x.mean(0), weights)
+        return means
 
     def _run(
         self, traced: LossProgram, args: Sequence[Any], recompute: Recompute, batch: Any

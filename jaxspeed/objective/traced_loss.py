@@ -176,7 +176,8 @@ class LossTraces:
             with model.naming(bound), cast, sharded, foreign("loss_fn(model, batch)", batch):
                 returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
-            found = found if train else found._replace(auxiliary=None)
+            if not train:
+                found = found._replace(terms=tuple(x for x in found.terms if x.weight is not None))
             after = model.mutated(bound, params) if train else model.cached_values(bound)
             dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}
             written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}

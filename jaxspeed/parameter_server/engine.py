@@ -24,6 +24,7 @@ from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.accumulate import Sums
+from jaxspeed.objective.metric import TOTALS
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
 from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram, build
 from jaxspeed.parameter_server.schedules import (
@@ -118,8 +119,8 @@ class ServedEngine(Engine):
         return metrics
 
     @watched("evaluate")
-    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
-        """The loss of a batch in evaluation mode, once every push in flight has arrived."""
+    def eval_totals(self, batch: Batch, extra: Any = None) -> Metrics:
+        """As `Engine.eval_totals`, once every push in flight has arrived."""
         parts = self._parts(batch, "eval_batch", None, extra)
         self._drain()
         return self._as_arrays(self._aborting(evaluated, self._workers, self._store, parts))
@@ -148,7 +149,7 @@ class ServedEngine(Engine):
                 return x
             return jax.device_put(np.float32(x) if isinstance(x, int | float) else x, device)
 
-        return {name: array(x) for name, x in metrics.items()}
+        return {name: x if name == TOTALS else array(x) for name, x in metrics.items()}
 
     @watched("save")
     def wait(self) -> None:
@@ -187,8 +188,8 @@ class LocalServedEngine(ServedEngine):
         return self.program.parts(placed)
 
     @watched("evaluate")
-    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
-        metrics = super().eval_batch(batch, extra)
+    def eval_totals(self, batch: Batch, extra: Any = None) -> Metrics:
+        metrics = super().eval_totals(batch, extra)
         self._store.pace.sent(metrics["loss"])
         return metrics
 

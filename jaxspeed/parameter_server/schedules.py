@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from jaxspeed.errors import RunError
 from jaxspeed.objective.accumulate import Sums
+from jaxspeed.objective.metric import totals
 from jaxspeed.parameter_server.server import folded_losses, mean_loss
 from jaxspeed.parameter_server.staleness import Ledger, Push, Rule
 from jaxspeed.train.program import Metrics
@@ -266,5 +267,4 @@ def evaluated(workers: Pool, store: ServerStore, parts: Sequence[Any]) -> Metric
     first, *others = (store.losses(one) for one in run_all(workers, store, parts, train=False))
     for one in others:
         first = folded_losses(first, one)
-    metrics: Metrics = mean_loss(first)
-    return metrics
+    return {**mean_loss(first), **totals(first.metrics)}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
+from jaxspeed.objective.metric import results
 from jaxspeed.optim import global_norm
 from jaxspeed.parameter_server.bucketed_update import BucketedUpdate, UpdateBuckets
 from jaxspeed.placement.memory_kinds import in_host, on_device
@@ -162,4 +163,4 @@ def folded_losses(seen: Sums, new: Sums) -> Sums:
 def mean_loss(sums: Sums) -> Metrics:
     """Loss, weight and metrics of sums without gradients."""
     loss = per_weight(sums.total, sums.weight)
-    return {**sums.metrics, "loss": loss, "weight": sums.weight}
+    return {**results(sums.metrics), "loss": loss, "weight": sums.weight}

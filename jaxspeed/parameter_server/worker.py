@@ -193,6 +193,11 @@ def refuse_mixed_samples(program: Program, workers: int, variables: Arrays, part
         )
     found = program.objective.by_parts(rest, train=True, parts=workers)
     found.refuse_mixed(where, "each worker", 'use "xla"')
+    if program.objective.trace(rest, train=True).loss_outputs.terms:
+        raise ModelError(
+            f"{where}: the loss has several terms, which are averaged by their weights of the "
+            'entire step, and a worker knows those of its own part; use "xla" or "ring"'
+        )
 
 
 def wire_of(config: Config) -> Any:

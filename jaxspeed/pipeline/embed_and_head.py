@@ -44,7 +44,7 @@ def head_and_loss(
     outs = _run(split, split.parts.after, inputs, carry, REPLICATED)
     loss: Loss
     loss, after = jax.tree.unflatten(split.program.out_tree, outs)
-    return loss.with_auxiliary(split.unit), after
+    return loss.folded(split.mean_weights), after
 
 
 def _run(

@@ -89,5 +89,5 @@ class Pipeline:
         kind = UnlikeStage if isinstance(split.layout.stack, UnlikeStages) else Stage
         stage = kind(split, self.chunks, recompute, self.gather == "step")
         # Computed once, here: first used in the loop over ticks, they would be computed per tick.
-        _ = split.outer, split.unit, stage.weights, stage.context
+        _ = split.outer, split.mean_weights, stage.weights, stage.context
         return stage

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import Jaxpr
+from jaxspeed.objective.loss import Weights
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_sample_shards
@@ -70,9 +71,9 @@ class SplitStep:
         return program, parts
 
     @cached_property
-    def unit(self) -> jax.Array | None:
-        """The mean weight of the micro-batches, if the loss has an auxiliary term."""
-        return self.objective.unit(self.variables, self.micro, self.step) if self.train else None
+    def mean_weights(self) -> Weights | None:
+        """The mean weights of the micro-batches, if the loss has several terms."""
+        return self.objective.mean_weights(self.variables, self.micro, self.step, self.train)
 
     @cached_property
     def _one(self) -> Any:

@@ -114,11 +114,15 @@ class Reduction:
         Every rank sums the same numbers in rank order.
         """
         total, weight, metrics = jax.tree.map(lambda x: x[0], scalars)
-        row = jnp.stack([total, weight, *(m.astype(total.dtype) for m in metrics.values())])
+        values, tree = jax.tree.flatten(metrics)
+        row = jnp.stack([total, weight, *(x.astype(total.dtype) for x in values)])
         every = self.rings.gather_ranks(row, ranks)  # [ranks, 2 + metrics]
         of_rank, every_weight = shares(every[:, 1])
-        means = (every[:, 2:] * of_rank[:, None]).sum(axis=0)
-        summed = {name: mean.astype(m.dtype) for (name, m), mean in zip(metrics.items(), means)}
+        columns = (every[:, i].astype(x.dtype) for i, x in enumerate(values, 2))
+        summed = {
+            name: metric.over_parts(lambda x: (x * of_rank).sum().astype(x.dtype))
+            for name, metric in jax.tree.unflatten(tree, columns).items()
+        }
         return (every[:, 0].sum(), every_weight, summed), per_weight(weight, every_weight)
 
     # -- error feedback -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.objective.metric import TOTALS, Metric
 from jaxspeed.train_state.staged_init import compile_ahead
 from jaxspeed.user_models.config_model import resolve_model
 from jaxspeed.user_models.pretrained_model import Pretrained
@@ -24,23 +25,37 @@ log = logging.getLogger("jaxspeed")
 
 @dataclass
 class Evaluated:
-    """Loss and other metrics of samples, each a total over the total weight."""
+    """Loss and other metrics of samples: totals over the total weight, or as they are declared."""
 
     weight: float = 0.0  # what the loss was divided by: the tokens or labels that count
-    totals: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    declared: dict[str, Metric] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float], weight: float) -> None:
         """Add the means of further samples, of this weight together."""
         self.weight += weight
         for name, mean in metrics.items() if weight else ():  # without weight it is 0 / 0
-            self.totals[name] = self.totals.get(name, 0.0) + mean * weight
+            self.sums[name] = self.sums.get(name, 0.0) + mean * weight
+
+    def join(self, metrics: Mapping[str, Metric], copies: int) -> None:
+        """Add declared metrics of further samples, of which there are so many copies."""
+        for name, metric in metrics.items():
+            if metric.kind in ("ratio", "sum"):
+                metric = jax.tree.map(lambda x: x / copies, metric)
+            seen = self.declared.get(name)
+            self.declared[name] = metric if seen is None else seen.combined(metric)
 
     @property
     def means(self) -> dict[str, float]:
         """The loss, and the loss function's own metrics."""
-        if not self.weight:
-            return {"loss": math.nan}
-        return {name: total / self.weight for name, total in self.totals.items()}
+        declared = {name: float(metric.result) for name, metric in self.declared.items()}
+        terms = {name: x.coefficient for name, x in self.declared.items() if x.coefficient}
+        if not self.weight and not terms:
+            return {"loss": math.nan, **declared}
+        found = {name: total / self.weight for name, total in self.sums.items() if self.weight}
+        if terms:
+            found["loss"] = sum(declared[name] * x for name, x in terms.items())
+        return found | declared
 
 
 class Part(NamedTuple):
@@ -71,8 +86,11 @@ def evaluate(
     found = Evaluated()
     with engine.evaluating():
         for batch, samples, copies in itertools.islice(parts, most):
-            values = jax.device_get(engine.eval_batch(batch))
-            metrics = {name: float(value) for name, value in values.items()}
+            values = jax.device_get(engine.eval_totals(batch))
+            declared = values.pop(TOTALS, {})
+            found.join(declared, copies)
+            own = {name: x for name, x in values.items() if name not in declared}
+            metrics = {name: float(value) for name, value in own.items()}
             weight = metrics.pop("weight")
             found.add(metrics, (weight if samples is None else samples) / copies)
             if stop():

@@ -26,7 +26,8 @@ from jaxspeed.objective.accumulate import (
     running_mean,
     shares,
 )
-from jaxspeed.objective.loss import Loss
+from jaxspeed.objective.loss import Loss, Weights
+from jaxspeed.objective.metric import of_none
 from jaxspeed.objective.objective import Objective
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
@@ -128,7 +129,7 @@ class Gradients:
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
         names = program.weight_parameters
-        if names and program.loss_outputs.auxiliary is None:  # `unit` refuses those with a term
+        if names and not program.loss_outputs.terms:  # `mean_weights` refuses those with others
             raise ModelError(
                 "loss_fn returned (sum, weight), and the weight depends on parameters that are "
                 f"trained ({listed(names)}): over several micro-batches, or stages of a pipeline, "
@@ -185,11 +186,11 @@ class Gradients:
         micro: Any,
         scale: Any,
         weight_of: Callable[[Loss], jax.Array] = lambda loss: loss.weight,
-        unit: jax.Array | None = None,
+        weights: Weights | None = None,
     ) -> tuple[Sums, Arrays]:
         """One micro-batch: gradients of scale * total / `weight_of`(loss).
 
-        `unit` is the mean weight of all, if the loss has an auxiliary term.
+        `weights` are the mean weights of all, if the loss has several terms.
         """
         trained = {row.path for row in self.table if row.leaf.trainable}
 
@@ -200,7 +201,7 @@ class Gradients:
         def scaled(active: Arrays) -> tuple[jax.Array, tuple[Loss, Arrays]]:
             every = {path: active.get(path, value) for path, value in sources.items()}
             loss, after = self._loss(every, state, batch, step, micro)
-            loss = loss.with_auxiliary(unit)
+            loss = loss.folded(weights)
             if type(loss.total) is not type(next(iter(active.values()))):  # not differentiated
                 raise ModelError(
                     "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
@@ -266,11 +267,12 @@ class Gradients:
         one: Micro | None = None,
         errors: Any = (),
         first: Any = 0,
+        weights: Weights | None = None,
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
 
         `one(variables, batch, number, errors so far)` computes one, by default `_micro`; `first` is
-        the number of the first.
+        the number of the first; `weights` are the mean weights of all, by default of these.
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
@@ -289,10 +291,11 @@ class Gradients:
             grad = pad(grad, row.shape(row.grad))
             return constrain(grad, self.table.sharding(row.grad), "accumulate")
 
-        unit = None if one else self.objective.unit(variables, micro, step)
+        if not one and weights is None:
+            weights = self.objective.mean_weights(variables, micro, step)
 
         def plain(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
-            return self._micro(sources, variables, batch, step, index, scale, unit=unit)
+            return self._micro(sources, variables, batch, step, index, scale, weights=weights)
 
         run = one or plain
 
@@ -334,7 +337,7 @@ class Gradients:
                 return zeros_in_host(self._streamed_array(path), placement.dtype, stacked)
             return place(path, jnp.zeros(grad.shape, grad.dtype))
 
-        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape._replace(grads={}))
+        sums: Sums = of_none(shape._replace(grads={}))
         grads = {path: zero(path, g) for path, g in shape.grads.items()}
         return sums._replace(grads=grads, errors=errors), after.keys() - variables.keys()
 
@@ -353,12 +356,15 @@ class Gradients:
         """
 
         # Not closed over: inside, an array's type has the data axes as manual.
-        every = variables, jnp.asarray(step), jnp.asarray(scale)
+        weights = self._mean_weights_of_ranks(variables, batch, step)
+        every = variables, jnp.asarray(step), jnp.asarray(scale), weights
 
         def local(sources: Arrays, every: Any, batch: Any) -> Any:
-            variables, step, scale = every
+            variables, step, scale, weights = every
             micro = micro_batches(batch, self.accumulation, 1)
-            sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
+            sums, _ = self._accumulate(
+                sources, variables, micro, step, scale, placed=False, weights=weights
+            )
             return jax.tree.map(lambda x: x[None], sums)
 
         mesh, ranks = self.table.mesh, sample_axes()
@@ -383,8 +389,16 @@ class Gradients:
             {path: mean(part, self.objective.wire) for path, part in parts.grads.items()},
             parts.total.sum(),
             weight,
-            jax.tree.map(mean, parts.metrics),
+            {name: metric.over_parts(mean) for name, metric in parts.metrics.items()},
         )
+
+    def _mean_weights_of_ranks(self, variables: Arrays, batch: Any, step: Any) -> Weights | None:
+        """The mean weights of the ranks' parts of micro-batches, if the loss has several terms."""
+        ranks = self.table.ranks
+        weights = self.objective.mean_weights(
+            variables, micro_batches(batch, self.accumulation, ranks), step
+        )
+        return jax.tree.map(lambda x: x / ranks, weights)
 
 
 def steepest(grad: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
 from jaxspeed.objective.loss import Loss
+from jaxspeed.objective.metric import results, totals
 from jaxspeed.objective.objective import Objective
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
@@ -254,9 +255,10 @@ class Program:
         """The compiled `evaluate` of a loss of (state, batch)."""
 
         def evaluate(state: Any, batch: Any) -> Metrics:
-            loss = loss_of(state, batch)
+            loss = loss_of(state, batch).folded(None)
             mean = per_weight(loss.total, loss.weight)
-            return {**loss.metrics, "loss": mean, "weight": loss.weight}
+            found = {**results(loss.metrics), "loss": mean, "weight": loss.weight}
+            return found | totals(loss.metrics)
 
         return jax.jit(
             self.in_mesh(evaluate),

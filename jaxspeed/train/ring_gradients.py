@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
+from jaxspeed.objective.loss import Weights
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
@@ -50,7 +51,8 @@ class RingGradients(Gradients):
         self._refuse_mixed_samples(variables, batch, step)
         variables = self.objective.with_squares(sources, variables)
         errors = dict(ring_errors)
-        return self._by_rings(sources, variables, batch, step, scale, errors), variables
+        weights = self._mean_weights_of_ranks(variables, batch, step)
+        return self._by_rings(sources, variables, batch, step, scale, errors, weights), variables
 
     def _refuse_mixed_samples(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = micro_batch_shapes(batch, self.accumulation)
@@ -72,12 +74,21 @@ class RingGradients(Gradients):
         found.refuse_mixed('parallel.data_reduction "ring"', "each rank", 'use "xla"')
 
     def _by_rings(
-        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any, errors: Arrays
+        self,
+        sources: Arrays,
+        variables: Arrays,
+        batch: Any,
+        step: Any,
+        scale: Any,
+        errors: Arrays,
+        weights: Weights | None,
     ) -> Sums:
         """All micro-batches, reduced once a step where ranks hold full gradients, else each."""
 
         def some(count: int, batch: Any, index: Any, errors: Arrays) -> Sums:
-            return self._of_ranks(sources, variables, batch, step, index, scale, errors, count)
+            return self._of_ranks(
+                sources, variables, batch, step, index, scale, errors, count, weights
+            )
 
         if self.accumulation == 1 or not self.table.grads_sharded:
             return some(self.accumulation, batch, 0, errors)
@@ -100,6 +111,7 @@ class RingGradients(Gradients):
         scale: Any,
         errors: Arrays,
         count: int,
+        weights: Weights | None,
     ) -> Sums:
         """`count` micro-batches from the `first`, of which each rank computes its part.
 
@@ -109,10 +121,10 @@ class RingGradients(Gradients):
         rings = self.ring.rings
         exchanged = {row.path for row in self.table if row.gathered}
         # Not closed over: inside, an array's type has the data axes as manual.
-        every = variables, jnp.asarray(step), jnp.asarray(first), jnp.asarray(scale)
+        every = variables, jnp.asarray(step), jnp.asarray(first), jnp.asarray(scale), weights
 
         def local(inner: Any, outer: Any, sources: Arrays, every: Any, batch: Any) -> Sums:
-            variables, step, first, scale = every
+            variables, step, first, scale, weights = every
             ranks = rings.ranks(inner, outer)
             rank = ranks.outer * rings.levels.inner.size + ranks.inner
             ring = RingExchange(rings, (inner, outer))
@@ -123,7 +135,9 @@ class RingGradients(Gradients):
                 # Numbered over all ranks, so that each draws different random numbers.
                 number = (first + index) * rings.count + rank
                 way: dict[str, Any] = {"weight_of": ring.weight_of_ranks} if exchanged else {}
-                return of_rank._micro(sources, variables, batch, step, number, scale, **way)
+                return of_rank._micro(
+                    sources, variables, batch, step, number, scale, weights=weights, **way
+                )
 
             if count == 1:
                 sums, _ = one(variables, batch, 0, {})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxspeed.objective.accumulate import Sums, per_weight
+from jaxspeed.objective.metric import results
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.ops.materialize import materialize
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
@@ -136,7 +137,7 @@ class Update:
             "skipped": ~finite,
             "skipped_steps": after.skipped,
         }
-        return after, {**sums.metrics, **metrics}
+        return after, {**results(sums.metrics), **metrics}
 
     def _reduced(self, path: str, grad: jax.Array) -> jax.Array:
         """Reshard a gradient as the optimizer's state; leave an offloaded one in host memory.

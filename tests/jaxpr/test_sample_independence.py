@@ -231,7 +231,9 @@ def average(losses):
     """(sum over weight, metrics) of the parts' losses."""
     weight = sum(loss.weight for loss in losses)
     names = losses[0].metrics
-    metrics = {n: sum(x.metrics[n] * x.weight for x in losses if x.weight) / weight for n in names}
+    metrics = {
+        n: sum(x.metrics[n].value * x.weight for x in losses if x.weight) / weight for n in names
+    }
     return sum(loss.total for loss in losses) / weight, metrics
 
 
