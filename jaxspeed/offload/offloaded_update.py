@@ -112,7 +112,7 @@ class StreamedUpdate:
         inputs = [*(slot._replace(role="grad") for slot in own), *states, *own]
 
         def update(grads: Any, opt: Any, params: Any) -> Any:
-            updates, after = self.transform.update(grads, opt, params)
+            updates, after = self.transform.update(grads, opt, params, placements=self.table)
             return after, optax.apply_updates(params, updates)
 
         return separate(update, (grads, opt, params), inputs, [*states, *own])

@@ -20,12 +20,17 @@ from jaxspeed.placement.memory_kinds import in_memory_of, on_host
 
 
 def guarded_update(
-    optimizer: optax.GradientTransformation, grads: Any, opt: Any, params: Any, keep: jax.Array
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt: Any,
+    params: Any,
+    keep: jax.Array,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     """(parameters, state) after one update where `keep` is true, else unchanged."""
 
     def update(grads: Any, opt: Any, params: Any) -> tuple[Any, Any]:
-        updates, after = optimizer.update(grads, opt, params)
+        updates, after = optimizer.update(grads, opt, params, **extra)
         return after, optax.apply_updates(params, updates)
 
     closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, opt, params)

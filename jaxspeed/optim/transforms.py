@@ -38,13 +38,13 @@ def in_float32(
             return state
         return jax.tree.map(lambda x: x.astype(moment_dtype) if _floating(x) else x, state)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new_state = inner.update(
-            widen(updates), widen(state), None if params is None else widen(params)
-        )
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        wide = None if params is None else widen(params)
+        takes_more = optax.with_extra_args_support(inner)
+        updates, new_state = takes_more.update(widen(updates), widen(state), wide, **extra)
         return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _floating(x: Any) -> bool:
@@ -96,10 +96,11 @@ def with_scheduled_betas(
     (`optax.inject_hyperparams` would store the values and a second count in the state.)
     """
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return make(*betas(state.count)).update(updates, state, params)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        made = optax.with_extra_args_support(make(*betas(state.count)))
+        return made.update(updates, state, params, **extra)
 
-    return optax.GradientTransformation(make(0.0, 0.0).init, update)
+    return optax.GradientTransformationExtraArgs(make(0.0, 0.0).init, update)
 
 
 def scale_by_raw_moments(

@@ -217,7 +217,8 @@ class Update:
             return native_tree(self.model, flat)
 
         args = (logical(grads), self.layout.logical(state.opt), logical(old))
-        params, opt = guarded_update(self.optimizer.transform, *args, keep=finite)
+        transform = self.optimizer.transform
+        params, opt = guarded_update(transform, *args, keep=finite, placements=self.table)
         stored = self.layout.stored(opt, state.opt, finite)
         return self._as_stored(flat_with_paths(params)), stored
 

@@ -28,9 +28,13 @@ from jaxspeed.user_models.user_code import foreign
 
 @dataclass(frozen=True)
 class RunOptimizer:
-    """An Optax transformation with clipping, loss scale, learning rates and EMA."""
+    """An Optax transformation with clipping, loss scale, learning rates and EMA.
 
-    transform: optax.GradientTransformation
+    Its updates get the table of a run as Optax's extra argument `placements`, from which a
+    transformation reads where its leaves are stored.
+    """
+
+    transform: optax.GradientTransformationExtraArgs
     clipping: float  # 0: none
     rule: loss_scale.Rule
     learning_rates: Callable[[jax.Array], dict[str, jax.Array]]  # of the completed updates
@@ -97,7 +101,7 @@ def optimizer_of(
 
     codecs = [rule_of_moments(leaves.values(), least)] if least else []
     return RunOptimizer(
-        transform,
+        optax.with_extra_args_support(transform),
         config.gradient_clipping,
         _rule(config),
         learning_rates,
@@ -148,18 +152,19 @@ def _schedules_in(own: optax.GradientTransformation) -> list[Callable[[jax.Array
     return [schedule for schedule in dict.fromkeys(found) if schedule is not None]
 
 
-def _with_context(own: optax.GradientTransformation) -> optax.GradientTransformation:
+def _with_context(own: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """A user's transformation whose errors name the call that raised them."""
+    takes_more = optax.with_extra_args_support(own)
 
     def init(params: Any) -> Any:
         with foreign("optimizer.init(parameters)"):
             return own.init(params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         with foreign("optimizer.update(gradients, state, parameters)"):
-            return own.update(grads, state, params)
+            return takes_more.update(grads, state, params, **extra)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _rule(config: Config) -> loss_scale.Rule:
