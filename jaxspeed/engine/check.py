@@ -35,6 +35,7 @@ from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import without_ynnpack
+from jaxspeed.train.phases import BATCH, STATE, SUMS, VARIABLES, PhasedStep
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import Arrays, TrainState, logical_value, wide_dtype
 from jaxspeed.user_models.batches import EXTRA, WithExtra, read_batch, with_extra, zeros_of
@@ -67,25 +68,24 @@ def check(
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
     probe = _probe(program, reduced_by(program))
-    plain = _plain(program, program.batch.accumulation)
+    plain, parts = _plain(program, program.batch.accumulation), 1
     _fits(plain)
-    parts = program.numbered_micro_batches // program.batch.accumulation
-    if parts > 1 and _traced(plain, _as_one_rank(program, batch)).draws_random_numbers:
+    shapes = _as_one_rank(program, batch)
+    cut = program.numbered_micro_batches
+    if cut > program.batch.accumulation and _draws(plain, shapes):
         # Each part of a micro-batch draws its own numbers: plain Flax takes the parts one by one.
-        plain = _plain(program, program.numbered_micro_batches)
-    else:
-        parts = 1
+        plain, parts = _plain(program, cut), cut // program.batch.accumulation
     placed = jax.device_put(batch, program.batch_shardings(batch))
     state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)
     order, given = (
         jax.device_put(x, plain.batch_shardings(x))
-        for x in (
-            _as_one_rank(program, each) for each in (batch, batch if as_given is None else as_given)
-        )
+        for x in (shapes, shapes if as_given is None else _as_one_rank(program, as_given))
     )
     with plain.set_mesh():
         theirs = _probe(plain, reduced_by_one(plain))(single, order)
+        placed = _prepared(program, state, placed)
+        order, given = (_prepared(plain, single, x) for x in (order, given))
         flax_step = _by_flax(plain)
         lower = _lowest_dtype(plain, order)
         ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, given)))
@@ -239,7 +239,7 @@ def _evaluated(
     ]
     if traced[0] != traced[1] or not _evaluates_as_it_trains(plain, given):
         # Servers do not evaluate, and their workers compute as one device does.
-        run, *args = (plain, single, order) if program.serving else (program, state, placed)
+        run, *args = (program, state, placed) if program.on_one_mesh else (plain, single, order)
         ours = run.evaluate(*args)["loss"]
         theirs = compiled_otherwise(plain, loss)(single, given)
         yield "the loss in evaluation", *jax.device_get((ours, theirs))
@@ -317,6 +317,13 @@ def _lowest_dtype(program: Program, batch: Any) -> str:
     return next((name for name in DTYPE_NAMES if name in found), "")
 
 
+def _draws(program: Program, batch: Any) -> bool:
+    """Whether the loss of a micro-batch draws random numbers."""
+    if any(BATCH in phase.writes for phase in program.phases):
+        batch = PhasedStep(program.phases).shapes(program.values(batch), until=BATCH)[BATCH]
+    return _traced(program, batch).draws_random_numbers
+
+
 def _traced(program: Program, batch: Any) -> LossProgram:
     """The traced loss of a micro-batch."""
     variables, batch = with_extra(program.model.variables, batch)
@@ -334,7 +341,10 @@ def _dtypes(jaxpr: Any) -> set[str]:
 
 
 def reduced_by_one(program: Program) -> Reduced:
-    """The program's gradients, compiled separately from its update."""
+    """The program's gradients, compiled separately from its update.
+
+    Of a step of several phases, those that its phases write, if they do.
+    """
 
     def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
         scale = state.loss_scale.scale
@@ -346,7 +356,24 @@ def reduced_by_one(program: Program) -> Reduced:
         return found
 
     compiled: Reduced = jax.jit(program.in_mesh(reduced))
-    return compiled
+    if not any(SUMS in phase.writes for phase in program.phases):
+        return lambda state, batch: compiled(state, _prepared(program, state, batch))
+
+    def by_phases(state: TrainState, batch: Any) -> tuple[Sums, Any]:
+        values = {STATE: jax.tree.map(jnp.copy, state), BATCH: batch}  # phases may donate the state
+        with program.set_mesh():
+            values = PhasedStep(program.phases).run(values, until=SUMS)
+        return values[SUMS], values[VARIABLES]
+
+    return by_phases
+
+
+def _prepared(program: Program, state: TrainState, batch: Any) -> Any:
+    """The batch with what phases before the gradients add to it."""
+    if not any(BATCH in phase.writes for phase in program.phases):
+        return batch
+    with program.set_mesh():
+        return PhasedStep(program.phases).run({STATE: state, BATCH: batch}, until=BATCH)[BATCH]
 
 
 def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], StepValues]:

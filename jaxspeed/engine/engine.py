@@ -43,6 +43,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.gather_once import GatherOnce
+from jaxspeed.train.phases import PhasedStep
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import TrainState, updated_values
 from jaxspeed.user_models.batch_checks import array_of, is_tensor
@@ -93,6 +94,8 @@ class Engine(DeepSpeedHabits):
     def _open(self, program: Program, step: int) -> None:
         self.program = program
         path = program.config.run.executable
+        if path is not None and len(program.phases) > 1:
+            raise ConfigError("run.executable: it holds one program, and a step is several here")
         self._from_file = StepFromFile(program, path) if path is not None else None
         self._shapes = {name: ShapeLog(name) for name in BATCHES}
         self._reporter = Reporter(program, step)
@@ -152,7 +155,7 @@ class Engine(DeepSpeedHabits):
     def _is_read(self) -> bool:
         """Whether the model is read from a folder, which can be read again."""
         weights = self.program.model.weights
-        return weights is not None and weights.origin is not None and self.program.serving is None
+        return weights is not None and weights.origin is not None and self.program.on_one_mesh
 
     @property
     def held(self) -> TrainState | None:
@@ -244,7 +247,7 @@ class Engine(DeepSpeedHabits):
 
     @property
     def _step(self) -> Any:
-        return self._from_file or self.program.step
+        return self._from_file or self.program.run_step
 
     def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:
         """Call `fn(step, metrics)` every `every` steps, with metrics as numbers.
@@ -258,6 +261,8 @@ class Engine(DeepSpeedHabits):
     def wait(self) -> None:
         """Wait for all steps and saves so far, and log what is pending."""
         self._reporter.flush()
+        if isinstance(self._step, PhasedStep):
+            self._step.wait()
         jax.block_until_ready(self.state)
         self._saver.wait()
 

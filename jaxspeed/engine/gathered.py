@@ -32,7 +32,7 @@ class Gathered:
 
     def for_evaluation(self) -> GatherOnce | None:
         """How an evaluation gathers parameters once; None where there is nothing to gather."""
-        if self._program.serving or self._program.pipeline:
+        if not self._program.on_one_mesh or self._program.pipeline:
             return None
         once = self.once(self._program)
         return once if once.gathers else None

@@ -32,7 +32,7 @@ def warn_of_room(program: Program, batch: Any = None) -> None:
       program: on the current devices.
       batch: arrays or their shapes, of any number of samples; by default derived from the config.
     """
-    if program.serving:  # its step is several programs
+    if not program.on_one_mesh or program.phases_of:  # its step is several programs
         return
     room = room_of(program)
     if room is None:
@@ -65,7 +65,7 @@ def refuse_attention(program: Program, batch: Any = None) -> None:
     if sequence.kind == "auto" and sequence.layout != "zigzag":
         return
     shapes = _any_shapes(config, program.mesh.shape[SEQ]) if batch is None else batch
-    if shapes is not None and not program.serving:
+    if shapes is not None and program.on_one_mesh:
         program.attention_report(of_a_step(shapes, program.batch.train))
 
 

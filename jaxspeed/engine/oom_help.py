@@ -68,10 +68,8 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
             found.append(
                 (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} per device")
             )
-    if program.serving:
-        left = stored_bytes(table) * program.mesh.size // (program.mesh.size + 1)
-        saved = stored_bytes(table) - left
-        found.append((saved, f"one more of parallel.servers frees {bytes_text(saved)} per server"))
+    if more := program.freed_by_more(stored_bytes(table)):
+        found.append(more)
         return found + _of_activations(program)
     current = offload_of(config)
     for key, offload in (

@@ -78,7 +78,7 @@ class StepProfile:
 
 def _forward(program: Program, state: Any, batch: Any) -> float | None:
     """FLOPs of a forward pass per device, of matmuls and convolutions; None of several programs."""
-    if program.serving:
+    if not program.on_one_mesh:
         return None
     traced = program.evaluate.trace(state, batch)
     return program_flops(traced.jaxpr.jaxpr, count_products) / program.mesh.size

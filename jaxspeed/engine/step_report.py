@@ -2,14 +2,17 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import jax
 
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
-from jaxspeed.train.program import Program, StepPhase
+from jaxspeed.train.phases import Phase, shapes_after
+from jaxspeed.train.program import Program
 from jaxspeed.train_state.staged_init import compile_beside
 
 
@@ -22,18 +25,17 @@ def compiled_report(
 ) -> CompiledReport:
     """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes.
 
-    Of several phases it is that of the first, which has the others' reports.
+    Of several phases it is that of the first program, which has the others' reports.
     """
     batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
-    first, *rest = program.phases
     parameters = _sizes(program)
-    if rest:
-        others = {phase.name: _compiled(phase, batch, parameters=parameters) for phase in rest}
-        made = _compiled(first, batch, meanwhile, parameters=parameters)
-        return replace(made, phase=first.name, others=others)
-    made = _compiled(
-        first,
-        batch,
+    if len(program.phases) > 1:
+        with program.set_mesh():
+            return _of_phases(program, batch, meanwhile, parameters)
+    (step,) = program.phases
+    made, _ = _compiled(
+        step,
+        program.values(batch),
         meanwhile,
         from_file.compiled(batch) if from_file else None,
         pipeline=program.pipeline_report(batch),
@@ -46,6 +48,33 @@ def compiled_report(
     return made
 
 
+def _of_phases(
+    program: Program,
+    batch: Any,
+    meanwhile: Callable[[], None] | None,
+    parameters: frozenset[int],
+) -> CompiledReport:
+    """The report of the first program, which has those of the others and the host work."""
+    values, reports = program.values(batch), dict[str, CompiledReport]()
+    on_host = dict[str, tuple[int, int]]()
+    for phase in program.phases:
+        if phase.on_host:
+            written = phase.shapes_written(values)
+            on_host[phase.name] = _bytes([values[name] for name in phase.reads]), _bytes(written)
+        else:
+            reports[phase.name], results = _compiled(
+                phase, values, meanwhile, parameters=parameters
+            )
+            written, meanwhile = phase.named(results), None
+        values |= written
+    (name, first), *others = reports.items()
+    return replace(first, phase=name, others=dict(others), on_host=on_host)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def _sizes(program: Program) -> frozenset[int]:
     """The elements of the parameters, and of a layer of those that are stacks."""
     shapes = [row.leaf.shape for row in program.table]
@@ -53,16 +82,20 @@ def _sizes(program: Program) -> frozenset[int]:
 
 
 def _compiled(
-    phase: StepPhase,
-    batch: Any,
+    phase: Phase,
+    values: Mapping[str, Any],
     meanwhile: Callable[[], None] | None = None,
     loaded: Any = None,
     **more: Any,
-) -> CompiledReport:
-    """The report of one program; its compile time unless it was loaded or is in jit's cache."""
-    traced = phase.trace(batch)
+) -> tuple[CompiledReport, Any]:
+    """The report of one program, and the shapes of its results.
+
+    It has the compile time unless the program was loaded or is in jit's cache.
+    """
+    traced = phase.trace(values)
     start = time.perf_counter()
     compiled = loaded or compile_beside(traced.lower(), meanwhile)
     seconds = time.perf_counter() - start
     measured = seconds if not loaded and seconds > 1e-3 else None
-    return report(compiled, phase.mesh, measured, **more)
+    assert phase.mesh is not None
+    return report(compiled, phase.mesh, measured, **more), shapes_after(compiled, traced)

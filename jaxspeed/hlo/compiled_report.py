@@ -60,6 +60,7 @@ class CompiledReport:
       kept: residuals that units save; None if the config sets no policy.
       phase: the name of this program, if a step is several.
       others: the reports of the others, by name.
+      on_host: the bytes that the step's host work reads and writes, by name.
       over_sequence: what XLA exchanges over the sequence axis besides attention, with the
         operation, the user's line and the bytes.
     """
@@ -88,6 +89,7 @@ class CompiledReport:
     replicated_flops: int | None = None
     phase: str | None = None
     others: Mapping[str, "CompiledReport"] = field(default_factory=dict)
+    on_host: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     over_sequence: tuple[str, ...] = ()
 
     def __rich__(self) -> Group:
@@ -110,6 +112,10 @@ class CompiledReport:
             title = "over seq, besides attention (XLA's; from the compiled program):"
             parts.append(Text("\n  ".join((title, *self.over_sequence))))
         parts += [replace(other, phase=name) for name, other in self.others.items()]
+        parts += [
+            Text(f"on the host, {name}: reads {bytes_text(read)}, writes {bytes_text(written)}")
+            for name, (read, written) in self.on_host.items()
+        ]
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -124,6 +130,8 @@ class CompiledReport:
             own["others"] = {name: other.figures() for name, other in self.others.items()}
         elif self.phase is None:
             del own["phase"]
+        if not self.on_host:
+            del own["on_host"]
         for key, name in (("tells_host", "separates_host"), ("untold", "no_text")):  # stable keys
             own[key] = own.pop(name)
         found = self.collectives

@@ -22,18 +22,37 @@ from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, PlacementError
 from jaxspeed.interop import saved_adapter
 from jaxspeed.interop.exporting import other_names
-from jaxspeed.parameter_server.bucketed_update import bucket_paths
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker import WorkerStep, wire_of
 from jaxspeed.placement.mesh import build_mesh, checked_devices
+from jaxspeed.placement.paths import counted
 from jaxspeed.placement.rows import Row, reduction_dtype
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.train.bucketed_update import bucket_paths
 from jaxspeed.train.build import build_program
-from jaxspeed.train.program import Program, ServerTraffic, StepPhase
+from jaxspeed.train.phases import METRICS, STATE, Phase
+from jaxspeed.train.program import Program
 from jaxspeed.user_models.batches import WithExtra
 
+# Names of the values that the phases read and write.
+PART = ("pulled", "variables", "part", "step", "scale", "first")
+UPDATE = ((STATE, "sums", "factor", "norm"), (STATE, METRICS))
+BUCKET = ("arrays", "shared", "gradients")
+
 Built = Callable[[Config, Sequence[jax.Device] | None], Program]
+
+
+@dataclass(frozen=True)
+class ServerTraffic:
+    """The servers of a program, and what a worker exchanges with them."""
+
+    servers: int
+    workers: int
+    pace: str  # how the workers are synchronized, as text
+    pull: Communication  # per worker and version: each trained parameter as layers read it
+    push: Communication  # per worker and part: each gradient in the dtype in which it is sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +72,10 @@ class ServedProgram(Program):
         return self.batch.accumulation * self.workers
 
     @property
+    def on_one_mesh(self) -> bool:
+        return False
+
+    @property
     def serving(self) -> ServerTraffic:
         """What a worker pulls and pushes: trained parameters as layers read them, and gradients."""
         trained = [row for row in self.table if row.leaf.trainable]
@@ -70,6 +93,39 @@ class ServedProgram(Program):
         pull = of(PULL, "parameters", lambda row: row.read.dtype)
         push = of(PUSH, "gradients", sent)
         return ServerTraffic(self.servers, self.workers, self.rule.pace, pull, push)
+
+    holder = "server"
+
+    @property
+    def place(self) -> str:
+        if self.in_this_process:
+            return super().place
+        return f"in {counted(self.workers + self.servers, 'process', 'es')}"
+
+    @property
+    def exchange_figures(self) -> dict[str, dict[str, Any]]:
+        serving = self.serving
+        figures = {
+            "servers": serving.servers,
+            "workers": serving.workers,
+            "bytes_down": serving.pull.bytes,
+            "bytes_up": serving.push.bytes,
+        }
+        return {"server": figures}
+
+    @property
+    def exchange_text(self) -> str:
+        serving = self.serving
+        down, up = bytes_text(serving.pull.bytes), bytes_text(serving.push.bytes)
+        servers, workers = counted(serving.servers, "server"), counted(serving.workers, "worker")
+        return (
+            f"[bold]{servers}, {workers}[/] {serving.pace}; each worker pulls {down} and pushes "
+            f"{up} per version"
+        )
+
+    def freed_by_more(self, state_bytes: int) -> tuple[int, str]:
+        saved = state_bytes - state_bytes * self.mesh.size // (self.mesh.size + 1)
+        return saved, f"one more of parallel.servers frees {bytes_text(saved)} per server"
 
     def _sent_elements(self, row: Row) -> int:
         return math.prod(row.leaf.shape)
@@ -162,29 +218,41 @@ class LocalProgram(ServedProgram):
     def _sent_elements(self, row: Row) -> int:
         return math.prod(row.shape(row.source))
 
-    @property
-    def phases(self) -> tuple[StepPhase, ...]:
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
         """A worker's gradients, then the servers' update; in buckets there is one for each."""
         worker, mesh = self.worker(0), self.mesh
-
-        def of_worker(batch: Any) -> tuple[Any, ...]:
-            return worker.abstract(batch, self.workers)
-
-        def updates(paths: Sequence[str], batch: Any) -> tuple[Any, ...]:
-            pushed = jax.eval_shape(worker.gradients, *of_worker(batch))
-            return self.server.abstract(pushed, paths)
-
-        gradients = StepPhase(
-            "gradients of a worker", worker.gradients, worker.program.mesh, of_worker
+        gradients = Phase(
+            "gradients of a worker", worker.gradients, PART, ("pushed",), mesh=worker.program.mesh
         )
+        buckets = self.server.buckets
+        if buckets is None:
+            return gradients, Phase("update", self.server.apply, *UPDATE, (STATE,), mesh=mesh)
+        count = len(self.server.bucket_paths)
+        return gradients, *(
+            Phase(
+                f"update {number} of {count}",
+                buckets.update,
+                tuple(f"{name} {number}" for name in BUCKET),
+                (f"arrays {number}", f"published {number}", f"squares {number}"),
+                (f"arrays {number}",),
+                mesh,
+            )
+            for number in range(1, count + 1)
+        )
+
+    def values(self, batch: Any) -> dict[str, Any]:
+        """The shapes of what a worker and the servers read."""
+        worker = self.worker(0)
+        found = dict(zip(PART, worker.abstract(batch, self.workers), strict=True))
+        pushed = jax.eval_shape(worker.gradients, *found.values())
         if self.server.buckets is None:
             every = [row.path for row in self.table if row.leaf.trainable]
-            return gradients, StepPhase("update", self.server.apply, mesh, partial(updates, every))
-        update, parts = self.server.buckets.update, self.server.bucket_paths
-        return gradients, *(
-            StepPhase(f"update {number} of {len(parts)}", update, mesh, partial(updates, paths))
-            for number, paths in enumerate(parts, 1)
-        )
+            return found | dict(zip(UPDATE[0], self.server.abstract(pushed, every), strict=True))
+        for number, paths in enumerate(self.server.bucket_paths, 1):
+            names = (f"{name} {number}" for name in BUCKET)
+            found |= dict(zip(names, self.server.abstract(pushed, paths), strict=True))
+        return found
 
 
 def apart(

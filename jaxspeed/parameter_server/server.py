@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.objective.metric import results
 from jaxspeed.optim import global_norm
-from jaxspeed.parameter_server.bucketed_update import BucketedUpdate, UpdateBuckets
 from jaxspeed.placement.memory_kinds import in_host, on_device
+from jaxspeed.train.bucketed_update import BucketedUpdate, UpdateBuckets
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import Arrays, TrainState, wide_dtype
 

@@ -51,7 +51,7 @@ def plan_run(
     with on_chip(target.chip):
         refuse_torus(target, resolve_sizes(source.config.mesh.model_dump(), target.count))
         program, batch = _program(source, with_overlap(source.config, target.chip.platform))
-        if program.serving:
+        if not program.on_one_mesh:
             raise ConfigError(
                 "--target: a parameter server's step is many programs on two meshes, but a plan is "
                 "of one program. Omit --target, or set parallel.data_reduction to "
@@ -89,7 +89,7 @@ def _here(source: Source, compiling: bool) -> Plan:
         compiled = compiled_report(program, batch)
         plan = Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
     else:
-        transfer = None if program.serving else transfer_of(program, batch)
+        transfer = transfer_of(program, batch) if program.on_one_mesh else None
         pipeline, kept = program.pipeline_report(batch), program.kept_report(batch)
         plan = Plan(program, pipeline, None, transfer, kept)
     return replace(plan, attention=attention)
@@ -129,7 +129,7 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
 
 
 def _attention(program: Program, batch: Mapping[str, Any]) -> AttentionReport | None:
-    return None if program.serving else program.attention_report(batch)
+    return program.attention_report(batch) if program.on_one_mesh else None
 
 
 def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:

@@ -120,7 +120,7 @@ class Plan:
             "attention": self.attention and self.attention.figures(),
             "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
-            "server": _server(self.program),
+            "server": self.program.exchange_figures.get("server"),
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
             "outcome": self.outcome and self.target and self.outcome.figures(self.target),
@@ -208,18 +208,6 @@ class Plan:
             f"micro-batch, x {counted(batch.accumulation, 'micro-batch', 'es')} "
             f"x {counted(ranks, 'rank')}"
         )
-
-
-def _server(program: Program) -> dict[str, Any] | None:
-    """A parameter server's sizes, and each worker's traffic per version."""
-    if program.serving is None:
-        return None
-    return {
-        "servers": program.serving.servers,
-        "workers": program.serving.workers,
-        "bytes_down": program.serving.pull.bytes,
-        "bytes_up": program.serving.push.bytes,
-    }
 
 
 def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
     """Start to compile evaluation, in the background of the step; what is returned waits for it."""
     program, marked = engine.program, _knows_marks(engine)
     count = _batch_size(engine) if marked else min(_batch_size(engine), _shared(engine, held_out))
-    if program.serving or not count:  # several programs, or an error of the evaluation
+    if not program.on_one_mesh or not count:  # several programs, or an error of the evaluation
         return lambda: None
     shapes = held_out.shapes(count, padded=marked)
     batch = program.abstract_batch(program.read_batch(shapes, None, abstract=True))

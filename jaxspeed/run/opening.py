@@ -35,29 +35,15 @@ def show_opening(console: Console, trainer: Trainer) -> None:
 
 def on_what(program: Program, target: Target | None = None) -> str:
     """Number of parameters, devices and compute dtype."""
-    device, count = program.devices[0], len(program.devices)
+    device = program.devices[0]
     parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in program.table), "").strip()
     where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
     where = f"({target}, {target.chip.kind})" if target else where
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    on = f"[bold]{parameters} parameters on {counted(count, 'device')}[/] {where}{processes}"
-    if program.serving and not program.in_this_process:
-        count = program.serving.workers + program.serving.servers
-        on = f"[bold]{parameters} parameters in {count} processes[/] on Ray"
-    return f"{on}, {program.config.compute_dtype}{_server(program)}"
-
-
-def _server(program: Program) -> str:
-    """Servers, workers and their traffic, for a parameter server."""
-    serving = program.serving
-    if serving is None:
-        return ""
-    down, up = bytes_text(serving.pull.bytes), bytes_text(serving.push.bytes)
-    servers, workers = counted(serving.servers, "server"), counted(serving.workers, "worker")
-    return (
-        f"\n[bold]{servers}, {workers}[/] {serving.pace}; each worker pulls {down} "
-        f"and pushes {up} per version"
-    )
+    where = f"{where}{processes}" if program.in_this_process else "on Ray"
+    exchanges = f"\n{program.exchange_text}" if program.exchange_text else ""
+    on = f"[bold]{parameters} parameters {program.place}[/] {where}"
+    return f"{on}, {program.config.compute_dtype}{exchanges}"
 
 
 def memory_line(
@@ -73,13 +59,12 @@ def memory_line(
     else:  # the devices are simulated
         ram = bytes_text(memory_of_machine())
         has = f"{ram} of host RAM shared by {counted(len(program.devices), 'device')}"
-    owner = "server" if program.serving else "device"
     temp = ""
     if temp_bytes is not None:
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
     return (
         f"needed: {bytes_text(total)} of state in total, {bytes_text(stored_bytes(program.table))} "
-        f"per {owner}{host} (from the table){temp}; available: {has}"
+        f"per {program.holder}{host} (from the table){temp}; available: {has}"
     )
 
 

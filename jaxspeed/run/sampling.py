@@ -146,7 +146,7 @@ class FinalSample:
 
         Not on several processes, which would have to agree that their steps take long to compile.
         """
-        if jax.process_count() == 1 and not self._engine.program.serving:
+        if jax.process_count() == 1 and self._engine.program.on_one_mesh:
             self.start()
             self._pieces = None  # of the first state
 

@@ -7,14 +7,13 @@ only: the engine runs the same programs that a compile for absent hardware measu
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
 from jaxspeed.objective.loss import Loss
@@ -24,12 +23,14 @@ from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
 from jaxspeed.placement.batch_dims import batch_specs, check_sequence_dims
 from jaxspeed.placement.mesh import in_mesh
+from jaxspeed.placement.paths import counted
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients
+from jaxspeed.train.phases import BATCH, METRICS, STATE, Phase, PhasedStep
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer
@@ -55,30 +56,6 @@ class BuildInputs:
 
 
 @dataclass(frozen=True)
-class StepPhase:
-    """One of the compiled programs that make a step."""
-
-    name: str
-    function: Any  # jitted
-    mesh: Mesh
-    arguments: Callable[[Any], tuple[Any, ...]]  # their shapes, from those of a global batch
-
-    def trace(self, batch: Any) -> Any:
-        return self.function.trace(*self.arguments(batch))
-
-
-@dataclass(frozen=True)
-class ServerTraffic:
-    """The servers of a program, and what a worker exchanges with them."""
-
-    servers: int
-    workers: int
-    pace: str  # how the workers are synchronized, as text
-    pull: Communication  # per worker and version: each trained parameter as layers read it
-    push: Communication  # per worker and part: each gradient in the dtype in which it is sent
-
-
-@dataclass(frozen=True)
 class Program:
     """`init(seed) -> state`, `step(state, batch) -> (state, metrics)`, `evaluate(state, batch)`."""
 
@@ -89,6 +66,7 @@ class Program:
     update: Update
     source: BuildInputs
     proposal: ShardingProposal | None = None  # of the sharding over `tensor`, if inferred
+    phases_of: Callable[["Program"], Sequence[Phase]] | None = None  # of a step of several
 
     @property
     def table(self) -> PlacementTable:
@@ -133,22 +111,52 @@ class Program:
     # -- overridden where a step is several programs, or runs in other processes -----------------
 
     @property
-    def serving(self) -> ServerTraffic | None:
-        """The parameter server, if any."""
-        return None
+    def on_one_mesh(self) -> bool:
+        """Whether all phases run on the devices of `mesh`, and the state is in this process."""
+        return True
 
-    @property
-    def phases(self) -> tuple[StepPhase, ...]:
-        """The programs of a step, in their order: here one, which fuses all."""
-        return (StepPhase("step", self.step, self.mesh, self._step_arguments),)
+    @functools.cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of a step, in their order: here one program, unless `phases_of` has others."""
+        if self.phases_of:
+            return tuple(self.phases_of(self))
+        names = (STATE, BATCH), (STATE, METRICS), (STATE,)
+        return (Phase("step", self.step, *names, mesh=self.mesh),)
 
-    def _step_arguments(self, batch: Any) -> tuple[Any, ...]:
-        return self.state, self.abstract_batch(batch)
+    def values(self, batch: Any) -> dict[str, Any]:
+        """The shapes of the values with which a step begins, from those of a global batch."""
+        return {STATE: self.state, BATCH: self.abstract_batch(batch)}
+
+    @functools.cached_property
+    def run_step(self) -> Any:
+        """`state, metrics = run_step(state, batch)`: all phases; donates the state."""
+        return PhasedStep(self.phases) if self.phases_of else self.step
 
     @property
     def in_this_process(self) -> bool:
         """Whether this process computes, instead of processes on Ray."""
         return True
+
+    holder = "device"  # what holds a share of the state
+
+    @property
+    def place(self) -> str:
+        """What runs the program."""
+        return f"on {counted(len(self.devices), 'device')}"
+
+    @property
+    def exchange_figures(self) -> dict[str, dict[str, Any]]:
+        """What the parts of a program exchange beside collectives, for a plan's JSON."""
+        return {}
+
+    @property
+    def exchange_text(self) -> str:
+        """The same in a line."""
+        return ""
+
+    def freed_by_more(self, state_bytes: int) -> tuple[int, str] | None:
+        """(bytes that one more holder of the state frees, of so many on each, the change)."""
+        return None
 
     @property
     def numbered_micro_batches(self) -> int:
@@ -172,7 +180,7 @@ class Program:
     ) -> "Program":
         """A program of another config with the same loss, and the same model unless given."""
         source = self.source
-        return source.build(
+        built = source.build(
             config,
             source.model if model is None else model,
             self.objective.loss_fn,
@@ -182,6 +190,7 @@ class Program:
             trainable=source.trainable,
             init_with=source.init_with,
         )
+        return replace(built, phases_of=self.phases_of) if self.phases_of else built
 
     def as_one_rank(self, x: Any) -> Any:
         """Reorder samples so that one rank computes the same micro-batches in the same order."""

@@ -18,7 +18,6 @@ import numpy as np
 from jaxspeed.checkpoint.leaves import as_state, key_data, saved_arrays, saved_leaves
 from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.errors import ConfigError
-from jaxspeed.parameter_server.bucketed_update import bucket_paths, separated_update
 from jaxspeed.parameter_server.param_split import (
     AssignableParam,
     Piece,
@@ -29,6 +28,7 @@ from jaxspeed.parameter_server.param_split import (
 from jaxspeed.placement.precision import precision_of
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
+from jaxspeed.train.bucketed_update import bucket_paths, separated_update
 from jaxspeed.train.program import Program
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout, owner_of

@@ -1,0 +1,136 @@
+"""A step of several phases: compiled programs and host work, which read and write named values.
+
+A step begins with the values `state` and `batch`, and ends with `state` and `metrics`. Host work
+runs in a thread: the phases after it that read none of its values run meanwhile.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+STATE, BATCH, METRICS = "state", "batch", "metrics"
+SUMS, VARIABLES = "sums", "variables"  # what `Program.gradients` returns
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A compiled program of a step, or host work.
+
+    Attributes:
+      function: of the values that it reads; a jitted one, or for host work any other. It returns
+        the written value, or a tuple of several.
+      reads, writes: names of values.
+      donates: those of `reads` whose arrays the function takes over.
+      mesh: of the program; None for host work.
+      shapes: of host work, the shapes of what it writes from those of what it reads; by default a
+        written value has the shapes of the one that is read by that name.
+    """
+
+    name: str
+    function: Any
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    donates: tuple[str, ...] = ()
+    mesh: Mesh | None = None
+    shapes: Callable[..., Any] | None = None
+
+    @property
+    def on_host(self) -> bool:
+        return self.mesh is None
+
+    def trace(self, values: Mapping[str, Any]) -> Any:
+        """The traced program, for these shapes of values."""
+        return self.function.trace(*(values[name] for name in self.reads))
+
+    def shapes_written(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The shapes of what host work writes."""
+        if self.shapes is None:
+            return {name: values[name] for name in self.writes}
+        return self.named(self.shapes(*(values[name] for name in self.reads)))
+
+    def named(self, made: Any) -> dict[str, Any]:
+        """What the function returned, by name."""
+        return dict(zip(self.writes, made if len(self.writes) > 1 else [made], strict=True))
+
+
+class PhasedStep:
+    """`state, metrics = step(state, batch)`, phase by phase."""
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        self._phases = tuple(phases)
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[Future[Any]] = []
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        values = self._run({STATE: state, BATCH: batch}, None)
+        return _arrived(values[STATE]), _arrived(values[METRICS])
+
+    def run(self, values: Mapping[str, Any], until: str) -> dict[str, Any]:
+        """The values after the last phase that writes `until`."""
+        return {name: _arrived(value) for name, value in self._run(values, until).items()}
+
+    def _run(self, values: Mapping[str, Any], until: str | None) -> dict[str, Any]:
+        """The same; those of host work are functions that wait for it."""
+        known = dict(values)
+        for phase in self._until(until):
+            if phase.donates:  # host work, of the step before too, may still read these arrays
+                self.wait()
+            arguments = [_arrived(known[name]) for name in phase.reads]
+            if phase.on_host:
+                work = self._submit(phase, arguments)
+                known |= {name: partial(_of_work, work, name) for name in phase.writes}
+            else:
+                known |= phase.named(phase.function(*arguments))
+        return known
+
+    def shapes(self, values: Mapping[str, Any], until: str) -> dict[str, Any]:
+        """As `run`, of shapes, without running anything."""
+        known = dict(values)
+        for phase in self._until(until):
+            arguments = [known[name] for name in phase.reads]
+            known |= (
+                phase.shapes_written(known)
+                if phase.on_host
+                else phase.named(jax.eval_shape(phase.function, *arguments))
+            )
+        return known
+
+    def _until(self, name: str | None) -> Sequence[Phase]:
+        writers = [i for i, phase in enumerate(self._phases) if name in phase.writes]
+        return self._phases[: max(writers) + 1] if name else self._phases
+
+    def wait(self) -> None:
+        """Wait for all host work, and raise what it raised."""
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.result()
+
+    def _submit(self, phase: Phase, arguments: list[Any]) -> Future[Any]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspeed-phase")
+        work = self._pool.submit(lambda: phase.named(phase.function(*arguments)))
+        self._pending.append(work)
+        return work
+
+
+def _of_work(work: Future[Any], name: str) -> Any:
+    return work.result()[name]
+
+
+def _arrived(value: Any) -> Any:
+    """A value, of host work once that is done."""
+    return value() if isinstance(value, partial) else value
+
+
+def shapes_after(compiled: Any, traced: Any) -> Any:
+    """The shapes of a compiled program's results, with their shardings."""
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        traced.out_info,
+        compiled.output_shardings,
+    )
