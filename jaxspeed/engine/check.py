@@ -71,10 +71,10 @@ def check(
     plain, parts = _plain(program, program.batch.accumulation), 1
     _fits(plain)
     shapes = _as_one_rank(program, batch)
-    cut = program.numbered_micro_batches
-    if cut > program.batch.accumulation and _draws(plain, shapes):
+    numbered = program.numbered_micro_batches
+    if numbered > program.batch.accumulation and _draws(plain, shapes):
         # Each part of a micro-batch draws its own numbers: plain Flax takes the parts one by one.
-        plain, parts = _plain(program, cut), cut // program.batch.accumulation
+        plain, parts = _plain(program, numbered), numbered // program.batch.accumulation
     placed = jax.device_put(batch, program.batch_shardings(batch))
     state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)

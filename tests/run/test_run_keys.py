@@ -46,9 +46,9 @@ def trained(folder: Path, loss_fn=squared_error, **run):
 
 def test_steps_evaluations_and_checkpoints_are_those_that_are_asked_for(tmp_path, monkeypatch):
     evaluated = []
-    real = Engine.eval_batch
+    real = Engine.eval_totals
     monkeypatch.setattr(
-        Engine, "eval_batch", lambda *given, **more: evaluated.append(1) or real(*given, **more)
+        Engine, "eval_totals", lambda *given, **more: evaluated.append(1) or real(*given, **more)
     )
     run = trained(
         tmp_path,
