@@ -202,7 +202,7 @@ class Engine(DeepSpeedHabits):
 
     @watched("evaluate")
     def eval_totals(self, batch: Batch, extra: Any = None) -> Metrics:
-        """As `eval_batch`, and what a mean over several batches would not combine, as `Metric` objects."""
+        """As `eval_batch`, with `Metric` objects of what a mean of batches would not combine."""
         once = self._gathered.now()
         placed = self._place(batch, "evaluating" if once else "eval_batch", None, extra)
         state: Any = once.shapes if once else self.state
