@@ -11,14 +11,15 @@ What is independent of the batch and varies along samples (`jnp.arange(n)`) mixe
 them. A draw does not: each part of a batch draws its own numbers, which is noted.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from jaxspeed.jaxpr.evaluate import derivative, is_real
 from jaxspeed.jaxpr.primitives import (
     CALLS,
     COLLECTIVES,
@@ -28,17 +29,9 @@ from jaxspeed.jaxpr.primitives import (
     RANDOM,
     RESHAPES,
     SCATTERS,
+    TWO_PASSES,
 )
-from jaxspeed.jaxpr.sample_derivatives import (
-    Derivatives,
-    active,
-    arriving,
-    is_by_tangents,
-    is_real,
-    name_of,
-    unlike_gradient,
-    unlike_tangent,
-)
+from jaxspeed.jaxpr.sample_derivatives import gradient_of, unlike
 from jaxspeed.jaxpr.sample_rules import (
     ADDITIONS,
     ADDS_INTO,
@@ -47,6 +40,7 @@ from jaxspeed.jaxpr.sample_rules import (
     SUMS,
     axes_of,
     degree_of,
+    elements,
     free_results,
     is_alike,
     is_linear,
@@ -62,7 +56,6 @@ from jaxspeed.jaxpr.sample_values import (
     NONE,
     SampleKind,
     SampleValue,
-    all_of,
     either,
     free,
     mixed,
@@ -73,7 +66,7 @@ from jaxspeed.jaxpr.sample_values import (
     unnamed,
 )
 from jaxspeed.jaxpr.slicing import free_variables
-from jaxspeed.jaxpr.traverse import Body, bodies, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.traverse import Body, bodies, called, consts_and_carry, is_var, open_jaxpr
 
 
 class UnlikeTracesError(Exception):
@@ -87,13 +80,13 @@ class Analysis:
     Attributes:
       over: the mesh axes that shard samples.
       differentiated: whether derivatives have to be sums over samples too, as for training.
-      derivatives: programs of derivatives, which analyses of the same traces can share.
+      derivatives: by the equation; analyses of the same traces can share them.
     """
 
     counts: tuple[int, int]
     over: frozenset[str]
     differentiated: bool = True
-    derivatives: Derivatives = field(default_factory=Derivatives)
+    derivatives: dict[JaxprEqn, ClosedJaxpr] = field(default_factory=dict)
     _roots: dict[Any, int] = field(default_factory=dict)
 
     def run(self, one: Jaxpr, two: Jaxpr, given: Sequence[SampleValue]) -> list[SampleValue]:
@@ -137,17 +130,11 @@ class Analysis:
 
     def constant(self, one: Any, two: Any) -> SampleValue:
         """A constant of the programs, or a number."""
-        is_key = jax.dtypes.issubdtype(getattr(one, "dtype", None) or float, jax.dtypes.extended)
-        is_here = not isinstance(one, jax.core.Tracer) and getattr(
-            one, "is_fully_addressable", True
-        )
         if getattr(one, "dtype", None) == jax.dtypes.float0:  # a gradient of integers
             return SampleValue(SampleKind.FREE, zero=True)
-        if is_key or not is_here:
+        first, second = map(elements, (one, two))
+        if first is None or second is None:
             return free(np.ndim(one))
-        first, second = (np.asarray(x) for x in (one, two))
-        if first.dtype.kind not in "biufc":  # bfloat16
-            first, second = first.astype(np.float32), second.astype(np.float32)
         lines = (
             first == first.take([0], axis=d) if first.size else True for d in range(first.ndim)
         )
@@ -397,66 +384,66 @@ class Analysis:
         found, there = bodies(eqn), bodies(twin)
         if len(found) != 1 or len(there) != 1:
             return self._opaque(eqn, twin, operands)
-        if eqn.primitive.name not in CUSTOM_DERIVATIVE or not self.differentiated:
+        if not self.has_derivative(eqn):
             return self._inner(found[0], there[0], operands)
         # What the function calls is not differentiated, but the function is.
         values = replace(self, differentiated=False)._inner(found[0], there[0], operands)
-        given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
-        every = [*(given[v] for v in active(eqn))]
-        every += [x for x, v in zip(values, eqn.outvars, strict=True) if is_real(v)]
-        kinds = {x.kind for x in every}
-        if len(every) in (len(active(eqn)), len(every) - len(active(eqn))):
-            return values  # there is nothing to differentiate
-        if kinds == {SampleKind.FREE} and is_by_tangents(eqn):
-            return values
-        return self._with_derivative(eqn, twin, given, values)
+        return self._with_derivative(eqn, twin, operands, values)
+
+    def has_derivative(self, eqn: JaxprEqn) -> bool:
+        """Whether a function's derivative is another program that is run."""
+        is_own = eqn.primitive.name in CUSTOM_DERIVATIVE and name_of(eqn) != TWO_PASSES
+        return self.differentiated and is_own
+
+    def derivative(self, eqn: JaxprEqn) -> ClosedJaxpr:
+        """Traced once: a loop's body is read several times."""
+        if eqn not in self.derivatives:
+            self.derivatives[eqn] = derivative(eqn, by_tangents=is_by_tangents(eqn))
+        return self.derivatives[eqn]
 
     def _with_derivative(
         self,
         eqn: JaxprEqn,
         twin: JaxprEqn,
-        given: Mapping[Any, SampleValue],
+        operands: Sequence[SampleValue],
         values: list[SampleValue],
     ) -> list[SampleValue]:
         """The results of a function with a derivative of its own, MIXED where that mixes samples.
 
         Args:
-          given: the operands' values.
-          values: those of the results, as the function itself computes them.
+          values: the results, as the function itself computes them.
         """
-        kinds = {SampleKind.FREE, SampleKind.SAMPLES, SampleKind.SUM}
+        inputs, name = free_variables([eqn]), name_of(eqn)
+        given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
+        # What is real: (value, variable, its twin).
+        own = [(given[v], v, w) for v, w in zip(inputs, free_variables([twin])) if is_real(v)]
+        made = [x for x in zip(values, eqn.outvars, twin.outvars, strict=True) if is_real(x[1])]
+        kinds = {x.kind for x in (*values, *(x for x, _, _ in own))}
+        if not own or not made or (kinds == {SampleKind.FREE} and is_by_tangents(eqn)):
+            return values  # there is nothing to differentiate
         if first := next((x for x in values if x.kind is SampleKind.MIXED), None):
             return [first] * len(values)
-        own, name = active(eqn), name_of(eqn)
-        if not all_of([*values, *(given[v] for v in own)], kinds):
+        if not kinds <= {SampleKind.FREE, SampleKind.SAMPLES, SampleKind.SUM}:
             return self._mixed(
                 eqn, f"with a derivative of its own ({name}) reads a sum over samples"
             )
         try:
-            one, two = self.derivatives.of(eqn), self.derivatives.of(twin)
+            one, two = self.derivative(eqn), self.derivative(twin)
         except Exception as error:  # user code, which runs only where it is differentiated
             return self._mixed(eqn, f"({name}) has no derivative ({type(error).__name__}: {error})")
-        real = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
-        carried = (
-            [replace(unnamed(given[v]), draws=False) for v in own]
-            if is_by_tangents(eqn)
-            else [arriving(values[i], eqn.outvars[i], twin.outvars[i]) for i in real]
-        )
+        if is_by_tangents(eqn):
+            carried = [replace(unnamed(x), draws=False) for x, _, _ in own]
+            wanted = [x for x, _, _ in made]
+        else:
+            carried, wanted = ([gradient_of(*x) for x in each] for each in (made, own))
         inside = replace(self, differentiated=False)
         consts = map(inside.constant, one.consts, two.consts)
-        operands = (given[v] for v in free_variables([eqn]))
-        found = inside.run(one.jaxpr, two.jaxpr, [*consts, *operands, *carried])
+        arrays = (given[v] for v in inputs)
+        found = inside.run(one.jaxpr, two.jaxpr, [*consts, *arrays, *carried])
         # In training, its values are those that the derivative's rule computes.
-        outs, made = found[: len(values)], found[len(values) :]
-        reasons = list(map(unlike_tangent, outs, values))
-        reasons += (
-            map(unlike_tangent, made, (values[i] for i in real))
-            if is_by_tangents(eqn)
-            else map(unlike_gradient, made, (given[v] for v in own))
-        )
-        if why := next(filter(None, reasons), None):
+        if why := next(filter(None, map(unlike, found, [*values, *wanted])), None):
             return [mixed(f"in the derivative of {name}{place(eqn)}, {why}")] * len(values)
-        draws = any(x.draws or x.drawn for x in made)
+        draws = any(x.draws or x.drawn for x in found[len(values) :])
         return [
             x if x.kind is SampleKind.FREE else replace(x, draws=x.draws or draws) for x in values
         ]
@@ -637,6 +624,15 @@ _PROGRAMS = {
     "custom_linear_solve": Analysis._linear_solve,
     **dict.fromkeys(KERNELS, Analysis._opaque),
 }
+
+
+def is_by_tangents(eqn: JaxprEqn) -> bool:
+    """Whether the rule of a custom derivative is for tangents, not for gradients."""
+    return eqn.primitive.name == "custom_jvp_call"
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    return str(open_jaxpr(called(eqn))[0].debug_info.func_name)
 
 
 def _truncates(eqn: JaxprEqn) -> bool:

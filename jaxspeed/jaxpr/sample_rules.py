@@ -4,11 +4,12 @@ Dim relations are those of `dim_relations`, for what is element-wise by name, an
 the last dims of each operand.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
@@ -77,6 +78,16 @@ def shape_of(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
+def elements(x: Any) -> np.ndarray | None:
+    """Those of a constant; None of keys, tracers, and arrays that are not here."""
+    dtype = getattr(x, "dtype", np.dtype(float))
+    is_here = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    if not is_here or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    found = np.asarray(x)
+    return found if found.dtype.kind in "biufc" else found.astype(np.float32)  # bfloat16
+
+
 def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
@@ -121,21 +132,14 @@ def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> boo
     return any(d in indexed or found.operands[0][d] not in updates for d in dims)
 
 
-def is_alike(
-    eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int], beside: Collection[str] = ()
-) -> bool:
+def is_alike(eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int]) -> bool:
     """Whether an equation has the same parameters for both numbers of samples, but for sizes.
 
     A size may grow with the samples. A place may not: `x[len(x) // 2]` starts somewhere else.
     """
     for key, here in eqn.params.items():
         there = twin.params.get(key)
-        if (
-            key in beside
-            or here is there
-            or not (_is_plain(here) and _is_plain(there))
-            or here == there
-        ):
+        if here is there or not (is_plain(here) and is_plain(there)) or here == there:
             continue
         if here != here and there != there:  # NaN
             continue
@@ -152,9 +156,10 @@ def is_sized(here: Any, there: Any, counts: tuple[int, int]) -> bool:
     return bool(here == there or (is_int and here * counts[1] == there * counts[0]))
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> bool:
+    """Whether a parameter is a number, a name, or such a thing."""
     if isinstance(x, tuple):
-        return all(map(_is_plain, x))
+        return all(map(is_plain, x))
     return x is None or isinstance(x, (bool, int, float, complex, str, np.dtype, np.generic, Enum))
 
 

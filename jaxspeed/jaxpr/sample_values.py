@@ -9,7 +9,7 @@ TOTAL      in a loop over samples: the carried value plus terms of this sample
 MIXED      anything else
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -137,7 +137,3 @@ def either(a: SampleValue, b: SampleValue) -> SampleValue:
     if a.kind is not SampleKind.FREE and replace(a, draws=draws) == replace(b, draws=draws):
         return replace(a, draws=draws)
     return mixed("a loop or a branch mixes samples")
-
-
-def all_of(values: Sequence[SampleValue], kinds: set[SampleKind]) -> bool:
-    return all(x.kind in kinds for x in values)

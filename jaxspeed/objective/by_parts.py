@@ -15,7 +15,6 @@ import jax
 
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.sample_derivatives import Derivatives
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
 from jaxspeed.jaxpr.single_sample import refuse_another_computation
@@ -96,15 +95,15 @@ def by_parts(
                 f"the loss cannot be traced for {count} samples ({error})"
             ) from error
 
-    derivatives = Derivatives()
+    # A dim of one sample looks like others of size 1.
+    counts = (own, total) if own > 1 else (total, 2 * total)
+    analysis = Analysis(counts, frozenset(summing_axes()), differentiated)
 
-    def compared(counts: tuple[int, int]) -> ByParts:
+    def compared(one: Any, two: Any) -> ByParts:
         """By the traces of two numbers of samples."""
-        one, two = map(traced, counts)
         if one.own_axes.collective:
             names = ", ".join(one.own_axes.collective)
             return ByParts(f"the loss reduces over {names}: the entire micro-batch")
-        analysis = Analysis(counts, frozenset(summing_axes()), differentiated, derivatives)
         jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
         known = map(analysis.constant, one.closed.consts, two.closed.consts)
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
@@ -117,18 +116,12 @@ def by_parts(
         draws = loss.total.draws or loss.weight.draws
         return ByParts(_quotient_of_sums(loss.total, loss.weight), metrics, draws)
 
-    counts = (own, total)
     try:
-        if own > 1:
-            return compared(counts)
-        # A dim of one sample looks like others of size 1.
-        counts = (total, 2 * total)
-        found = compared(counts)
-        if not found.mixes:
+        one, two = map(traced, counts)
+        found = compared(one, two)
+        if own == 1 and not found.mixes:
             counts = (1, total)
-            several = {count: traced(count).closed for count in (total, 2 * total)}
-            one = traced(1).closed
-            refuse_another_computation(one, several, differentiated, derivatives)
+            refuse_another_computation(analysis, traced(1).closed, (one.closed, two.closed))
         return found
     except _Untraceable as error:
         return ByParts(str(error))

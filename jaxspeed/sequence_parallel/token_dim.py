@@ -12,11 +12,10 @@ from enum import Enum
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
+from jaxspeed.jaxpr.evaluate import as_function, bindings, is_real, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
 from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of, writes_along
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue
@@ -180,7 +179,7 @@ class Tokens:
         """
         inputs = [v for v in eqn.invars if is_var(v)]
         original = as_function(sub_jaxpr(frame.jaxpr, [eqn], inputs, eqn.outvars))
-        active = [_is_real(v) for v in eqn.outvars]
+        active = [is_real(v) for v in eqn.outvars]
         pullbacks: list[Any] = []
 
         def both(*args: Any) -> list[Any]:
@@ -209,7 +208,7 @@ class Tokens:
                 for on, v in zip(active, made, strict=True)
             ]
             grads = jax.tree.unflatten(pullbacks[0], leaves)(cotangents)
-            return [g for g, v in zip(grads, inputs, strict=True) if _is_real(v)]
+            return [g for g, v in zip(grads, inputs, strict=True) if is_real(v)]
 
         @jax.custom_vjp
         def call(*args: Any) -> list[Any]:
@@ -226,7 +225,7 @@ class Tokens:
             second = self._pass(program, consts, program.outvars, of_given, sums=True)
             arrived = [ct for ct, on in zip(cotangents, active, strict=True) if on]
             grads = iter(second.run([*carried, *arrived], count))
-            return tuple(next(grads) if _is_real(v) else None for v in inputs)
+            return tuple(next(grads) if is_real(v) else None for v in inputs)
 
         call.defvjp(forward, backward)
         pairs = zip(values, eqn.invars, strict=True)
@@ -325,7 +324,3 @@ def _scanned(eqn: JaxprEqn, body: Body, run: Any, values: Sequence[Any]) -> list
     how = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
     carried, stacked = lax.scan(step, list(rest[:carry]), list(rest[carry:]), **how)
     return [*carried, *stacked]
-
-
-def _is_real(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.axes import EXPERT, SEQ, TENSOR, product, sample_axes
-from jaxspeed.jaxpr.evaluate import both_passes
+from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
@@ -305,7 +305,7 @@ class _Boundaries(Rewriter[bool]):
         arrays: list[Any] = [*eqn.invars, *eqn.outvars]
         dims = [self._sequence_dims(frame, v) for v in arrays]
         if eqn.primitive.name in CUSTOM_DERIVATIVE:
-            return dims if any(dims) and _has_windows(frame.jaxpr, eqn) else []
+            return dims if any(dims) and _has_windows(eqn) else []
         if not any(w.moves for w in windows_of(eqn)):
             return []
         moving, each = moving_dims(eqn), zip(arrays, dims, moving_dims(eqn), strict=True)
@@ -517,10 +517,9 @@ def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "sequence")
 
 
-def _has_windows(jaxpr: Jaxpr, eqn: JaxprEqn) -> bool:
+def _has_windows(eqn: JaxprEqn) -> bool:
     """Whether a pass of a function with a derivative of its own has windows."""
-    passes = both_passes(jaxpr, eqn)
-    return any(runs(e, WINDOWED) for e in (eqn, *([] if passes is None else passes.eqns)))
+    return any(runs(e, WINDOWED) for e in (eqn, *derivative(eqn).jaxpr.eqns))
 
 
 def _in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
