@@ -42,10 +42,10 @@ from jaxspeed.jaxpr.sample_rules import (
     degree_of,
     elements,
     free_results,
+    in_batches,
     is_alike,
     is_linear,
     is_sized,
-    numbered,
     place,
     relations_of,
     shape_of,
@@ -189,9 +189,7 @@ class Analysis:
         if name in ("concatenate", "stack") and (found := with_columns(eqn, operands)):
             return [found]
         if name in ("gather", *SCATTERS) and operands[1].columns:
-            table, refers = operands[0], numbered(eqn)
-            if table.kind is SampleKind.SAMPLES and table.dim in refers:
-                return [self._by_columns(eqn, operands, refers.index(table.dim))]
+            eqn, operands = in_batches(eqn, operands)
         if first := next((x for x in operands if x.kind is SampleKind.MIXED), None):
             return [first] * len(eqn.outvars)
         if name == "stop_gradient" or name in PAIRWISE:
@@ -335,42 +333,6 @@ class Analysis:
                 return self._mixed(eqn)
             results.append(SampleValue(SampleKind.SAMPLES, dim))
         return results
-
-    def _by_columns(self, eqn: JaxprEqn, operands: Sequence[SampleValue], own: int) -> SampleValue:
-        """A lookup or an update by (the sample's number, ...), as x[jnp.arange(n), labels].
-
-        Args:
-          own: which column has the numbers of samples.
-        """
-        table, is_lookup = operands[0], eqn.primitive.name == "gather"
-        (out,) = self._mixed(eqn)
-        assert table.dim is not None
-        columns = list(operands[1].columns)
-        along = columns.pop(own).index
-        if along is None or shape_of(eqn.invars[1])[along] != shape_of(eqn.invars[0])[table.dim]:
-            return out
-        degrees = {x.degree for x in (table, *operands[2:]) if not x.zero}
-        multiplied = eqn.primitive.name == "scatter-mul" and degrees != {0}
-        if len(degrees) > 1 or multiplied or any(x.degree for x in columns):
-            return self._mixed(eqn, "computes with the number of samples")[0]
-        found = relations_of(eqn)
-        assert found is not None
-        factor = found.operands[1][along]
-        others = [*columns, *operands[2:]]
-        dims = [along] * len(columns)
-        if not is_lookup:
-            dims += [d for d, f in enumerate(found.operands[2]) if f == factor]
-        for x, dim in zip(others, dims, strict=True):
-            is_own = x.kind is SampleKind.SAMPLES and x.dim == dim
-            if not is_own and (x.kind is not SampleKind.FREE or dim in x.varies):
-                return out
-        draws = any(x.draws or (x.kind is SampleKind.FREE and x.drawn) for x in (table, *others))
-        results = [d for d, f in enumerate(found.results[0]) if f == factor]
-        if not is_lookup:
-            return SampleValue(SampleKind.SAMPLES, table.dim, table.degree, draws=draws)
-        if eqn.params["slice_sizes"][table.dim] != 1 or len(results) != 1:
-            return out
-        return SampleValue(SampleKind.SAMPLES, results[0], table.degree, draws=draws)
 
     # -- programs within ---------------------------------------------------------------------------
 

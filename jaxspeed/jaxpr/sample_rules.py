@@ -7,6 +7,7 @@ the last dims of each operand.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import reduce
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
     SLICES,
 )
-from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, mixed, union
+from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, either, mixed, union
 
 # The same elements, in another dtype or place.
 SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
@@ -40,6 +41,13 @@ HOMOGENEOUS = SAME | ADDITIONS | COMPARISONS | MOVES
 HOMOGENEOUS |= {"neg", "abs", "max", "min", "select_n", "clamp", "real", "imag", "sign", "sort"}
 HOMOGENEOUS |= {"reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "reduce_window_sum"}
 HOMOGENEOUS -= {"scatter-mul"}
+# Numbers of lookups and of updates: of the dims of one row, and of those that indices refer to.
+_GATHERS = ("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
+_SCATTERS = (
+    "inserted_window_dims",
+    "scatter_dims_to_operand_dims",
+    "scatter_indices_batching_dims",
+)
 # The first operand that says where a slice begins.
 STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 # Parameters that are sizes, which may be those of the samples.
@@ -342,3 +350,32 @@ def with_columns(eqn: JaxprEqn, operands: Sequence[SampleValue]) -> SampleValue 
         (joined,) = free_results(eqn, operands, 0)
         return replace(joined, columns=tuple(operands))
     return replace(mixed(f"indices number samples{place(eqn)}"), columns=tuple(operands))
+
+
+def in_batches(eqn: JaxprEqn, operands: list[SampleValue]) -> tuple[JaxprEqn, list[SampleValue]]:
+    """A lookup or an update by (the sample's number, ...), as x[jnp.arange(n), labels].
+
+    The samples are a batch dim of the operand and of the other indices.
+    """
+    numbers, of_dims = eqn.params["dimension_numbers"], numbered(eqn)
+    dim, columns = operands[0].dim, list(operands[1].columns)
+    if dim not in of_dims:
+        return eqn, operands
+    along = columns.pop(of_dims.index(dim)).index
+    if eqn.primitive.name == "gather":
+        single, refers, batching = _GATHERS
+    else:
+        single, refers, batching = _SCATTERS
+    size = shape_of(eqn.invars[0])[dim]
+    if (
+        along is None
+        or shape_of(eqn.invars[1])[along] != size
+        or dim not in getattr(numbers, single)
+    ):
+        return eqn, operands
+    changed = {key: tuple(d for d in getattr(numbers, key) if d != dim) for key in (single, refers)}
+    changed["operand_batching_dims"] = (*numbers.operand_batching_dims, dim)
+    changed[batching] = (*getattr(numbers, batching), along)
+    params = {**eqn.params, "dimension_numbers": numbers._replace(**changed)}
+    others = reduce(either, columns, SampleValue(SampleKind.FREE, zero=True))
+    return eqn.replace(params=params), [operands[0], others, *operands[2:]]
