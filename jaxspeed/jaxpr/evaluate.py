@@ -4,13 +4,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
 from jaxspeed.jaxpr.primitives import INLINED
 from jaxspeed.jaxpr.slicing import free_variables, sub_jaxpr
-from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr
+from jaxspeed.jaxpr.traverse import called, is_real, is_var, like, open_jaxpr
 
 
 def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
@@ -55,16 +54,8 @@ def derivative(eqn: Any, *, by_tangents: bool = False) -> Any:
         pairs = zip(made, outputs if by_tangents else inputs, strict=True)
         return [*outs, *(x for x, v in pairs if is_real(v))]
 
-    def like(variables: Any) -> list[Any]:
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
-
     given = filter(is_real, inputs if by_tangents else outputs)
     return jax.make_jaxpr(both)(like(inputs), like(given))
-
-
-def is_real(v: Any) -> bool:
-    """Whether a variable has a gradient."""
-    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
 
 
 def evaluate(

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxspeed.jaxpr.evaluate import derivative, is_real
+from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import (
     CALLS,
     COLLECTIVES,
@@ -66,7 +66,15 @@ from jaxspeed.jaxpr.sample_values import (
     unnamed,
 )
 from jaxspeed.jaxpr.slicing import free_variables
-from jaxspeed.jaxpr.traverse import Body, bodies, called, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    bodies,
+    called,
+    consts_and_carry,
+    is_real,
+    is_var,
+    open_jaxpr,
+)
 
 
 class UnlikeTracesError(Exception):

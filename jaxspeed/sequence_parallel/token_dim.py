@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxspeed.jaxpr.evaluate import as_function, bindings, is_real, run_equation
+from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
 from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of, writes_along
 from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, is_var, transparent_bodies
+from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, is_real, is_var, like, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
 
@@ -290,8 +290,7 @@ class _Pass:
 
 def _traced(function: Any, inputs: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
     """The program of a function of arrays like `inputs`, and its constants."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
-    closed = jax.make_jaxpr(function)(*shapes)
+    closed = jax.make_jaxpr(function)(*like(inputs))
     return closed.jaxpr, closed.consts
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
-from jaxspeed.jaxpr.evaluate import derivative, is_real
+from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import (
     ATTENTION,
     CHECKPOINTS,
@@ -36,6 +36,7 @@ from jaxspeed.jaxpr.slicing import free_variables, read_by
 from jaxspeed.jaxpr.traverse import (
     JaxprEqn,
     Var,
+    is_real,
     is_var,
     open_jaxpr,
     product_of,
