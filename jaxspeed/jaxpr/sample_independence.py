@@ -171,16 +171,12 @@ class Analysis:
 
     def _has_a_size(self, x: SampleValue, v: Any, twin: Any) -> bool:
         """Whether the dim of samples grows like their number, and no other dim does."""
-        if x.kind is SampleKind.MIXED or not hasattr(v.aval, "shape"):
+        if x.kind is SampleKind.MIXED:
             return True
         here, there = shape_of(v), shape_of(twin)
-        if here == there:
-            return x.dim is None or self.counts[0] == self.counts[1]
-        sizes = zip(here, there, strict=True)
-        if x.kind is SampleKind.FREE:
-            return is_sized(here, there, self.counts)
-        n, m = self.counts
-        return all(a * m == b * n if d == x.dim else a == b for d, (a, b) in enumerate(sizes))
+        grown = {d for d, n in enumerate(there) if n != here[d]}
+        own = grown if x.kind is SampleKind.FREE else {x.dim} - {None}
+        return grown == own and is_sized(here, there, self.counts)
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -265,58 +261,49 @@ class Analysis:
         self, eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int
     ) -> list[SampleValue]:
         """The results of an operation that reads a sum over samples, which has to be linear."""
-        name, draws = eqn.primitive.name, any(x.draws for x in operands)
-        sums = [x for x in operands if x.kind not in (SampleKind.FREE, SampleKind.SAMPLES)]
-        kinds, first, last = {x.kind for x in sums}, operands[0], operands[-1]
-        kept = [replace(sums[0], degree=degree, draws=draws, root=None)] * len(eqn.outvars)
-        refused = self._mixed(eqn, "is not linear in a sum over samples")
-        if name == "convert_element_type" and _truncates(eqn):
-            return refused
-        if kinds == {SampleKind.TOTAL}:
-            others = [x for x in operands if x.kind is not SampleKind.TOTAL]
-            adds = name == "add" or (name in ("sub", "add_any", ADDS_INTO) and first in sums)
-            chosen = name == "select_n" and len(others) == 1 and first in others
-            alike = len({x.carry for x in sums}) == 1
-            own = adds and len(sums) == 1 and all(x.dim is None for x in others)
-            return kept if own or (alike and chosen) or name in SAME else refused
-        if any(x.kind is SampleKind.SAMPLES for x in operands):
-            if (
-                name == ADDS_INTO
-                and [x.kind for x in operands].count(SampleKind.SUM) == 1
-                and first in sums
-            ):
-                added = self._of_samples(
-                    eqn, [replace(first, kind=SampleKind.FREE, zero=True), *operands[1:]], degree
-                )
-                return added if added[0].kind in (SampleKind.SUM, SampleKind.MIXED) else refused
-            return refused
-        if kinds == {SampleKind.SUM} and is_linear(name, operands):
-            return [replace(x, root=first.root if name in SAME else None) for x in kept]
+        name, first, last = eqn.primitive.name, operands[0], operands[-1]
+        others = [x for x in operands if x.kind in (SampleKind.FREE, SampleKind.SAMPLES)]
+        sums = [x for x in operands if x not in others]
+        kinds, alone = {x.kind for x in sums}, len(sums) == 1
+        kept, found = replace(sums[0], degree=degree, root=None), None
+        # The sums that a choice or a mean is of.
         roots = {x.root for x in sums if x.kind is not SampleKind.SUM or name == "select_n"}
-        bounds = name == "max" or (name in ("gt", "ne") and first in sums and last.zero)
-        if kinds == {SampleKind.SUM} and len(sums) == 1 and bounds:
-            return [SampleValue(SampleKind.GUARD, None, degree, draws=draws, root=sums[0].root)]
-        if (
-            name == "div"
-            and first.kind is SampleKind.SUM
-            and last.kind in (SampleKind.SUM, SampleKind.GUARD)
-        ):
-            same = first.degree == last.degree
-            return [SampleValue(SampleKind.MEAN, draws=draws, root=last.root)] if same else refused
-        if name == "select_n" and first.kind is SampleKind.GUARD and len(roots) == 1:
-            cases = {x.kind for x in operands[1:] if x.kind is not SampleKind.FREE}
-            zeros = all(x.zero for x in operands[1:] if x.kind is SampleKind.FREE)
-            if cases == {SampleKind.MEAN} and zeros:
-                return [SampleValue(SampleKind.MEAN, draws=draws, root=first.root)]
-            if cases == {SampleKind.SUM}:
-                return [SampleValue(SampleKind.GUARD, None, degree, draws=draws, root=first.root)]
-        if kinds == {SampleKind.GUARD} and name in SAME:
-            return [first]
-        if kinds == {SampleKind.MEAN} and len(roots) == 1 and degree == 0:
-            scaled = len(sums) == 1 and (name == "mul" or (name == "div" and first in sums))
+        if name == "convert_element_type" and _truncates(eqn):
+            pass
+        elif kinds == {SampleKind.TOTAL}:
+            adds = name == "add" or (name in ("sub", "add_any", ADDS_INTO) and first in sums)
+            adds = adds and alone and all(x.dim is None for x in others)
+            chosen = name == "select_n" and others == [first] and len({x.carry for x in sums}) == 1
+            found = kept if adds or chosen or name in SAME else None
+        elif not all(x.kind is SampleKind.FREE for x in others):
+            if name == ADDS_INTO and alone and first in sums:
+                zeros = replace(first, kind=SampleKind.FREE, zero=True)
+                added = self._of_samples(eqn, [zeros, *operands[1:]], degree)
+                if added[0].kind in (SampleKind.SUM, SampleKind.MIXED):
+                    return added
+        elif kinds == {SampleKind.SUM} and is_linear(name, operands):
+            found = replace(kept, root=first.root if name in SAME else None)
+        elif kinds == {SampleKind.SUM} and alone and name in ("max", "gt", "ne"):
+            if name == "max" or (first in sums and last.zero):
+                found = replace(kept, kind=SampleKind.GUARD, root=sums[0].root)
+        elif name == "div" and last.kind in (SampleKind.SUM, SampleKind.GUARD):
+            if first.kind is SampleKind.SUM and first.degree == last.degree:
+                found = SampleValue(SampleKind.MEAN, root=last.root)
+        elif name == "select_n" and first.kind is SampleKind.GUARD and len(roots) == 1:
+            cases = {x.kind for x in operands[1:] if not x.zero}
+            if cases == {SampleKind.MEAN}:
+                found = SampleValue(SampleKind.MEAN, root=first.root)
+            elif cases - {SampleKind.FREE} == {SampleKind.SUM}:
+                found = replace(kept, kind=SampleKind.GUARD, root=first.root)
+        elif kinds == {SampleKind.GUARD} and name in SAME:
+            found = first
+        elif kinds == {SampleKind.MEAN} and len(roots) == 1 and degree == 0:
+            scaled = alone and (name == "mul" or (name == "div" and first in sums))
             if scaled or name in ADDITIONS | SAME | {"neg"}:
-                return [replace(sums[0], draws=draws)]
-        return refused
+                found = sums[0]
+        if found is None:
+            return self._mixed(eqn, "is not linear in a sum over samples")
+        return [replace(found, draws=any(x.draws for x in operands))] * len(eqn.outvars)
 
     def _drawn(self, eqn: JaxprEqn, operands: Sequence[SampleValue]) -> list[SampleValue]:
         """Random keys and numbers: the leading dims are those of the operands."""
