@@ -8,8 +8,8 @@ multiple of that of the part's sum than the gradient of the entire batch's mean.
 
 from typing import Any
 
-from jaxspeed.jaxpr.sample_rules import shape_of
-from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, mixed
+from jaxspeed.jaxpr.sample_values import FREE, MIXED, SAMPLES, SUM, SampleValue, free, mixed
+from jaxspeed.jaxpr.traverse import shape_of
 
 # The degree of the gradient that arrives: the unknown factor is a power of n that nothing else has.
 ARRIVING = 1 << 16
@@ -18,16 +18,16 @@ ARRIVING = 1 << 16
 def gradient_of(x: SampleValue, v: Any, twin: Any) -> SampleValue:
     """The gradient for a value of which a loss is computed that is a sum over samples."""
     degree, shape = ARRIVING - x.degree, shape_of(v)
-    if x.kind is SampleKind.SUM:
-        return SampleValue(SampleKind.FREE, None, degree, free(len(shape)).varies)
+    if x.kind is SUM:
+        return SampleValue(FREE, None, degree, free(len(shape)).varies)
     grown = [d for d, n in enumerate(shape_of(twin)) if n != shape[d]]
-    if x.kind is SampleKind.FREE and not grown:
-        return SampleValue(SampleKind.SUM, None, degree)
+    if x.kind is FREE and not grown:
+        return SampleValue(SUM, None, degree)
     # One value for all samples is repeated: each has a gradient for it.
-    dim = x.dim if x.kind is SampleKind.SAMPLES else grown[0]
+    dim = x.dim if x.kind is SAMPLES else grown[0]
     if dim in x.varies | x.drawn:
         return mixed("it is no sum over samples")
-    return SampleValue(SampleKind.SAMPLES, dim, degree)
+    return SampleValue(SAMPLES, dim, degree)
 
 
 def unlike(new: SampleValue, wanted: SampleValue) -> str | None:
@@ -35,13 +35,13 @@ def unlike(new: SampleValue, wanted: SampleValue) -> str | None:
     if new.zero:
         return None
     for x in (new, wanted):
-        if x.kind is SampleKind.MIXED:
+        if x.kind is MIXED:
             return x.why
     if new.degree != wanted.degree:
         return "it computes with the number of samples, or is no multiple of what arrives"
-    if wanted.kind is SampleKind.SAMPLES and new.kind is SampleKind.FREE:
+    if wanted.kind is SAMPLES and new.kind is FREE:
         is_like = wanted.dim not in new.varies
-    elif wanted.kind is SampleKind.SAMPLES:
+    elif wanted.kind is SAMPLES:
         is_like = new.kind is wanted.kind and new.dim == wanted.dim
     else:
         is_like = new.kind is wanted.kind and new.varies <= wanted.varies | wanted.drawn

@@ -26,7 +26,8 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
     SLICES,
 )
-from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, either, mixed, union
+from jaxspeed.jaxpr.sample_values import FREE, NONE, SUM, SampleValue, Values, either, mixed, union
+from jaxspeed.jaxpr.traverse import shape_of
 
 # The same elements, in another dtype or place.
 SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
@@ -80,10 +81,6 @@ def place(eqn: JaxprEqn) -> str:
         return ""
     file, line, *_ = own[-1].rpartition("/")[2].split(":")  # innermost last
     return f" ({file}, line {line.partition(' ')[0]})"
-
-
-def shape_of(v: Any) -> tuple[int, ...]:
-    return tuple(getattr(v.aval, "shape", ()))
 
 
 def elements(x: Any) -> np.ndarray | None:
@@ -172,7 +169,7 @@ def is_plain(x: Any) -> bool:
 
 
 def degree_of(
-    eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue], counts: tuple[int, int]
+    eqn: JaxprEqn, twin: JaxprEqn, operands: Values, counts: tuple[int, int]
 ) -> int | None:
     """The results' power of the number of samples; None if it is no power."""
     name, params = eqn.primitive.name, eqn.params
@@ -180,12 +177,12 @@ def degree_of(
     pairs = zip(eqn.invars, twin.invars, strict=True)
     grows = [
         {d for d, n in enumerate(shape_of(here)) if n != shape_of(there)[d]}
-        if x.kind is SampleKind.FREE
+        if x.kind is FREE
         else set()
         for x, (here, there) in zip(operands, pairs, strict=True)
     ]
     if any(grows) and name not in ELEMENTWISE | MORE_ELEMENTWISE | SAME:
-        all_free = all(x.kind is SampleKind.FREE for x in operands)
+        all_free = all(x.kind is FREE for x in operands)
         found = relations_of(eqn)
         if found is None and all_free:
             return None
@@ -225,10 +222,10 @@ def degree_of(
     return 0 if name in COMPARISONS or name == "sign" else degree + degrees[0]
 
 
-def is_linear(name: str, operands: Sequence[SampleValue]) -> bool:
+def is_linear(name: str, operands: Values) -> bool:
     """Whether an operation is linear in the sums among its operands."""
-    is_sum = [x.kind is SampleKind.SUM for x in operands]
-    is_sum_or_zero = [x.kind is SampleKind.SUM or x.zero for x in operands]
+    is_sum = [x.kind is SUM for x in operands]
+    is_sum_or_zero = [x.kind is SUM or x.zero for x in operands]
     if name in ADDITIONS or name in ("concatenate", "stack", "pad"):
         return all(is_sum_or_zero)
     if name == "dynamic_update_slice":
@@ -247,13 +244,13 @@ def is_linear(name: str, operands: Sequence[SampleValue]) -> bool:
 # -- values that are independent of the batch ------------------------------------------------------
 
 
-def free_results(eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int) -> list[SampleValue]:
+def free_results(eqn: JaxprEqn, operands: Values, degree: int) -> Values:
     name = eqn.primitive.name
     if name == "iota":
         dim = eqn.params["dimension"]
-        return [SampleValue(SampleKind.FREE, varies=frozenset({dim}), index=dim)]
+        return [SampleValue(FREE, varies=frozenset({dim}), index=dim)]
     if name == "lt" and operands[0].index is not None and operands[1].zero:
-        return [SampleValue(SampleKind.FREE, zero=True)]  # an index is not negative
+        return [SampleValue(FREE, zero=True)]  # an index is not negative
     if name in ADDITIONS | JOINS | {"stack"}:
         zero = all(x.zero for x in operands)
     elif name == "mul":
@@ -273,9 +270,7 @@ def free_results(eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int) ->
             drawn = _along(eqn, found, [x.drawn for x in operands], number) - varies
             index = _index(name, found, operands[0])
         root = operands[0].root if name in SAME else None
-        results.append(
-            SampleValue(SampleKind.FREE, None, degree, varies, drawn, False, zero, index, (), root)
-        )
+        results.append(SampleValue(FREE, None, degree, varies, drawn, False, zero, index, (), root))
     return results
 
 
@@ -339,20 +334,20 @@ def _index(name: str, found: DimRelations, x: SampleValue) -> int | None:
     return dims[0] if len(dims) == 1 else None
 
 
-def with_columns(eqn: JaxprEqn, operands: Sequence[SampleValue]) -> SampleValue | None:
+def with_columns(eqn: JaxprEqn, operands: Values) -> SampleValue | None:
     """Joined indices, of which some are numbers of samples; None if they are not."""
     shape = shape_of(eqn.outvars[0])
     if _axis_of(eqn) != len(shape) - 1 or shape[-1] != len(operands):
         return None
     if all(x.index is None for x in operands):
         return None
-    if all(x.kind is SampleKind.FREE for x in operands):
+    if all(x.kind is FREE for x in operands):
         (joined,) = free_results(eqn, operands, 0)
         return replace(joined, columns=tuple(operands))
     return replace(mixed(f"indices number samples{place(eqn)}"), columns=tuple(operands))
 
 
-def in_batches(eqn: JaxprEqn, operands: list[SampleValue]) -> tuple[JaxprEqn, list[SampleValue]]:
+def in_batches(eqn: JaxprEqn, operands: Values) -> tuple[JaxprEqn, Values]:
     """A lookup or an update by (the sample's number, ...), as x[jnp.arange(n), labels].
 
     The samples are a batch dim of the operand and of the other indices.
@@ -377,5 +372,5 @@ def in_batches(eqn: JaxprEqn, operands: list[SampleValue]) -> tuple[JaxprEqn, li
     changed["operand_batching_dims"] = (*numbers.operand_batching_dims, dim)
     changed[batching] = (*getattr(numbers, batching), along)
     params = {**eqn.params, "dimension_numbers": numbers._replace(**changed)}
-    others = reduce(either, columns, SampleValue(SampleKind.FREE, zero=True))
+    others = reduce(either, columns, SampleValue(FREE, zero=True))
     return eqn.replace(params=params), [operands[0], others, *operands[2:]]

@@ -25,10 +25,17 @@ from jaxspeed.jaxpr.sample_rules import (
     numbered,
     place,
     relations_of,
+)
+from jaxspeed.jaxpr.sample_values import MIXED
+from jaxspeed.jaxpr.traverse import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    is_var,
+    open_jaxpr,
+    programs,
     shape_of,
 )
-from jaxspeed.jaxpr.sample_values import SampleKind
-from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, is_var, open_jaxpr, programs
 
 # Parameters that number dims, which relations say.
 _DIMS = {"axes", "axis", "dimension", "dimensions", "permutation", "dimension_numbers"}
@@ -85,7 +92,7 @@ class Listing:
         if first is None or second is None:
             return np.zeros(0)
         found = self.analysis.constant(one, two)
-        if found.kind is SampleKind.MIXED:
+        if found.kind is MIXED:
             raise UnlikeTracesError
         sizes = zip(first.shape, second.shape, strict=True)
         of_one = first[tuple(slice(None if n == m else 1) for n, m in sizes)]

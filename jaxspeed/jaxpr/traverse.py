@@ -27,6 +27,10 @@ def is_var(atom: Any) -> bool:
     return not hasattr(atom, "val")
 
 
+def shape_of(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def is_real(x: Any) -> bool:
     """Whether a variable, an array or an abstract one can have a gradient."""
     return bool(jnp.issubdtype(getattr(x, "aval", x).dtype, jnp.inexact))

@@ -16,7 +16,7 @@ import jax
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
-from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
+from jaxspeed.jaxpr.sample_values import FREE, MEAN, MIXED, SUM, SampleValue, free, samples
 from jaxspeed.jaxpr.single_sample import refuse_another_computation
 
 log = logging.getLogger("jaxspeed")
@@ -105,9 +105,8 @@ def by_parts(
             names = ", ".join(one.own_axes.collective)
             return ByParts(f"the loss reduces over {names}: the entire micro-batch")
         jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
-        known = map(analysis.constant, one.closed.consts, two.closed.consts)
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
-        found = analysis.run(jaxpr, two.closed.jaxpr, [*known, *inputs])
+        found = analysis.run_closed(one.closed, two.closed, inputs)
         loss, _ = jax.tree.unflatten(one.out_tree, found)
         if loss.auxiliary is not None:
             return ByParts("the loss returns an auxiliary term, which is of an entire micro-batch")
@@ -139,9 +138,9 @@ class _Untraceable(Exception):
 def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:
     """Why total / weight of a batch is not the sum of the parts' totals over that of weights."""
     for name, x in (("sum", total), ("weight", weight)):
-        if x.kind is SampleKind.MIXED:
+        if x.kind is MIXED:
             return f"the loss's {name} mixes samples ({x.why})"
-        if x.kind not in (SampleKind.FREE, SampleKind.SUM):
+        if x.kind not in (FREE, SUM):
             return (
                 f"the loss's {name} is no sum over samples, but one that is divided by another or "
                 "bounded (return (sum, weight), which is divided at the end of the step)"
@@ -156,13 +155,13 @@ def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:
 
 def _average(metric: SampleValue, weight: SampleValue) -> str | None:
     """Why a metric of a batch is not the average of its parts', weighted like the loss."""
-    if metric.kind is SampleKind.MIXED:
+    if metric.kind is MIXED:
         return f"mixes samples ({metric.why})"
-    if metric.kind is SampleKind.MEAN and metric.root != weight.root:
+    if metric.kind is MEAN and metric.root != weight.root:
         return "is divided by something else than the loss's weight"
-    of_equal_parts = metric.kind is SampleKind.SUM and weight.kind is SampleKind.FREE
-    if metric.kind is SampleKind.MEAN or metric.zero:
+    of_equal_parts = metric.kind is SUM and weight.kind is FREE
+    if metric.kind is MEAN or metric.zero:
         return None
-    if (metric.kind is SampleKind.FREE or of_equal_parts) and metric.extent == 0:
+    if (metric.kind is FREE or of_equal_parts) and metric.extent == 0:
         return None
     return "is not divided by the loss's weight"

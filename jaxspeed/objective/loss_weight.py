@@ -16,15 +16,8 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import with_all_calls_inlined
 from jaxspeed.jaxpr.slicing import free_variables, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Var,
-    is_var,
-)
+from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, Var, is_var, shape_of
 from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 
 def weight_of(program: LossProgram, batch: Any) -> jax.Array:

@@ -26,7 +26,17 @@ from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED, RAGGED_PRODUCTS
 from jaxspeed.jaxpr.rewriter import LEAVE, Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import free_variables
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_real, is_var, like, product_of
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    is_real,
+    is_var,
+    like,
+    product_of,
+    shape_of,
+)
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.sequence_parallel.settings import SequenceTiles
@@ -36,12 +46,7 @@ from jaxspeed.sequence_parallel.sharded_gradients import (
     sharded_products,
 )
 from jaxspeed.sequence_parallel.token_dim import AlongTokens, MixesTokensError, Tokens
-from jaxspeed.tensor_parallel.dim_propagation import (
-    CallFrame,
-    PropagatedDims,
-    propagate_dims,
-    shape_of,
-)
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, propagate_dims
 
 # By default, sequences of more tokens per device are divided where the results of products inside a
 # group have more than `MOST` bytes there, into tiles in which they have at most `TILE`.

@@ -18,11 +18,20 @@ from jax import lax
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
 from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of, writes_along
-from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue
+from jaxspeed.jaxpr.sample_values import FREE, SUM, SampleValue
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, is_real, is_var, like, transparent_bodies
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    Jaxpr,
+    JaxprEqn,
+    is_real,
+    is_var,
+    like,
+    shape_of,
+    transparent_bodies,
+)
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 
 
 class MixesTokensError(Exception):
@@ -262,7 +271,7 @@ class Tokens:
             of_tokens = any(tokens.dims(top, v) for v in eqn.invars)
             is_sum = name in SUMS and of_tokens and not with_tokens
             if any(of_sums):
-                kinds = (SampleKind.SUM if on else SampleKind.FREE for on in of_sums)
+                kinds = (SUM if on else FREE for on in of_sums)
                 known = not with_tokens and is_linear(name, [SampleValue(kind) for kind in kinds])
             else:
                 known = sums if is_sum else tokens.kind(top, position) is not AlongTokens.MIXES

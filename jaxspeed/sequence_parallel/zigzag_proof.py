@@ -40,12 +40,13 @@ from jaxspeed.jaxpr.traverse import (
     is_var,
     open_jaxpr,
     product_of,
+    shape_of,
     transparent_bodies,
 )
 from jaxspeed.ops.attention_call import form_of
 from jaxspeed.ops.token_order import ANY_ORDER, in_token_order
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
 
 # Reductions of which the order of the elements does not matter.

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspeed.jaxpr.primitives import CASTS, LOOPS, RESHAPES
-from jaxspeed.jaxpr.traverse import consts_and_carry, is_real, is_var
+from jaxspeed.jaxpr.traverse import consts_and_carry, is_real, is_var, shape_of
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
-from jaxspeed.tensor_parallel.dim_propagation import (
-    CallFrame,
-    PropagatedDims,
-    shape_of,
-    tie_results,
-)
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, tie_results
 
 # Views: the operand of several matmuls counts as one array, however it was cast or transposed.
 VIEWS = (*RESHAPES, "transpose", *CASTS, "name")

@@ -23,7 +23,17 @@ from jaxspeed.axes import EXPERT, SEQ, TENSOR, product, sample_axes
 from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    is_marked,
+    is_var,
+    product_of,
+    runs,
+    shape_of,
+)
 from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.constrain import constrain
@@ -43,7 +53,7 @@ from jaxspeed.tensor_parallel.boundary_ops import (
     to_experts,
 )
 from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 from jaxspeed.tensor_parallel.windows import (
