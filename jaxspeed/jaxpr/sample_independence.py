@@ -336,11 +336,15 @@ class Analysis:
         found, there = bodies(eqn), bodies(twin)
         if len(found) != 1 or len(there) != 1:
             return self._opaque(eqn, twin, operands)
+        values = self.within(eqn).run_closed(found[0], there[0], operands)
         if not self.has_derivative(eqn):
-            return self.run_closed(found[0], there[0], operands)
-        # What the function calls is not differentiated, but the function is.
-        values = replace(self, differentiated=False).run_closed(found[0], there[0], operands)
+            return values
         return self._with_derivative(eqn, twin, operands, values)
+
+    def within(self, eqn: JaxprEqn) -> "Analysis":
+        """What a function with a derivative of its own calls is not differentiated."""
+        is_own = eqn.primitive.name in CUSTOM_DERIVATIVE
+        return replace(self, differentiated=False) if is_own else self
 
     def has_derivative(self, eqn: JaxprEqn) -> bool:
         """Whether a function's derivative is another program that is run."""

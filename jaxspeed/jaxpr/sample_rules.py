@@ -172,33 +172,24 @@ def degree_of(
     eqn: JaxprEqn, twin: JaxprEqn, operands: Values, counts: tuple[int, int]
 ) -> int | None:
     """The results' power of the number of samples; None if it is no power."""
-    name, params = eqn.primitive.name, eqn.params
-    degree = 0
-    pairs = zip(eqn.invars, twin.invars, strict=True)
-    grows = [
-        {d for d, n in enumerate(shape_of(here)) if n != shape_of(there)[d]}
-        if x.kind is FREE
-        else set()
-        for x, (here, there) in zip(operands, pairs, strict=True)
-    ]
-    if any(grows) and name not in ELEMENTWISE | MORE_ELEMENTWISE | SAME:
-        all_free = all(x.kind is FREE for x in operands)
-        found = relations_of(eqn)
-        if found is None and all_free:
+    name, params, degree = eqn.primitive.name, eqn.params, 0
+    pairs = [(shape_of(v), shape_of(w)) for v, w in zip(eqn.invars, twin.invars, strict=True)]
+    grown = [(i, d) for i, (a, b) in enumerate(pairs) for d, n in enumerate(a) if n != b[d]]
+    is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
+    if grown and not is_elementwise and all(x.kind is FREE for x in operands):
+        found, summed = relations_of(eqn), set()
+        if found is None:
             return None
-        if found is not None and all_free:
-            summed = set()  # factors
-            for x, dims, factors in zip(operands, grows, found.operands, strict=True):
-                made = {f for result in found.results for f in result}
-                for d in dims:
-                    if name == "reshape":  # merged dims may be those of a result
-                        continue
-                    if factors[d] is not None and factors[d] in made:
-                        continue
-                    if d in x.varies | x.drawn or name not in SUMS | OF_EQUAL:
-                        return None  # some elements of as many as there are samples, or their sum
-                    summed |= {factors[d]} if name in SUMS else set()
-            degree += len(summed)  # sums over as many equal elements as there are samples
+        made = {factor for factors in found.results for factor in factors}
+        for i, d in grown:
+            factor = found.operands[i][d]
+            # A reshape's merged dims may be those of a result.
+            if name == "reshape" or (factor is not None and factor in made):
+                continue
+            if d in operands[i].varies | operands[i].drawn or name not in SUMS | OF_EQUAL:
+                return None  # some elements of as many as there are samples, or their sum
+            summed |= {factor} if name in SUMS else set()
+        degree = len(summed)  # sums over as many equal elements as there are samples
     indices = operands[1:2] if name in ("gather", *SCATTERS) else ()
     indices = operands[STARTS[name] :] if name in STARTS else indices
     if any(x.degree and not x.zero for x in indices):

@@ -135,11 +135,10 @@ class Listing:
         platforms = eqn.params.get("branches_platforms") or ()
         if None in platforms:
             pairs = [pairs[platforms.index(None)]]
-        inside = self
-        if self.analysis.has_derivative(eqn):  # what it calls is not differentiated
+        if self.analysis.has_derivative(eqn):
             one, two = map(self.analysis.derivative, (eqn, twin))
             pairs.append((open_jaxpr(one), open_jaxpr(two)))
-            inside = replace(self, analysis=replace(self.analysis, differentiated=False))
+        inside = replace(self, analysis=self.analysis.within(eqn))
         for each in pairs:
             inside.add(*each)
 

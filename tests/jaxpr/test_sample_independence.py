@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxspeed import ops
+from jaxspeed.jaxpr import sample_independence
 from jaxspeed.objective.by_parts import by_parts
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.objective.loss_program import LossProgram
@@ -485,6 +486,20 @@ def test_derivatives_of_libraries_are_proved(name):
     for parts in (1, 4):
         found = verdict(lambda x, y, m: (LIBRARIES[name](x).sum(), float(len(x))), parts)
         assert found.not_once is None
+
+
+@pytest.mark.parametrize("sinks", [None, jnp.ones(2)])
+def test_the_derivative_of_attention_is_right_and_not_traced(sinks, monkeypatch):
+    def loss(x, y, m):
+        q = jnp.tile(x, (1, 64, 1))[:, :, None] * jnp.ones((2, 1))
+        out = ops.attention(q, q, q, causal=True, sinks=sinks, implementation="row_blocks")
+        return out.sum(), float(len(x))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sample_independence, "derivative", None)
+        assert verdict(loss).not_once is None
+    monkeypatch.setattr(sample_independence, "TWO_PASSES", None)  # like any other function
+    assert verdict(loss).not_once is None
 
 
 def test_a_map_in_batches_is_refused_with_its_reason():
