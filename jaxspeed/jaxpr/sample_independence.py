@@ -188,7 +188,8 @@ class Analysis:
         here, there = shape_of(v), shape_of(twin)
         grown = {d for d, n in enumerate(there) if n != here[d]}
         own = grown if x.kind is FREE else {x.dim} - {None}
-        return grown == own and is_sized(here, there, self.counts)
+        as_many = grown == own or self.counts[0] == self.counts[1]
+        return as_many and is_sized(here, there, self.counts)
 
     # -- operations --------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class Listing:
             return None
         if eqn.primitive is not twin.primitive or not is_alike(eqn, twin, self.analysis.counts):
             raise UnlikeTracesError(place(eqn))
-        # Those of a convolution do not tell its dims of windows.
+        # Those of a convolution do not show its dims of windows.
         found = relations_of(eqn) if name != "conv_general_dilated" else None
         what: dict[str, Any] = {}
         for key, x in eqn.params.items():
