@@ -28,13 +28,13 @@ from jaxspeed.jaxpr.primitives import (
     PAIRWISE,
     RANDOM,
     RESHAPES,
-    SCATTERS,
     TWO_PASSES,
 )
 from jaxspeed.jaxpr.sample_derivatives import gradient_of, unlike
 from jaxspeed.jaxpr.sample_rules import (
     ADDITIONS,
     ADDS_INTO,
+    INDEXED,
     KEYS,
     SAME,
     SUMS,
@@ -203,7 +203,7 @@ class Analysis:
             return _PROGRAMS.get(name, Analysis._call)(self, eqn, twin, operands)
         if name in ("concatenate", "stack") and (found := with_columns(eqn, operands)):
             return [found]
-        if name in ("gather", *SCATTERS) and operands[1].columns:
+        if name in INDEXED and operands[1].columns:
             eqn, operands = in_batches(eqn, operands)
         if first := next((x for x in operands if x.kind is MIXED), None):
             return [first] * len(eqn.outvars)

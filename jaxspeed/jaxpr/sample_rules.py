@@ -42,13 +42,15 @@ HOMOGENEOUS = SAME | ADDITIONS | COMPARISONS | MOVES
 HOMOGENEOUS |= {"neg", "abs", "max", "min", "select_n", "clamp", "real", "imag", "sign", "sort"}
 HOMOGENEOUS |= {"reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "reduce_window_sum"}
 HOMOGENEOUS -= {"scatter-mul"}
-# Numbers of lookups and of updates: of the dims of one row, and of those that indices refer to.
+# What numbers of a lookup or an update refer to: dims of one row, those of the columns of indices,
+# and the indices' own dims of a batch.
 _GATHERS = ("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
 _SCATTERS = (
     "inserted_window_dims",
     "scatter_dims_to_operand_dims",
     "scatter_indices_batching_dims",
 )
+INDEXED = {"gather": _GATHERS, **dict.fromkeys(SCATTERS, _SCATTERS)}
 # The first operand that says where a slice begins.
 STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 # Parameters that are sizes, which may be those of the samples.
@@ -117,11 +119,9 @@ def relations_of(eqn: JaxprEqn) -> DimRelations | None:
 
 
 def numbered(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The dims to which each column of indices refers, of a lookup's or a scatter's operand."""
-    numbers = eqn.params["dimension_numbers"]
-    if eqn.primitive.name == "gather":
-        return tuple(numbers.start_index_map)
-    return tuple(numbers.scatter_dims_to_operand_dims)
+    """The dims of the operand to which columns of indices refer; none of other operations."""
+    _, refers, _ = INDEXED.get(eqn.primitive.name, (None, None, None))
+    return getattr(eqn.params["dimension_numbers"], refers) if refers else ()
 
 
 def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> bool:
@@ -133,8 +133,7 @@ def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> boo
     if name != "dynamic_update_slice" and name not in SCATTERS:
         return False
     updates = found.operands[1 if name == "dynamic_update_slice" else 2]
-    indexed = numbered(eqn) if name in SCATTERS else ()
-    return any(d in indexed or found.operands[0][d] not in updates for d in dims)
+    return any(d in numbered(eqn) or found.operands[0][d] not in updates for d in dims)
 
 
 def is_alike(eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int]) -> bool:
@@ -190,7 +189,7 @@ def degree_of(
                 return None  # some elements of as many as there are samples, or their sum
             summed |= {factor} if name in SUMS else set()
         degree = len(summed)  # sums over as many equal elements as there are samples
-    indices = operands[1:2] if name in ("gather", *SCATTERS) else ()
+    indices = operands[1:2] if name in INDEXED else ()
     indices = operands[STARTS[name] :] if name in STARTS else indices
     if any(x.degree and not x.zero for x in indices):
         return None
@@ -348,10 +347,7 @@ def in_batches(eqn: JaxprEqn, operands: Values) -> tuple[JaxprEqn, Values]:
     if dim not in of_dims:
         return eqn, operands
     along = columns.pop(of_dims.index(dim)).index
-    if eqn.primitive.name == "gather":
-        single, refers, batching = _GATHERS
-    else:
-        single, refers, batching = _SCATTERS
+    single, refers, batching = INDEXED[eqn.primitive.name]
     size = shape_of(eqn.invars[0])[dim]
     if (
         along is None

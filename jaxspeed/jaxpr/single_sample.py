@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.jaxpr.primitives import KERNELS, RESHAPES, SCATTERS
+from jaxspeed.jaxpr.primitives import KERNELS, RESHAPES
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_rules import (
     SIZES,
@@ -123,9 +123,10 @@ class Listing:
         if name == "reduce_sum" and dims[0] == dims[1]:
             return None
         mixed = sorted(factors[f] for f in found.mixed if f in factors)
-        columns = numbered(eqn) if name in ("gather", *SCATTERS) else ()
-        rows = [[d == column for d, n in enumerate(sizes[0]) if n != 1] for column in columns]
-        return name, what, dims, mixed, rows
+        columns = [
+            [d == column for d, n in enumerate(sizes[0]) if n != 1] for column in numbered(eqn)
+        ]
+        return name, what, dims, mixed, columns
 
     def _within(self, eqn: JaxprEqn, twin: JaxprEqn) -> None:
         """The programs of an equation: of the platforms' kernels, what the default computes."""
