@@ -91,9 +91,7 @@ def by_parts(
         try:
             return (trace_part or trace if count == own else trace)(jax.tree.map(shape, batch))
         except ModelError as error:
-            raise _Untraceable(
-                f"the loss cannot be traced for {count} samples ({error})"
-            ) from error
+            raise ModelError(f"the loss cannot be traced for {count} samples ({error})") from error
 
     # A dim of one sample looks like others of size 1.
     counts = (own, total) if own > 1 else (total, 2 * total)
@@ -122,17 +120,13 @@ def by_parts(
             counts = (1, total)
             refuse_another_computation(analysis, traced(1).closed, (one.closed, two.closed))
         return found
-    except _Untraceable as error:
+    except ModelError as error:
         return ByParts(str(error))
     except UnlikeTracesError as error:
         return ByParts(
             f"the loss computes something else of {counts[0]} sample{'s' * (counts[0] > 1)} than "
             f"of {counts[1]}{error}"
         )
-
-
-class _Untraceable(Exception):
-    """Why there is no trace of a number of samples."""
 
 
 def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:
