@@ -27,8 +27,7 @@ import numpy as np
 from jax import lax
 
 from jaxspeed.jaxpr.primitives import GROUPED_PRODUCT
-from jaxspeed.jaxpr.sample_rules import shape_of
-from jaxspeed.jaxpr.traverse import JaxprEqn
+from jaxspeed.jaxpr.traverse import JaxprEqn, shape_of
 from jaxspeed.jaxpr.weight_uses import WeightDims
 
 RANK = -1  # the label of the factors' common dim

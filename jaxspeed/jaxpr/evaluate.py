@@ -4,13 +4,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
 from jaxspeed.jaxpr.primitives import INLINED
 from jaxspeed.jaxpr.slicing import free_variables, sub_jaxpr
-from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr
+from jaxspeed.jaxpr.traverse import called, is_real, is_var, like, open_jaxpr
 
 
 def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
@@ -30,40 +29,33 @@ def run_equation(jaxpr: Any, eqn: Any, value_of: Callable[[Any], Any]) -> list[A
     return as_function(sub_jaxpr(jaxpr, [eqn], free, eqn.outvars))(*map(value_of, free))
 
 
-def both_passes(jaxpr: Any, eqn: Any) -> Any:
-    """The passes of a function with a derivative of its own, as one jaxpr.
+def derivative(eqn: Any, *, by_tangents: bool = False) -> Any:
+    """A function with a derivative of its own, and that derivative, as one closed jaxpr.
 
-    Its inputs are the variables among the operands, and the cotangents of real results; it returns
-    the results, and the cotangents of real inputs. None where nothing is real.
+    (operands, cotangents) -> (results, cotangents), or the same of tangents. Operands are the
+    variables that the equation reads, and cotangents those of what is real.
     """
-    inputs = [v for v in eqn.invars if is_var(v)]
-    original = as_function(sub_jaxpr(jaxpr, [eqn], inputs, eqn.outvars))
-    moving = [i for i, v in enumerate(inputs) if is_real(v)]
-    active = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
-    if not (moving and active):
-        return None
+    inputs, outputs = free_variables([eqn]), list(eqn.outvars)
+    call = as_function(sub_jaxpr(open_jaxpr(called(eqn))[0], [eqn], inputs, outputs))
 
-    def both(args: list[Any], cotangents: list[Any]) -> tuple[Any, Any]:
-        def of_real(*given: Any) -> list[Any]:
-            full = list(args)
-            for i, x in zip(moving, given, strict=True):
-                full[i] = x
-            return original(*full)
+    def complete(variables: list[Any], some: Any) -> list[Any]:
+        left = iter(some)
+        return [
+            next(left) if is_real(v) else np.zeros(v.aval.shape, jax.dtypes.float0)
+            for v in variables
+        ]
 
-        outs, pullback = jax.vjp(of_real, *(args[i] for i in moving))
-        given = [np.zeros(x.shape, jax.dtypes.float0) for x in outs]
-        for i, x in zip(active, cotangents, strict=True):
-            given[i] = x
-        return outs, pullback(given)
+    def both(args: Any, given: Any) -> list[Any]:
+        if by_tangents:
+            outs, made = jax.jvp(call, args, complete(inputs, given))
+        else:
+            outs, pullback = jax.vjp(call, *args)
+            made = pullback(complete(outputs, given))
+        pairs = zip(made, outputs if by_tangents else inputs, strict=True)
+        return [*outs, *(x for x, v in pairs if is_real(v))]
 
-    def like(atoms: Any) -> list[Any]:
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
-
-    return jax.make_jaxpr(both)(like(inputs), like(eqn.outvars[i] for i in active)).jaxpr
-
-
-def is_real(v: Any) -> bool:
-    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
+    given = filter(is_real, inputs if by_tangents else outputs)
+    return jax.make_jaxpr(both)(like(inputs), like(given))
 
 
 def evaluate(

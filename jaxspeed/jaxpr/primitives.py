@@ -12,6 +12,8 @@ CUSTOM_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxp
 CUSTOM_BATCHING = ("custom_vmap_call",)  # a Mosaic GPU kernel is in one
 # One attention of a model over a sequence axis: `ops/attention_call.py`. Passes do not enter it.
 ATTENTION = "attention_call"
+# The function of `ops/two_passes.py` with a derivative of its own: that of what it computes.
+TWO_PASSES = "jaxspeed_attention"
 CALLS = (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE, *CUSTOM_BATCHING, ATTENTION)
 LOOPS = ("scan", "while")
 CONTROL = (*LOOPS, "cond")

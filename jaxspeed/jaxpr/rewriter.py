@@ -35,7 +35,9 @@ from jaxspeed.jaxpr.traverse import (
     bodies,
     called,
     is_marked,
+    is_real,
     is_var,
+    like,
     open_jaxpr,
     runs,
     with_functions,
@@ -213,16 +215,16 @@ class Rewriter[State]:
             return values[: trees[1]], values[trees[1] :]
 
         def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            count, active = len(residuals), [_is_real(v) for v in eqn.outvars]
+            count, active = len(residuals), [is_real(v) for v in eqn.outvars]
 
             def pull(*args: Any) -> list[Any]:
                 real = iter(args[count:])
                 given = [next(real) if on else x for on, x in zip(active, cotangents, strict=True)]
                 grads = jax.tree.unflatten(trees[0], args[:count])(given)
-                return [g for g, v in zip(grads, inputs, strict=True) if _is_real(v)]
+                return [g for g, v in zip(grads, inputs, strict=True) if is_real(v)]
 
             args = [*residuals, *(x for on, x in zip(active, cotangents, strict=True) if on)]
-            grads = dict(zip(filter(_is_real, inputs), rewritten(pull, args), strict=True))
+            grads = dict(zip(filter(is_real, inputs), rewritten(pull, args), strict=True))
             return tuple(grads.get(v) if is_var(v) else None for v in eqn.invars)
 
         call.defvjp(forward, backward)
@@ -347,8 +349,7 @@ class Rewriting[State]:
         """
         inner, consts = open_jaxpr(called(call))
         # Traced again: one program may be inlined twice, and a weakly typed input is typed here.
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
-        closed = jax.make_jaxpr(as_function(inner, consts))(*shapes)
+        closed = jax.make_jaxpr(as_function(inner, consts))(*like(inner.invars))
         names = self._names(closed, call.invars)
         outer = call.source_info.name_stack
         for eqn in closed.jaxpr.eqns:
@@ -383,7 +384,3 @@ class Rewriting[State]:
 
 def _dtype(atom: Atom) -> Any:
     return getattr(atom.aval, "dtype", None)
-
-
-def _is_real(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

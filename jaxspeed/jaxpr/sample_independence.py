@@ -11,14 +11,15 @@ What is independent of the batch and varies along samples (`jnp.arange(n)`) mixe
 them. A draw does not: each part of a batch draws its own numbers, which is noted.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import (
     CALLS,
     COLLECTIVES,
@@ -27,42 +28,41 @@ from jaxspeed.jaxpr.primitives import (
     PAIRWISE,
     RANDOM,
     RESHAPES,
-    SCATTERS,
+    TWO_PASSES,
 )
-from jaxspeed.jaxpr.sample_derivatives import (
-    Derivatives,
-    active,
-    arriving,
-    is_by_tangents,
-    is_real,
-    name_of,
-    unlike_gradient,
-    unlike_tangent,
-)
+from jaxspeed.jaxpr.sample_derivatives import gradient_of, unlike
 from jaxspeed.jaxpr.sample_rules import (
     ADDITIONS,
     ADDS_INTO,
+    INDEXED,
     KEYS,
     SAME,
     SUMS,
     axes_of,
     degree_of,
+    elements,
     free_results,
+    in_batches,
     is_alike,
     is_linear,
     is_sized,
-    numbered,
     place,
     relations_of,
-    shape_of,
     with_columns,
     writes_along,
 )
 from jaxspeed.jaxpr.sample_values import (
+    FREE,
+    GUARD,
+    MEAN,
+    MIXED,
     NONE,
+    SAMPLES,
+    SUM,
+    TOTAL,
     SampleKind,
     SampleValue,
-    all_of,
+    Values,
     either,
     free,
     mixed,
@@ -73,7 +73,15 @@ from jaxspeed.jaxpr.sample_values import (
     unnamed,
 )
 from jaxspeed.jaxpr.slicing import free_variables
-from jaxspeed.jaxpr.traverse import Body, bodies, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.traverse import (
+    bodies,
+    called,
+    consts_and_carry,
+    is_real,
+    is_var,
+    open_jaxpr,
+    shape_of,
+)
 
 
 class UnlikeTracesError(Exception):
@@ -87,16 +95,16 @@ class Analysis:
     Attributes:
       over: the mesh axes that shard samples.
       differentiated: whether derivatives have to be sums over samples too, as for training.
-      derivatives: programs of derivatives, which analyses of the same traces can share.
+      derivatives: by the equation; analyses of the same traces can share them.
     """
 
     counts: tuple[int, int]
     over: frozenset[str]
     differentiated: bool = True
-    derivatives: Derivatives = field(default_factory=Derivatives)
+    derivatives: dict[JaxprEqn, ClosedJaxpr] = field(default_factory=dict)
     _roots: dict[Any, int] = field(default_factory=dict)
 
-    def run(self, one: Jaxpr, two: Jaxpr, given: Sequence[SampleValue]) -> list[SampleValue]:
+    def run(self, one: Jaxpr, two: Jaxpr, given: Values) -> Values:
         """The results of two corresponding programs.
 
         Args:
@@ -112,7 +120,7 @@ class Analysis:
         if len(one.eqns) != len(two.eqns):
             raise UnlikeTracesError
 
-        def read(ones: Iterable[Any], others: Iterable[Any]) -> list[SampleValue]:
+        def read(ones: Iterable[Any], others: Iterable[Any]) -> Values:
             values = []
             for v, twin in zip(ones, others, strict=True):
                 if is_var(v) != is_var(twin) or (is_var(v) and twins[twin] is not v):
@@ -135,19 +143,18 @@ class Analysis:
                 known[v] = value
         return read(one.outvars, two.outvars)
 
+    def run_closed(self, one: Any, two: Any, given: Iterable[SampleValue]) -> Values:
+        """The results of two corresponding programs with constants of their own."""
+        (jaxpr, consts), (twin, others) = open_jaxpr(one), open_jaxpr(two)
+        return self.run(jaxpr, twin, [*map(self.constant, consts, others), *given])
+
     def constant(self, one: Any, two: Any) -> SampleValue:
         """A constant of the programs, or a number."""
-        is_key = jax.dtypes.issubdtype(getattr(one, "dtype", None) or float, jax.dtypes.extended)
-        is_here = not isinstance(one, jax.core.Tracer) and getattr(
-            one, "is_fully_addressable", True
-        )
         if getattr(one, "dtype", None) == jax.dtypes.float0:  # a gradient of integers
-            return SampleValue(SampleKind.FREE, zero=True)
-        if is_key or not is_here:
+            return SampleValue(FREE, zero=True)
+        first, second = map(elements, (one, two))
+        if first is None or second is None:
             return free(np.ndim(one))
-        first, second = (np.asarray(x) for x in (one, two))
-        if first.dtype.kind not in "biufc":  # bfloat16
-            first, second = first.astype(np.float32), second.astype(np.float32)
         lines = (
             first == first.take([0], axis=d) if first.size else True for d in range(first.ndim)
         )
@@ -157,17 +164,17 @@ class Analysis:
         )
         if is_equal:
             number = (str(first.dtype), first.item()) if first.ndim == 0 else None
-            return SampleValue(SampleKind.FREE, varies=varies, zero=not first.any(), root=number)
+            return SampleValue(FREE, varies=varies, zero=not first.any(), root=number)
         if varies and first.shape != second.shape:
-            return SampleValue(SampleKind.FREE, varies=varies)
+            return SampleValue(FREE, varies=varies)
         ratio = self.counts[1] / self.counts[0]
         here, there = (x.reshape(-1)[:1].astype(np.float64) for x in (first, second))
         for degree in (0, 1, -1, 2, -2):
             if not varies and np.allclose(there, here * ratio**degree, rtol=1e-6, atol=0):
-                return SampleValue(SampleKind.FREE, degree=degree, zero=not first.any())
+                return SampleValue(FREE, degree=degree, zero=not first.any())
         return mixed(f"computes with the number {here}, another one for other numbers of samples")
 
-    def _root(self, eqn: JaxprEqn, operands: Sequence[SampleValue], number: int) -> Any:
+    def _root(self, eqn: JaxprEqn, operands: Values, number: int) -> Any:
         """Equal for equal operations on equal operands."""
         if eqn.primitive.name in RANDOM or bodies(eqn):
             return object()
@@ -176,22 +183,17 @@ class Analysis:
 
     def _has_a_size(self, x: SampleValue, v: Any, twin: Any) -> bool:
         """Whether the dim of samples grows like their number, and no other dim does."""
-        if x.kind is SampleKind.MIXED or not hasattr(v.aval, "shape"):
+        if x.kind is MIXED:
             return True
         here, there = shape_of(v), shape_of(twin)
-        if here == there:
-            return x.dim is None or self.counts[0] == self.counts[1]
-        sizes = zip(here, there, strict=True)
-        if x.kind is SampleKind.FREE:
-            return is_sized(here, there, self.counts)
-        n, m = self.counts
-        return all(a * m == b * n if d == x.dim else a == b for d, (a, b) in enumerate(sizes))
+        grown = {d for d, n in enumerate(there) if n != here[d]}
+        own = grown if x.kind is FREE else {x.dim} - {None}
+        as_many = grown == own or self.counts[0] == self.counts[1]
+        return as_many and is_sized(here, there, self.counts)
 
     # -- operations --------------------------------------------------------------------------------
 
-    def _equation(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: list[SampleValue]
-    ) -> list[SampleValue]:
+    def _equation(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         name = eqn.primitive.name
         if not is_alike(eqn, twin, self.counts):
             return self._mixed(eqn, "does something else for another number of samples")
@@ -201,48 +203,44 @@ class Analysis:
             return _PROGRAMS.get(name, Analysis._call)(self, eqn, twin, operands)
         if name in ("concatenate", "stack") and (found := with_columns(eqn, operands)):
             return [found]
-        if name in ("gather", *SCATTERS) and operands[1].columns:
-            table, refers = operands[0], numbered(eqn)
-            if table.kind is SampleKind.SAMPLES and table.dim in refers:
-                return [self._by_columns(eqn, operands, refers.index(table.dim))]
-        if first := next((x for x in operands if x.kind is SampleKind.MIXED), None):
+        if name in INDEXED and operands[1].columns:
+            eqn, operands = in_batches(eqn, operands)
+        if first := next((x for x in operands if x.kind is MIXED), None):
             return [first] * len(eqn.outvars)
         if name == "stop_gradient" or name in PAIRWISE:
             return list(operands)
         if name in KEYS or name in RANDOM:
             return self._drawn(eqn, operands)
-        kinds = {x.kind for x in operands} - {SampleKind.FREE}
-        if {SampleKind.SAMPLES, SampleKind.SUM} <= kinds and name != ADDS_INTO:
+        kinds = {x.kind for x in operands} - {FREE}
+        if {SAMPLES, SUM} <= kinds and name != ADDS_INTO:
             return self._mixed(eqn)
         degree = degree_of(eqn, twin, operands, self.counts)
         if degree is None:
             return self._mixed(eqn, "computes with the number of samples")
-        if all(x.kind is SampleKind.FREE for x in operands):
+        if all(x.kind is FREE for x in operands):
             return free_results(eqn, operands, degree)
         if name in COLLECTIVES and self.over.intersection(axes_of(eqn)):
             return self._mixed(eqn, "reduces over samples of all ranks")
-        if all(x.kind in (SampleKind.FREE, SampleKind.SAMPLES) for x in operands):
+        if all(x.kind in (FREE, SAMPLES) for x in operands):
             return self._of_samples(eqn, operands, degree)
         return self._of_sums(eqn, operands, degree)
 
-    def _mixed(self, eqn: JaxprEqn, what: str = "mixes samples") -> list[SampleValue]:
+    def _mixed(self, eqn: JaxprEqn, what: str = "mixes samples") -> Values:
         return [mixed(f"a {eqn.primitive.name} {what}{place(eqn)}")] * len(eqn.outvars)
 
-    def _of_samples(
-        self, eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int
-    ) -> list[SampleValue]:
+    def _of_samples(self, eqn: JaxprEqn, operands: Values, degree: int) -> Values:
         """The results of an operation on samples and on what is independent of the batch."""
         name, draws = eqn.primitive.name, any(x.draws for x in operands)
-        if all(x.kind is SampleKind.FREE or x.dim is None for x in operands):  # of one sample
+        if all(x.kind is FREE or x.dim is None for x in operands):  # of one sample
             draws = draws or any(x.drawn for x in operands)
-            return [SampleValue(SampleKind.SAMPLES, None, degree, draws=draws)] * len(eqn.outvars)
+            return [SampleValue(SAMPLES, None, degree, draws=draws)] * len(eqn.outvars)
         found = relations_of(eqn)
         if found is None:
             return self._mixed(eqn)
         of_samples = {
             factors[x.dim] if x.dim is not None else None
             for x, factors in zip(operands, found.operands, strict=True)
-            if x.kind is SampleKind.SAMPLES
+            if x.kind is SAMPLES
         }
         if len(of_samples) > 1 or None in of_samples or of_samples & found.mixed:
             return self._mixed(eqn)
@@ -261,71 +259,60 @@ class Analysis:
             if name in RESHAPES and dims and shape_of(v)[dims[0]] % self.counts[0]:
                 return self._mixed(eqn)
             if len(dims) == 1:
-                results.append(SampleValue(SampleKind.SAMPLES, dims[0], degree, draws=draws))
+                results.append(SampleValue(SAMPLES, dims[0], degree, draws=draws))
             elif not dims and (name in SUMS or (name == ADDS_INTO and target.zero)):
-                results.append(SampleValue(SampleKind.SUM, None, degree, draws=draws))
+                results.append(SampleValue(SUM, None, degree, draws=draws))
             else:
                 return self._mixed(eqn)
         return results
 
-    def _of_sums(
-        self, eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int
-    ) -> list[SampleValue]:
+    def _of_sums(self, eqn: JaxprEqn, operands: Values, degree: int) -> Values:
         """The results of an operation that reads a sum over samples, which has to be linear."""
-        name, draws = eqn.primitive.name, any(x.draws for x in operands)
-        sums = [x for x in operands if x.kind not in (SampleKind.FREE, SampleKind.SAMPLES)]
-        kinds, first, last = {x.kind for x in sums}, operands[0], operands[-1]
-        kept = [replace(sums[0], degree=degree, draws=draws, root=None)] * len(eqn.outvars)
-        refused = self._mixed(eqn, "is not linear in a sum over samples")
+        name, first, last = eqn.primitive.name, operands[0], operands[-1]
+        others = [x for x in operands if x.kind in (FREE, SAMPLES)]
+        sums = [x for x in operands if x not in others]
+        kinds, alone = {x.kind for x in sums}, len(sums) == 1
+        kept, found = replace(sums[0], degree=degree, root=None), None
+        # The sums that a choice or a mean is of.
+        roots = {x.root for x in sums if x.kind is not SUM or name == "select_n"}
         if name == "convert_element_type" and _truncates(eqn):
-            return refused
-        if kinds == {SampleKind.TOTAL}:
-            others = [x for x in operands if x.kind is not SampleKind.TOTAL]
+            pass
+        elif kinds == {TOTAL}:
             adds = name == "add" or (name in ("sub", "add_any", ADDS_INTO) and first in sums)
-            chosen = name == "select_n" and len(others) == 1 and first in others
-            alike = len({x.carry for x in sums}) == 1
-            own = adds and len(sums) == 1 and all(x.dim is None for x in others)
-            return kept if own or (alike and chosen) or name in SAME else refused
-        if any(x.kind is SampleKind.SAMPLES for x in operands):
-            if (
-                name == ADDS_INTO
-                and [x.kind for x in operands].count(SampleKind.SUM) == 1
-                and first in sums
-            ):
-                added = self._of_samples(
-                    eqn, [replace(first, kind=SampleKind.FREE, zero=True), *operands[1:]], degree
-                )
-                return added if added[0].kind in (SampleKind.SUM, SampleKind.MIXED) else refused
-            return refused
-        if kinds == {SampleKind.SUM} and is_linear(name, operands):
-            return [replace(x, root=first.root if name in SAME else None) for x in kept]
-        roots = {x.root for x in sums if x.kind is not SampleKind.SUM or name == "select_n"}
-        bounds = name == "max" or (name in ("gt", "ne") and first in sums and last.zero)
-        if kinds == {SampleKind.SUM} and len(sums) == 1 and bounds:
-            return [SampleValue(SampleKind.GUARD, None, degree, draws=draws, root=sums[0].root)]
-        if (
-            name == "div"
-            and first.kind is SampleKind.SUM
-            and last.kind in (SampleKind.SUM, SampleKind.GUARD)
-        ):
-            same = first.degree == last.degree
-            return [SampleValue(SampleKind.MEAN, draws=draws, root=last.root)] if same else refused
-        if name == "select_n" and first.kind is SampleKind.GUARD and len(roots) == 1:
-            cases = {x.kind for x in operands[1:] if x.kind is not SampleKind.FREE}
-            zeros = all(x.zero for x in operands[1:] if x.kind is SampleKind.FREE)
-            if cases == {SampleKind.MEAN} and zeros:
-                return [SampleValue(SampleKind.MEAN, draws=draws, root=first.root)]
-            if cases == {SampleKind.SUM}:
-                return [SampleValue(SampleKind.GUARD, None, degree, draws=draws, root=first.root)]
-        if kinds == {SampleKind.GUARD} and name in SAME:
-            return [first]
-        if kinds == {SampleKind.MEAN} and len(roots) == 1 and degree == 0:
-            scaled = len(sums) == 1 and (name == "mul" or (name == "div" and first in sums))
+            adds = adds and alone and all(x.dim is None for x in others)
+            chosen = name == "select_n" and others == [first] and len({x.carry for x in sums}) == 1
+            found = kept if adds or chosen or name in SAME else None
+        elif not all(x.kind is FREE for x in others):
+            if name == ADDS_INTO and alone and first in sums:
+                zeros = replace(first, kind=FREE, zero=True)
+                added = self._of_samples(eqn, [zeros, *operands[1:]], degree)
+                if added[0].kind in (SUM, MIXED):
+                    return added
+        elif kinds == {SUM} and is_linear(name, operands):
+            found = replace(kept, root=first.root if name in SAME else None)
+        elif kinds == {SUM} and alone and name in ("max", "gt", "ne"):
+            if name == "max" or (first in sums and last.zero):
+                found = replace(kept, kind=GUARD, root=sums[0].root)
+        elif name == "div" and last.kind in (SUM, GUARD):
+            if first.kind is SUM and first.degree == last.degree:
+                found = SampleValue(MEAN, root=last.root)
+        elif name == "select_n" and first.kind is GUARD and len(roots) == 1:
+            cases = {x.kind for x in operands[1:] if not x.zero}
+            if cases == {MEAN}:
+                found = SampleValue(MEAN, root=first.root)
+            elif cases - {FREE} == {SUM}:
+                found = replace(kept, kind=GUARD, root=first.root)
+        elif kinds == {GUARD} and name in SAME:
+            found = first
+        elif kinds == {MEAN} and len(roots) == 1 and degree == 0:
+            scaled = alone and (name == "mul" or (name == "div" and first in sums))
             if scaled or name in ADDITIONS | SAME | {"neg"}:
-                return [replace(sums[0], draws=draws)]
-        return refused
+                found = sums[0]
+        if found is None:
+            return self._mixed(eqn, "is not linear in a sum over samples")
+        return [replace(found, draws=any(x.draws for x in operands))] * len(eqn.outvars)
 
-    def _drawn(self, eqn: JaxprEqn, operands: Sequence[SampleValue]) -> list[SampleValue]:
+    def _drawn(self, eqn: JaxprEqn, operands: Values) -> Values:
         """Random keys and numbers: the leading dims are those of the operands."""
         name = eqn.primitive.name
         lead = max((len(shape_of(v)) for v in eqn.invars), default=0) - (name == "random_wrap")
@@ -334,158 +321,103 @@ class Analysis:
         for v in eqn.outvars:
             dims = frozenset(range(len(shape_of(v))))
             own = NONE if name in KEYS - {"random_split"} else dims - frozenset(range(lead))
-            if all(x.kind is SampleKind.FREE for x in operands):
-                results.append(SampleValue(SampleKind.FREE, drawn=(differs & dims) | own))
+            if all(x.kind is FREE for x in operands):
+                results.append(SampleValue(FREE, drawn=(differs & dims) | own))
                 continue
-            of = {(x.kind, x.dim) for x in operands if x.kind is not SampleKind.FREE}
+            of = {(x.kind, x.dim) for x in operands if x.kind is not FREE}
             kind, dim = next(iter(of))
-            if (
-                len(of) > 1
-                or kind is not SampleKind.SAMPLES
-                or dim in differs
-                or (dim or 0) >= max(lead, 1)
-            ):
+            if len(of) > 1 or kind is not SAMPLES or dim in differs or (dim or 0) >= max(lead, 1):
                 return self._mixed(eqn)
-            results.append(SampleValue(SampleKind.SAMPLES, dim))
+            results.append(SampleValue(SAMPLES, dim))
         return results
-
-    def _by_columns(self, eqn: JaxprEqn, operands: Sequence[SampleValue], own: int) -> SampleValue:
-        """A lookup or an update by (the sample's number, ...), as x[jnp.arange(n), labels].
-
-        Args:
-          own: which column has the numbers of samples.
-        """
-        table, is_lookup = operands[0], eqn.primitive.name == "gather"
-        (out,) = self._mixed(eqn)
-        assert table.dim is not None
-        columns = list(operands[1].columns)
-        along = columns.pop(own).index
-        if along is None or shape_of(eqn.invars[1])[along] != shape_of(eqn.invars[0])[table.dim]:
-            return out
-        degrees = {x.degree for x in (table, *operands[2:]) if not x.zero}
-        multiplied = eqn.primitive.name == "scatter-mul" and degrees != {0}
-        if len(degrees) > 1 or multiplied or any(x.degree for x in columns):
-            return self._mixed(eqn, "computes with the number of samples")[0]
-        found = relations_of(eqn)
-        assert found is not None
-        factor = found.operands[1][along]
-        others = [*columns, *operands[2:]]
-        dims = [along] * len(columns)
-        if not is_lookup:
-            dims += [d for d, f in enumerate(found.operands[2]) if f == factor]
-        for x, dim in zip(others, dims, strict=True):
-            is_own = x.kind is SampleKind.SAMPLES and x.dim == dim
-            if not is_own and (x.kind is not SampleKind.FREE or dim in x.varies):
-                return out
-        draws = any(x.draws or (x.kind is SampleKind.FREE and x.drawn) for x in (table, *others))
-        results = [d for d, f in enumerate(found.results[0]) if f == factor]
-        if not is_lookup:
-            return SampleValue(SampleKind.SAMPLES, table.dim, table.degree, draws=draws)
-        if eqn.params["slice_sizes"][table.dim] != 1 or len(results) != 1:
-            return out
-        return SampleValue(SampleKind.SAMPLES, results[0], table.degree, draws=draws)
 
     # -- programs within ---------------------------------------------------------------------------
 
-    def _inner(self, body: Body, twin: Body, given: Sequence[SampleValue]) -> list[SampleValue]:
-        consts = map(self.constant, body.consts, twin.consts)
-        return self.run(body.jaxpr, twin.jaxpr, [*consts, *given])
-
-    def _call(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
+    def _call(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         found, there = bodies(eqn), bodies(twin)
         if len(found) != 1 or len(there) != 1:
             return self._opaque(eqn, twin, operands)
-        if eqn.primitive.name not in CUSTOM_DERIVATIVE or not self.differentiated:
-            return self._inner(found[0], there[0], operands)
-        # What the function calls is not differentiated, but the function is.
-        values = replace(self, differentiated=False)._inner(found[0], there[0], operands)
-        given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
-        every = [*(given[v] for v in active(eqn))]
-        every += [x for x, v in zip(values, eqn.outvars, strict=True) if is_real(v)]
-        kinds = {x.kind for x in every}
-        if len(every) in (len(active(eqn)), len(every) - len(active(eqn))):
-            return values  # there is nothing to differentiate
-        if kinds == {SampleKind.FREE} and is_by_tangents(eqn):
+        values = self.within(eqn).run_closed(found[0], there[0], operands)
+        if not self.has_derivative(eqn):
             return values
-        return self._with_derivative(eqn, twin, given, values)
+        return self._with_derivative(eqn, twin, operands, values)
+
+    def within(self, eqn: JaxprEqn) -> "Analysis":
+        """What a function with a derivative of its own calls is not differentiated."""
+        is_own = eqn.primitive.name in CUSTOM_DERIVATIVE
+        return replace(self, differentiated=False) if is_own else self
+
+    def has_derivative(self, eqn: JaxprEqn) -> bool:
+        """Whether a function's derivative is another program that is run."""
+        is_own = eqn.primitive.name in CUSTOM_DERIVATIVE and name_of(eqn) != TWO_PASSES
+        return self.differentiated and is_own
+
+    def derivative(self, eqn: JaxprEqn) -> ClosedJaxpr:
+        """Traced once: a loop's body is read several times."""
+        if eqn not in self.derivatives:
+            self.derivatives[eqn] = derivative(eqn, by_tangents=is_by_tangents(eqn))
+        return self.derivatives[eqn]
 
     def _with_derivative(
         self,
         eqn: JaxprEqn,
         twin: JaxprEqn,
-        given: Mapping[Any, SampleValue],
-        values: list[SampleValue],
-    ) -> list[SampleValue]:
+        operands: Values,
+        values: Values,
+    ) -> Values:
         """The results of a function with a derivative of its own, MIXED where that mixes samples.
 
         Args:
-          given: the operands' values.
-          values: those of the results, as the function itself computes them.
+          values: the results, as the function itself computes them.
         """
-        kinds = {SampleKind.FREE, SampleKind.SAMPLES, SampleKind.SUM}
-        if first := next((x for x in values if x.kind is SampleKind.MIXED), None):
+        inputs, name = free_variables([eqn]), name_of(eqn)
+        given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
+        # What is real: (value, variable, its twin).
+        own = [(given[v], v, w) for v, w in zip(inputs, free_variables([twin])) if is_real(v)]
+        made = [x for x in zip(values, eqn.outvars, twin.outvars, strict=True) if is_real(x[1])]
+        kinds = {x.kind for x in (*values, *(x for x, _, _ in own))}
+        if not own or not made or (kinds == {FREE} and is_by_tangents(eqn)):
+            return values  # there is nothing to differentiate
+        if first := next((x for x in values if x.kind is MIXED), None):
             return [first] * len(values)
-        own, name = active(eqn), name_of(eqn)
-        if not all_of([*values, *(given[v] for v in own)], kinds):
+        if not kinds <= {FREE, SAMPLES, SUM}:
             return self._mixed(
                 eqn, f"with a derivative of its own ({name}) reads a sum over samples"
             )
         try:
-            one, two = self.derivatives.of(eqn), self.derivatives.of(twin)
+            one, two = self.derivative(eqn), self.derivative(twin)
         except Exception as error:  # user code, which runs only where it is differentiated
             return self._mixed(eqn, f"({name}) has no derivative ({type(error).__name__}: {error})")
-        real = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
-        carried = (
-            [replace(unnamed(given[v]), draws=False) for v in own]
-            if is_by_tangents(eqn)
-            else [arriving(values[i], eqn.outvars[i], twin.outvars[i]) for i in real]
-        )
+        if is_by_tangents(eqn):
+            carried = [replace(unnamed(x), draws=False) for x, _, _ in own]
+            wanted = [x for x, _, _ in made]
+        else:
+            carried, wanted = ([gradient_of(*x) for x in each] for each in (made, own))
         inside = replace(self, differentiated=False)
-        consts = map(inside.constant, one.consts, two.consts)
-        operands = (given[v] for v in free_variables([eqn]))
-        found = inside.run(one.jaxpr, two.jaxpr, [*consts, *operands, *carried])
+        found = inside.run_closed(one, two, [*(given[v] for v in inputs), *carried])
         # In training, its values are those that the derivative's rule computes.
-        outs, made = found[: len(values)], found[len(values) :]
-        reasons = list(map(unlike_tangent, outs, values))
-        reasons += (
-            map(unlike_tangent, made, (values[i] for i in real))
-            if is_by_tangents(eqn)
-            else map(unlike_gradient, made, (given[v] for v in own))
-        )
-        if why := next(filter(None, reasons), None):
+        if why := next(filter(None, map(unlike, found, [*values, *wanted])), None):
             return [mixed(f"in the derivative of {name}{place(eqn)}, {why}")] * len(values)
-        draws = any(x.draws or x.drawn for x in made)
-        return [
-            x if x.kind is SampleKind.FREE else replace(x, draws=x.draws or draws) for x in values
-        ]
+        draws = any(x.draws or x.drawn for x in found[len(values) :])
+        return [x if x.kind is FREE else replace(x, draws=x.draws or draws) for x in values]
 
-    def _shard_map(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
+    def _shard_map(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         """A region in which each device has a part of the samples, perhaps."""
         (body,), (other,) = bodies(eqn), bodies(twin)
         shares = {
             shape_of(v)[x.dim] // shape_of(inner)[x.dim]
             for x, v, inner in zip(operands, eqn.invars, body.jaxpr.invars, strict=True)
-            if x.kind is SampleKind.SAMPLES and x.dim is not None
+            if x.kind is SAMPLES and x.dim is not None
         }
         share = max(shares, default=1)
         if any(count % share for count in self.counts) or len(shares) > 1:
             return self._opaque(eqn, twin, operands)
         inside = replace(self, counts=(self.counts[0] // share, self.counts[1] // share))
-        results = inside._inner(body, other, operands)
-        alone = (
-            (SampleKind.FREE, SampleKind.SAMPLES, SampleKind.MIXED)
-            if share > 1
-            else tuple(SampleKind)
-        )
+        results = inside.run_closed(body, other, operands)
+        alone = (FREE, SAMPLES, MIXED) if share > 1 else tuple(SampleKind)
         return [x if x.kind in alone else self._mixed(eqn)[0] for x in results]
 
-    def _linear_solve(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
+    def _linear_solve(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         """A solution, by the program that finds it; the derivative runs the others."""
         lengths = eqn.params["const_lengths"]._asdict()
         given, at = operands[sum(lengths.values()) :], {}
@@ -493,11 +425,9 @@ class Analysis:
             at[name] = operands[:count]
             operands = operands[count:]
 
-        def run(name: str, values: Sequence[SampleValue]) -> list[SampleValue]:
-            (one, own), (two, others) = (
-                open_jaxpr(getattr(e.params["jaxprs"], name)) for e in (eqn, twin)
-            )
-            return self.run(one, two, [*map(self.constant, own, others), *at[name], *values])
+        def run(name: str, values: Values) -> Values:
+            one, two = (getattr(e.params["jaxprs"], name) for e in (eqn, twin))
+            return self.run_closed(one, two, [*at[name], *values])
 
         found = run("solve", given)
         for name in ("transpose_solve", "matvec") if self.differentiated else ():
@@ -507,71 +437,57 @@ class Analysis:
                     return self._mixed(eqn)
         return found
 
-    def _opaque(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
-        if first := next((x for x in operands if x.kind is SampleKind.MIXED), None):
+    def _opaque(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
+        if first := next((x for x in operands if x.kind is MIXED), None):
             return [first] * len(eqn.outvars)
         shapes = ([shape_of(v) for v in (*e.invars, *e.outvars)] for e in (eqn, twin))
-        if all(x.kind is SampleKind.FREE for x in operands) and len({*map(tuple, shapes)}) == 1:
+        if all(x.kind is FREE for x in operands) and len({*map(tuple, shapes)}) == 1:
             return [free(len(shape_of(v))) for v in eqn.outvars]
         return self._mixed(eqn)
 
-    def _cond(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
+    def _cond(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         index, *given = operands
         pairs = list(zip(bodies(eqn), bodies(twin), strict=True))
         platforms = eqn.params.get("branches_platforms") or ()
         if None in platforms:  # kernels of platforms compute what the default does
             pairs = [pairs[platforms.index(None)]]
-        first, *rest = (self._inner(body, other, given) for body, other in pairs)
+        first, *rest = (self.run_closed(body, other, given) for body, other in pairs)
         for each in rest:
             first = list(map(either, first, each))
         if index.is_of_one_sample:
             one = replace(samples(None), draws=index.draws)
-            return [x if x.kind is SampleKind.TOTAL else either(x, one) for x in first]
-        if index.kind is SampleKind.MIXED:
+            return [x if x.kind is TOTAL else either(x, one) for x in first]
+        if index.kind is MIXED:
             return [index] * len(eqn.outvars)
-        return first if index.kind is SampleKind.FREE else self._mixed(eqn)
+        return first if index.kind is FREE else self._mixed(eqn)
 
-    def _while(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
+    def _while(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         (body,), (other,) = bodies(eqn), bodies(twin)
-        ends, ends_there = (open_jaxpr(e.params["cond_jaxpr"]) for e in (eqn, twin))
+        ends, others = (e.params["cond_jaxpr"] for e in (eqn, twin))
         read, fixed = operands[:skipped], operands[skipped : skipped + consts]
         carry = list(map(unnamed, operands[skipped + consts :]))
         while True:
-            values = map(self.constant, ends[1], ends_there[1])
-            (goes_on,) = self.run(ends[0], ends_there[0], [*values, *read, *carry])
-            apart = goes_on.kind is SampleKind.SAMPLES
-            if goes_on.kind is not SampleKind.FREE and not apart:
-                return [
-                    goes_on if goes_on.kind is SampleKind.MIXED else x for x in self._mixed(eqn)
-                ]
-            after = list(map(either, carry, self._inner(body, other, [*fixed, *carry])))
+            (goes_on,) = self.run_closed(ends, others, [*read, *carry])
+            apart = goes_on.kind is SAMPLES
+            if goes_on.kind is not FREE and not apart:
+                return [goes_on if goes_on.kind is MIXED else x for x in self._mixed(eqn)]
+            after = list(map(either, carry, self.run_closed(body, other, [*fixed, *carry])))
             if apart:  # with dims in a `vmap`, each element of the carry has trips of its own
                 own = replace(samples(goes_on.dim), draws=goes_on.draws)
-                after = [x if x.kind is SampleKind.TOTAL else either(x, own) for x in after]
+                after = [x if x.kind is TOTAL else either(x, own) for x in after]
             lead = goes_on.varies | goes_on.drawn
-            after = [
-                replace(x, varies=x.varies | lead) if x.kind is SampleKind.FREE else x
-                for x in after
-            ]
+            after = [replace(x, varies=x.varies | lead) if x.kind is FREE else x for x in after]
             if after == carry:
                 return carry
             carry = after
 
-    def _scan(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
+    def _scan(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         num_consts, num_carry = consts_and_carry(eqn)
         (body,), (other,) = bodies(eqn), bodies(twin)
         fixed, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
         xs = operands[num_consts + num_carry :]
-        of_samples = any(x.kind is SampleKind.SAMPLES and x.dim == 0 for x in xs)
+        of_samples = any(x.kind is SAMPLES and x.dim == 0 for x in xs)
         if not of_samples and eqn.params["length"] != twin.params["length"]:
             return self._mixed(
                 eqn, "has trips by the number of samples, as lax.map with a batch_size: not proved"
@@ -580,29 +496,27 @@ class Analysis:
 
         def sliced(x: SampleValue) -> SampleValue:
             """A slice of what is scanned along samples."""
-            if x.kind is SampleKind.SAMPLES and x.dim == 0:
+            if x.kind is SAMPLES and x.dim == 0:
                 return replace(unnamed(x), dim=None)
-            if x.kind is SampleKind.FREE and 0 not in x.varies:
-                drawn = SampleValue(SampleKind.SAMPLES, None, x.degree, draws=True)
+            if x.kind is FREE and 0 not in x.varies:
+                drawn = SampleValue(SAMPLES, None, x.degree, draws=True)
                 return drawn if 0 in x.drawn else slice_of(x)
             return crossed
 
         def begun(number: int, x: SampleValue) -> SampleValue:
-            if x.zero or x.kind is SampleKind.SUM:
-                return SampleValue(SampleKind.TOTAL, None, x.degree, draws=x.draws, carry=number)
-            return unnamed(x) if x.kind is SampleKind.FREE else crossed
+            if x.zero or x.kind is SUM:
+                return SampleValue(TOTAL, None, x.degree, draws=x.draws, carry=number)
+            return unnamed(x) if x.kind is FREE else crossed
 
         slices = [sliced(x) if of_samples else slice_of(x) for x in xs]
         carry = [begun(i, x) if of_samples else unnamed(x) for i, x in enumerate(carry)]
         if of_samples:
-            fixed = [
-                crossed if x.kind in (SampleKind.SAMPLES, SampleKind.TOTAL) else x for x in fixed
-            ]
+            fixed = [crossed if x.kind in (SAMPLES, TOTAL) else x for x in fixed]
         while True:
-            found = self._inner(body, other, [*fixed, *carry, *slices])
+            found = self.run_closed(body, other, [*fixed, *carry, *slices])
             after = []
             for i, (old, new) in enumerate(zip(carry, found, strict=False)):
-                is_total = old.kind is new.kind is SampleKind.TOTAL and new.carry == old.carry
+                is_total = old.kind is new.kind is TOTAL and new.carry == old.carry
                 if not of_samples or is_total:
                     after.append(either(old, new))
                 else:
@@ -614,15 +528,12 @@ class Analysis:
         stacked = found[num_carry:]
         if not of_samples:
             return [*carry, *map(stack_of, stacked)]
-        ends = [
-            replace(x, kind=SampleKind.SUM, carry=0) if x.kind is SampleKind.TOTAL else x
-            for x in carry
-        ]
+        ends = [replace(x, kind=SUM, carry=0) if x.kind is TOTAL else x for x in carry]
         of_each = [
             replace(unnamed(x), dim=0)
             if x.is_of_one_sample
             else replace(stack_of(x), varies=stack_of(x).varies - {0})
-            if x.kind is SampleKind.FREE
+            if x.kind is FREE
             else crossed
             for x in stacked
         ]
@@ -637,6 +548,15 @@ _PROGRAMS = {
     "custom_linear_solve": Analysis._linear_solve,
     **dict.fromkeys(KERNELS, Analysis._opaque),
 }
+
+
+def is_by_tangents(eqn: JaxprEqn) -> bool:
+    """Whether the rule of a custom derivative is for tangents, not for gradients."""
+    return eqn.primitive.name == "custom_jvp_call"
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    return str(open_jaxpr(called(eqn))[0].debug_info.func_name)
 
 
 def _truncates(eqn: JaxprEqn) -> bool:

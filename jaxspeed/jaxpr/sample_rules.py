@@ -4,11 +4,13 @@ Dim relations are those of `dim_relations`, for what is element-wise by name, an
 the last dims of each operand.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
@@ -24,7 +26,8 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
     SLICES,
 )
-from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, mixed, union
+from jaxspeed.jaxpr.sample_values import FREE, NONE, SUM, SampleValue, Values, either, mixed, union
+from jaxspeed.jaxpr.traverse import shape_of
 
 # The same elements, in another dtype or place.
 SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
@@ -39,6 +42,15 @@ HOMOGENEOUS = SAME | ADDITIONS | COMPARISONS | MOVES
 HOMOGENEOUS |= {"neg", "abs", "max", "min", "select_n", "clamp", "real", "imag", "sign", "sort"}
 HOMOGENEOUS |= {"reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "reduce_window_sum"}
 HOMOGENEOUS -= {"scatter-mul"}
+# What numbers of a lookup or an update refer to: dims of one row, those of the columns of indices,
+# and the indices' own dims of a batch.
+_GATHERS = ("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
+_SCATTERS = (
+    "inserted_window_dims",
+    "scatter_dims_to_operand_dims",
+    "scatter_indices_batching_dims",
+)
+INDEXED = {"gather": _GATHERS, **dict.fromkeys(SCATTERS, _SCATTERS)}
 # The first operand that says where a slice begins.
 STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 # Parameters that are sizes, which may be those of the samples.
@@ -73,8 +85,14 @@ def place(eqn: JaxprEqn) -> str:
     return f" ({file}, line {line.partition(' ')[0]})"
 
 
-def shape_of(v: Any) -> tuple[int, ...]:
-    return tuple(getattr(v.aval, "shape", ()))
+def elements(x: Any) -> np.ndarray | None:
+    """Those of a constant; None of keys, tracers, and arrays that are not here."""
+    dtype = getattr(x, "dtype", np.dtype(float))
+    is_here = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    if not is_here or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    found = np.asarray(x)
+    return found if found.dtype.kind in "biufc" else found.astype(np.float32)  # bfloat16
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
@@ -101,11 +119,9 @@ def relations_of(eqn: JaxprEqn) -> DimRelations | None:
 
 
 def numbered(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The dims to which each column of indices refers, of a lookup's or a scatter's operand."""
-    numbers = eqn.params["dimension_numbers"]
-    if eqn.primitive.name == "gather":
-        return tuple(numbers.start_index_map)
-    return tuple(numbers.scatter_dims_to_operand_dims)
+    """The dims of the operand to which columns of indices refer; none of other operations."""
+    _, refers, _ = INDEXED.get(eqn.primitive.name, (None, None, None))
+    return getattr(eqn.params["dimension_numbers"], refers) if refers else ()
 
 
 def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> bool:
@@ -117,25 +133,17 @@ def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> boo
     if name != "dynamic_update_slice" and name not in SCATTERS:
         return False
     updates = found.operands[1 if name == "dynamic_update_slice" else 2]
-    indexed = numbered(eqn) if name in SCATTERS else ()
-    return any(d in indexed or found.operands[0][d] not in updates for d in dims)
+    return any(d in numbered(eqn) or found.operands[0][d] not in updates for d in dims)
 
 
-def is_alike(
-    eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int], beside: Collection[str] = ()
-) -> bool:
+def is_alike(eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int]) -> bool:
     """Whether an equation has the same parameters for both numbers of samples, but for sizes.
 
     A size may grow with the samples. A place may not: `x[len(x) // 2]` starts somewhere else.
     """
     for key, here in eqn.params.items():
         there = twin.params.get(key)
-        if (
-            key in beside
-            or here is there
-            or not (_is_plain(here) and _is_plain(there))
-            or here == there
-        ):
+        if here is there or not (is_plain(here) and is_plain(there)) or here == there:
             continue
         if here != here and there != there:  # NaN
             continue
@@ -152,44 +160,36 @@ def is_sized(here: Any, there: Any, counts: tuple[int, int]) -> bool:
     return bool(here == there or (is_int and here * counts[1] == there * counts[0]))
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> bool:
+    """Whether a parameter is a number, a name, or such a thing."""
     if isinstance(x, tuple):
-        return all(map(_is_plain, x))
+        return all(map(is_plain, x))
     return x is None or isinstance(x, (bool, int, float, complex, str, np.dtype, np.generic, Enum))
 
 
 def degree_of(
-    eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue], counts: tuple[int, int]
+    eqn: JaxprEqn, twin: JaxprEqn, operands: Values, counts: tuple[int, int]
 ) -> int | None:
     """The results' power of the number of samples; None if it is no power."""
-    name, params = eqn.primitive.name, eqn.params
-    degree = 0
-    pairs = zip(eqn.invars, twin.invars, strict=True)
-    grows = [
-        {d for d, n in enumerate(shape_of(here)) if n != shape_of(there)[d]}
-        if x.kind is SampleKind.FREE
-        else set()
-        for x, (here, there) in zip(operands, pairs, strict=True)
-    ]
-    if any(grows) and name not in ELEMENTWISE | MORE_ELEMENTWISE | SAME:
-        all_free = all(x.kind is SampleKind.FREE for x in operands)
-        found = relations_of(eqn)
-        if found is None and all_free:
+    name, params, degree = eqn.primitive.name, eqn.params, 0
+    pairs = [(shape_of(v), shape_of(w)) for v, w in zip(eqn.invars, twin.invars, strict=True)]
+    grown = [(i, d) for i, (a, b) in enumerate(pairs) for d, n in enumerate(a) if n != b[d]]
+    is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
+    if grown and not is_elementwise and all(x.kind is FREE for x in operands):
+        found, summed = relations_of(eqn), set()
+        if found is None:
             return None
-        if found is not None and all_free:
-            summed = set()  # factors
-            for x, dims, factors in zip(operands, grows, found.operands, strict=True):
-                made = {f for result in found.results for f in result}
-                for d in dims:
-                    if name == "reshape":  # merged dims may be those of a result
-                        continue
-                    if factors[d] is not None and factors[d] in made:
-                        continue
-                    if d in x.varies | x.drawn or name not in SUMS | OF_EQUAL:
-                        return None  # some elements of as many as there are samples, or their sum
-                    summed |= {factors[d]} if name in SUMS else set()
-            degree += len(summed)  # sums over as many equal elements as there are samples
-    indices = operands[1:2] if name in ("gather", *SCATTERS) else ()
+        made = {factor for factors in found.results for factor in factors}
+        for i, d in grown:
+            factor = found.operands[i][d]
+            # A reshape's merged dims may be those of a result.
+            if name == "reshape" or (factor is not None and factor in made):
+                continue
+            if d in operands[i].varies | operands[i].drawn or name not in SUMS | OF_EQUAL:
+                return None  # some elements of as many as there are samples, or their sum
+            summed |= {factor} if name in SUMS else set()
+        degree = len(summed)  # sums over as many equal elements as there are samples
+    indices = operands[1:2] if name in INDEXED else ()
     indices = operands[STARTS[name] :] if name in STARTS else indices
     if any(x.degree and not x.zero for x in indices):
         return None
@@ -212,10 +212,10 @@ def degree_of(
     return 0 if name in COMPARISONS or name == "sign" else degree + degrees[0]
 
 
-def is_linear(name: str, operands: Sequence[SampleValue]) -> bool:
+def is_linear(name: str, operands: Values) -> bool:
     """Whether an operation is linear in the sums among its operands."""
-    is_sum = [x.kind is SampleKind.SUM for x in operands]
-    is_sum_or_zero = [x.kind is SampleKind.SUM or x.zero for x in operands]
+    is_sum = [x.kind is SUM for x in operands]
+    is_sum_or_zero = [x.kind is SUM or x.zero for x in operands]
     if name in ADDITIONS or name in ("concatenate", "stack", "pad"):
         return all(is_sum_or_zero)
     if name == "dynamic_update_slice":
@@ -234,13 +234,13 @@ def is_linear(name: str, operands: Sequence[SampleValue]) -> bool:
 # -- values that are independent of the batch ------------------------------------------------------
 
 
-def free_results(eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int) -> list[SampleValue]:
+def free_results(eqn: JaxprEqn, operands: Values, degree: int) -> Values:
     name = eqn.primitive.name
     if name == "iota":
         dim = eqn.params["dimension"]
-        return [SampleValue(SampleKind.FREE, varies=frozenset({dim}), index=dim)]
+        return [SampleValue(FREE, varies=frozenset({dim}), index=dim)]
     if name == "lt" and operands[0].index is not None and operands[1].zero:
-        return [SampleValue(SampleKind.FREE, zero=True)]  # an index is not negative
+        return [SampleValue(FREE, zero=True)]  # an index is not negative
     if name in ADDITIONS | JOINS | {"stack"}:
         zero = all(x.zero for x in operands)
     elif name == "mul":
@@ -260,9 +260,7 @@ def free_results(eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int) ->
             drawn = _along(eqn, found, [x.drawn for x in operands], number) - varies
             index = _index(name, found, operands[0])
         root = operands[0].root if name in SAME else None
-        results.append(
-            SampleValue(SampleKind.FREE, None, degree, varies, drawn, False, zero, index, (), root)
-        )
+        results.append(SampleValue(FREE, None, degree, varies, drawn, False, zero, index, (), root))
     return results
 
 
@@ -326,14 +324,40 @@ def _index(name: str, found: DimRelations, x: SampleValue) -> int | None:
     return dims[0] if len(dims) == 1 else None
 
 
-def with_columns(eqn: JaxprEqn, operands: Sequence[SampleValue]) -> SampleValue | None:
+def with_columns(eqn: JaxprEqn, operands: Values) -> SampleValue | None:
     """Joined indices, of which some are numbers of samples; None if they are not."""
     shape = shape_of(eqn.outvars[0])
     if _axis_of(eqn) != len(shape) - 1 or shape[-1] != len(operands):
         return None
     if all(x.index is None for x in operands):
         return None
-    if all(x.kind is SampleKind.FREE for x in operands):
+    if all(x.kind is FREE for x in operands):
         (joined,) = free_results(eqn, operands, 0)
         return replace(joined, columns=tuple(operands))
     return replace(mixed(f"indices number samples{place(eqn)}"), columns=tuple(operands))
+
+
+def in_batches(eqn: JaxprEqn, operands: Values) -> tuple[JaxprEqn, Values]:
+    """A lookup or an update by (the sample's number, ...), as x[jnp.arange(n), labels].
+
+    The samples are a batch dim of the operand and of the other indices.
+    """
+    numbers, of_dims = eqn.params["dimension_numbers"], numbered(eqn)
+    dim, columns = operands[0].dim, list(operands[1].columns)
+    if dim not in of_dims:
+        return eqn, operands
+    along = columns.pop(of_dims.index(dim)).index
+    single, refers, batching = INDEXED[eqn.primitive.name]
+    size = shape_of(eqn.invars[0])[dim]
+    if (
+        along is None
+        or shape_of(eqn.invars[1])[along] != size
+        or dim not in getattr(numbers, single)
+    ):
+        return eqn, operands
+    changed = {key: tuple(d for d in getattr(numbers, key) if d != dim) for key in (single, refers)}
+    changed["operand_batching_dims"] = (*numbers.operand_batching_dims, dim)
+    changed[batching] = (*getattr(numbers, batching), along)
+    params = {**eqn.params, "dimension_numbers": numbers._replace(**changed)}
+    others = reduce(either, columns, SampleValue(FREE, zero=True))
+    return eqn.replace(params=params), [operands[0], others, *operands[2:]]

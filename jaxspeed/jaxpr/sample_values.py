@@ -27,6 +27,8 @@ class SampleKind(Enum):
     MIXED = auto()
 
 
+FREE, SAMPLES, SUM, GUARD, MEAN, TOTAL, MIXED = SampleKind
+
 NONE: frozenset[int] = frozenset()
 
 
@@ -65,25 +67,28 @@ class SampleValue:
     @property
     def extent(self) -> int:
         """The power of the number of samples by which it grows."""
-        return self.degree + (self.kind is SampleKind.SUM)
+        return self.degree + (self.kind is SUM)
 
     @property
     def is_of_one_sample(self) -> bool:
-        return self.kind is SampleKind.SAMPLES and self.dim is None
+        return self.kind is SAMPLES and self.dim is None
+
+
+Values = Sequence[SampleValue]
 
 
 def samples(dim: int | None = 0) -> SampleValue:
     """An array of the batch."""
-    return SampleValue(SampleKind.SAMPLES, dim)
+    return SampleValue(SAMPLES, dim)
 
 
 def free(rank: int) -> SampleValue:
     """An array of any elements that does not depend on the batch."""
-    return SampleValue(SampleKind.FREE, varies=frozenset(range(rank)))
+    return SampleValue(FREE, varies=frozenset(range(rank)))
 
 
 def mixed(why: str) -> SampleValue:
-    return SampleValue(SampleKind.MIXED, why=why)
+    return SampleValue(MIXED, why=why)
 
 
 def union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
@@ -105,7 +110,7 @@ def slice_of(x: SampleValue) -> SampleValue:
 def stack_of(x: SampleValue) -> SampleValue:
     """Slices of trips that are not of samples, stacked along a new dim 0."""
     varies, drawn = (frozenset(d + 1 for d in dims) for dims in (x.varies, x.drawn))
-    if x.kind is SampleKind.FREE:
+    if x.kind is FREE:
         varies |= {0}
     dim = None if x.dim is None else x.dim + 1
     return replace(unnamed(x), dim=dim, varies=varies, drawn=drawn)
@@ -115,29 +120,20 @@ def either(a: SampleValue, b: SampleValue) -> SampleValue:
     """What is one of two values: of branches, or of a loop's trips."""
     a, b = unnamed(a), unnamed(b)
     for x in (a, b):
-        if x.kind is SampleKind.MIXED:
+        if x.kind is MIXED:
             return x
-    if a.kind is not SampleKind.FREE:
+    if a.kind is not FREE:
         a, b = b, a
     draws, same_degree = a.draws or b.draws, a.degree == b.degree or a.zero or b.zero
     degree = b.degree if a.zero else a.degree
-    if a.kind is b.kind is SampleKind.FREE and same_degree:
+    if a.kind is b.kind is FREE and same_degree:
         varies = a.varies | b.varies
         drawn = (a.drawn | b.drawn) - varies
-        return SampleValue(SampleKind.FREE, None, degree, varies, drawn, zero=a.zero and b.zero)
-    if (
-        a.kind is SampleKind.FREE
-        and b.kind is SampleKind.SAMPLES
-        and b.dim not in a.varies
-        and same_degree
-    ):
+        return SampleValue(FREE, None, degree, varies, drawn, zero=a.zero and b.zero)
+    if a.kind is FREE and b.kind is SAMPLES and b.dim not in a.varies and same_degree:
         return replace(b, draws=draws or b.dim in a.drawn, degree=degree)
-    if a.zero and b.kind in (SampleKind.SUM, SampleKind.TOTAL):
+    if a.zero and b.kind in (SUM, TOTAL):
         return b
-    if a.kind is not SampleKind.FREE and replace(a, draws=draws) == replace(b, draws=draws):
+    if a.kind is not FREE and replace(a, draws=draws) == replace(b, draws=draws):
         return replace(a, draws=draws)
     return mixed("a loop or a branch mixes samples")
-
-
-def all_of(values: Sequence[SampleValue], kinds: set[SampleKind]) -> bool:
-    return all(x.kind in kinds for x in values)

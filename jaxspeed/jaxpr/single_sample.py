@@ -1,208 +1,170 @@
 """Whether a program of one sample computes what that of several does, as its equations prove.
 
-One sample is traced otherwise, for a dim of size 1 needs no broadcast. So equations that only
-change an array's layout are left out, and the others have to correspond in order, with their
-operands.
+One sample is traced otherwise, for a dim of size 1 needs no broadcast. So each program is listed:
+what its equations compute, without those that only change an array's layout, without sums over
+samples alone, and without dims of size 1. The traces of n and of 2 n samples give the list of one:
+a size that grows like the samples is its nth part, and a number c n^degree is c. The lists have to
+be the same.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, zip_longest
 from typing import Any
 
-from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE, KERNELS, RESHAPES, SCATTERS
-from jaxspeed.jaxpr.sample_derivatives import Derivatives, is_of_library
+import numpy as np
+
+from jaxspeed.jaxpr.primitives import KERNELS, RESHAPES
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
-from jaxspeed.jaxpr.sample_rules import is_alike, numbered, place, shape_of
-from jaxspeed.jaxpr.sample_values import SampleKind
-from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, is_var, programs
+from jaxspeed.jaxpr.sample_rules import (
+    SIZES,
+    elements,
+    is_alike,
+    is_plain,
+    numbered,
+    place,
+    relations_of,
+)
+from jaxspeed.jaxpr.sample_values import MIXED
+from jaxspeed.jaxpr.traverse import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    is_var,
+    open_jaxpr,
+    programs,
+    shape_of,
+)
 
-_LAYOUT = RESHAPES | {"broadcast_in_dim"}
+# Parameters that number dims, which relations say.
+_DIMS = {"axes", "axis", "dimension", "dimensions", "permutation", "dimension_numbers"}
+_DIMS |= {"slice_sizes"}
+
+Program = tuple[Jaxpr, Sequence[Any]]  # with its constants
 
 
-class Comparison:
-    """A walk through the programs of one sample and of `count`.
+@dataclass
+class Listing:
+    """What a program computes of one sample, by its traces of the analysis's numbers of samples.
 
     Attributes:
-      degrees: of the numbers in the order of the walk: what is c n^degree of n samples has to be so
-        of several counts.
+      lines: (operation, operands, equation): an operand is the number of an earlier result, or the
+        elements of a constant.
     """
 
-    def __init__(self, count: int, differentiated: bool, derivatives: Derivatives) -> None:
-        self._analysis = Analysis((1, count), frozenset(), differentiated, derivatives)
-        self.degrees: list[int | None] = []
+    analysis: Analysis
+    lines: list[tuple[Any, list[Any], Any]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=count)
 
-    def run(self, one: ClosedJaxpr, many: ClosedJaxpr) -> None:
-        """Raise UnlikeTracesError, with the line if it is known, where they do not correspond."""
-        self._programs(one.jaxpr, many.jaxpr, one.consts, many.consts)
-
-    def _programs(
-        self, one: Jaxpr, many: Jaxpr, consts: Sequence[Any], others: Sequence[Any]
-    ) -> None:
-        names: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
-
-        def named(first: Any, second: Any) -> None:
-            if len(first) != len(second):
-                raise UnlikeTracesError
-            for v, twin in zip(first, second, strict=True):
-                names[0][v] = names[1][twin] = object()
-
-        def corresponds(first: Any, second: Any) -> bool:
-            # A variable that has another's elements is that; one that has a number's, is this.
-            pairs = (
-                [of[v] if is_var(v) else v for v, of in zip(atoms, names, strict=True)]
-                for atoms in zip(first, second, strict=True)
-            )
-            return all(
-                a is b or (hasattr(a, "val") and hasattr(b, "val") and self._numbers(a.val, b.val))
-                for a, b in pairs
-            )
-
-        if len(consts) != len(others) or not all(map(self._numbers, consts, others)):
+    def add(self, traced: Program, again: Program) -> None:
+        """Add a program, by its traces."""
+        (one, consts), (two, others) = traced, again
+        if len(one.eqns) != len(two.eqns):
             raise UnlikeTracesError
-        named(one.constvars, many.constvars)
-        named(one.invars, many.invars)
-        walks = [_computing(jaxpr, of) for jaxpr, of in zip((one, many), names, strict=True)]
-        count = self._analysis.counts[1]
-        for eqn in walks[0]:
-            twin = next(walks[1], None)
-            while twin and not self._is_alike(eqn, twin) and _sums_samples(twin, count):
-                _rename(twin, names[1])
-                twin = next(walks[1], None)
-            alike = twin is not None and self._is_alike(eqn, twin)
-            if twin is None or not alike or not corresponds(eqn.invars, twin.invars):
-                raise UnlikeTracesError(place(eqn))
+        names: dict[Any, Any] = dict(
+            zip(one.constvars, map(self._constant, consts, others), strict=True)
+        )
+        names |= {v: next(self._numbers) for v in one.invars}
+
+        def read(atoms: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            pairs = zip(atoms, others, strict=True)
+            return [names[v] if is_var(v) else self._constant(v.val, w.val) for v, w in pairs]
+
+        for eqn, twin in zip(one.eqns, two.eqns, strict=True):
+            operands, operation = read(eqn.invars, twin.invars), self._operation(eqn, twin)
+            if operation is None:
+                names[eqn.outvars[0]] = operands[0]
+                continue
+            self.lines.append((operation, operands, eqn))
             self._within(eqn, twin)
-            named(eqn.outvars, twin.outvars)
-        for twin in walks[1]:
-            if not _sums_samples(twin, count):
-                raise UnlikeTracesError(place(twin))
-            _rename(twin, names[1])
-        if len(one.outvars) != len(many.outvars) or not corresponds(one.outvars, many.outvars):
+            names |= {v: next(self._numbers) for v in eqn.outvars}
+        self.lines.append(("results", read(one.outvars, two.outvars), None))
+
+    def _of_one(self, here: Any, there: Any) -> Any:
+        """A size for one sample."""
+        if isinstance(here, tuple):
+            return tuple(map(self._of_one, here, there))
+        return here if here == there else here // self.analysis.counts[0]
+
+    def _constant(self, one: Any, two: Any) -> np.ndarray:
+        first, second = map(elements, (one, two))
+        if first is None or second is None:
+            return np.zeros(0)
+        found = self.analysis.constant(one, two)
+        if found.kind is MIXED:
             raise UnlikeTracesError
+        sizes = zip(first.shape, second.shape, strict=True)
+        of_one = first[tuple(slice(None if n == m else 1) for n, m in sizes)]
+        return of_one.ravel() / float(self.analysis.counts[0]) ** found.degree
 
-    def _is_alike(self, eqn: JaxprEqn, twin: JaxprEqn) -> bool:
-        if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
-            return False
-        counts = self._analysis.counts
-        if is_alike(eqn, twin, counts):
-            return True
-        of_dims = {"axes", "dimension_numbers", "slice_sizes"}
-        return is_alike(eqn, twin, counts, of_dims) and _dims_alike(eqn, twin, counts[1])
-
-    def _numbers(self, one: Any, many: Any) -> bool:
-        found = self._analysis.constant(one, many)
-        self.degrees.append(None if found.zero else found.degree)
-        return found.kind is not SampleKind.MIXED
+    def _operation(self, eqn: JaxprEqn, twin: JaxprEqn) -> Any:
+        """What an equation computes; None if its result has the operand's elements."""
+        name = eqn.primitive.name
+        if name in RESHAPES | {"broadcast_in_dim"}:
+            return None
+        if eqn.primitive is not twin.primitive or not is_alike(eqn, twin, self.analysis.counts):
+            raise UnlikeTracesError(place(eqn))
+        # Those of a convolution do not show its dims of windows.
+        found = relations_of(eqn) if name != "conv_general_dilated" else None
+        what: dict[str, Any] = {}
+        for key, x in eqn.params.items():
+            if is_plain(x) and not (found and key in _DIMS):
+                what[key] = str(self._of_one(x, twin.params[key]) if key in SIZES else x)
+        if found is None:
+            return name, what
+        factors: defaultdict[int, int] = defaultdict(lambda: len(factors))
+        dims = []
+        arrays = zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True)
+        sizes = [self._of_one(shape_of(v), shape_of(w)) for v, w in arrays]
+        for each, own in zip(sizes, (*found.operands, *found.results), strict=True):
+            left = [(n, f) for n, f in zip(each, own, strict=True) if n != 1]
+            dims.append([(n, f if f is None else factors[f]) for n, f in left])
+        if name == "reduce_sum" and dims[0] == dims[1]:
+            return None
+        mixed = sorted(factors[f] for f in found.mixed if f in factors)
+        columns = [
+            [d == column for d, n in enumerate(sizes[0]) if n != 1] for column in numbered(eqn)
+        ]
+        return name, what, dims, mixed, columns
 
     def _within(self, eqn: JaxprEqn, twin: JaxprEqn) -> None:
         """The programs of an equation: of the platforms' kernels, what the default computes."""
         if eqn.primitive.name in KERNELS:
             return
-        inner, others = list(programs(eqn)), list(programs(twin))
-        if len(inner) != len(others):
-            raise UnlikeTracesError(place(eqn))
-        pairs = list(zip(inner, others, strict=True))
+        pairs = list(zip(programs(eqn), programs(twin), strict=True))
         platforms = eqn.params.get("branches_platforms") or ()
         if None in platforms:
             pairs = [pairs[platforms.index(None)]]
-        for (one, consts), (many, many_consts) in pairs:
-            self._programs(one, many, consts, many_consts)
-        # A library's derivative is that of any number of samples, and its trace takes long.
-        is_own = eqn.primitive.name in CUSTOM_DERIVATIVE and not is_of_library(eqn)
-        if is_own and self._analysis.differentiated:
-            self.run(*map(self._analysis.derivatives.of, (eqn, twin)))
-
-
-def _computing(jaxpr: Jaxpr, names: dict[Any, Any]) -> Iterator[JaxprEqn]:
-    """The equations that compute something; what others make is named like their operand."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _LAYOUT or _sums_samples(eqn, 1):
-            _rename(eqn, names)
-        else:
-            yield eqn
-
-
-def _rename(eqn: JaxprEqn, names: dict[Any, Any]) -> None:
-    v = eqn.invars[0]
-    names[eqn.outvars[0]] = names[v] if is_var(v) else v
-
-
-def _sums_samples(eqn: JaxprEqn, count: int) -> bool:
-    """Whether an equation is a sum over dims of `count` elements alone: of one sample, itself."""
-    if eqn.primitive.name != "reduce_sum":
-        return False
-    return all(shape_of(eqn.invars[0])[d] == count for d in eqn.params["axes"])
-
-
-def _dims_alike(eqn: JaxprEqn, twin: JaxprEqn, count: int) -> bool:
-    """Whether sums and lookups do the same along all dims beside those of samples."""
-    for dims, others in zip(_roles(eqn), _roles(twin), strict=True):
-        left = [(n, role) for n, role in dims if n != 1]
-        for size, role in others:
-            if left and role == left[0][1] and size in (left[0][0], left[0][0] * count):
-                left.pop(0)
-            elif size not in (1, count):
-                return False
-        if left:
-            return False
-    return bool(_roles(eqn))
-
-
-def _roles(eqn: JaxprEqn) -> list[list[tuple[int, Any]]]:
-    """(size, what the operation does along it) of the dims of the arrays that it relates."""
-    name, params, shape = eqn.primitive.name, eqn.params, shape_of(eqn.invars[0])
-    if name == "reduce_sum":
-        return [[(n, d in params["axes"]) for d, n in enumerate(shape)]]
-    if name == "dot_general":
-        kinds = ("sum", "batch")
-        lists = [dict(zip(kinds, of, strict=True)) for of in zip(*params["dimension_numbers"])]
-        # Counted from the last: samples come first.
-        roles = [
-            {d: (kind, len(of[kind]) - i) for kind in kinds for i, d in enumerate(of[kind])}
-            for of in lists
-        ]
-        return [
-            [(n, own.get(d)) for d, n in enumerate(shape_of(v))]
-            for v, own in zip(eqn.invars, roles, strict=True)
-        ]
-    if name not in ("gather", *SCATTERS):
-        return []
-    numbers, columns = params["dimension_numbers"], numbered(eqn)
-    other: Any
-    if name == "gather":
-        other, windows, single = eqn.outvars[0], numbers.offset_dims, numbers.collapsed_slice_dims
-    else:
-        other, windows = eqn.invars[2], numbers.update_window_dims
-        single = numbers.inserted_window_dims
-
-    def role(d: int) -> Any:
-        column = columns.index(d) if d in columns else None
-        size = params["slice_sizes"][d] if name == "gather" and column is not None else None
-        return column, d in single, d in numbers.operand_batching_dims, size
-
-    return [
-        [(n, role(d)) for d, n in enumerate(shape)],
-        [(n, d in windows) for d, n in enumerate(shape_of(other))],
-    ]
+        if self.analysis.has_derivative(eqn):
+            one, two = map(self.analysis.derivative, (eqn, twin))
+            pairs.append((open_jaxpr(one), open_jaxpr(two)))
+        inside = replace(self, analysis=self.analysis.within(eqn))
+        for each in pairs:
+            inside.add(*each)
 
 
 def refuse_another_computation(
-    one: ClosedJaxpr,
-    several: dict[int, ClosedJaxpr],
-    differentiated: bool,
-    derivatives: Derivatives,
+    analysis: Analysis, one: ClosedJaxpr, several: tuple[ClosedJaxpr, ClosedJaxpr]
 ) -> None:
-    """Compare the program of one sample with those of several.
-
-    Args:
-      several: by the number of samples.
+    """Compare the program of one sample with those of the analysis's numbers of samples.
 
     Raises:
-      UnlikeTracesError: it computes something else, or with another number.
+      UnlikeTracesError: it computes something else, or with another number; with the line.
     """
-    found = []
-    for count, many in several.items():
-        comparison = Comparison(count, differentiated, derivatives)
-        comparison.run(one, many)
-        found.append(comparison.degrees)
-    if any(degrees != found[0] for degrees in found):
-        raise UnlikeTracesError
+    lists = []
+    for counts, traces in (((1, 1), (one, one)), (analysis.counts, several)):
+        listing = Listing(replace(analysis, counts=counts))
+        listing.add(*map(open_jaxpr, traces))
+        lists.append(listing.lines)
+    for (what, operands, eqn), (other, others, twin) in zip_longest(*lists, fillvalue=(0, [], 0)):
+        is_alike = what == other and len(operands) == len(others)
+        if not is_alike or not all(map(_are_equal, operands, others)):
+            found = eqn or twin
+            raise UnlikeTracesError(place(found) if found else "")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, int) or isinstance(other, int):
+        return type(one) is type(other) and one == other
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True)

@@ -3,11 +3,12 @@
 Differences between versions of jax in how an equation stores a program are handled only here.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxspeed.jaxpr.primitives import CALLS, CHECKPOINTS, CONTROL, INLINED, KERNELS, PRODUCTS
@@ -24,6 +25,20 @@ _COMBINERS = ("reduce", "reduce_window")
 def is_var(atom: Any) -> bool:
     """Whether an atom is a variable, not a literal."""
     return not hasattr(atom, "val")
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def is_real(x: Any) -> bool:
+    """Whether a variable, an array or an abstract one can have a gradient."""
+    return bool(jnp.issubdtype(getattr(x, "aval", x).dtype, jnp.inexact))
+
+
+def like(variables: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Abstract arrays like these variables."""
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:

@@ -15,9 +15,8 @@ import jax
 
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.sample_derivatives import Derivatives
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
-from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
+from jaxspeed.jaxpr.sample_values import FREE, MEAN, MIXED, SUM, SampleValue, free, samples
 from jaxspeed.jaxpr.single_sample import refuse_another_computation
 from jaxspeed.objective.metric import Metric
 
@@ -93,23 +92,20 @@ def by_parts(
         try:
             return (trace_part or trace if count == own else trace)(jax.tree.map(shape, batch))
         except ModelError as error:
-            raise _Untraceable(
-                f"the loss cannot be traced for {count} samples ({error})"
-            ) from error
+            raise ModelError(f"the loss cannot be traced for {count} samples ({error})") from error
 
-    derivatives = Derivatives()
+    # A dim of one sample looks like others of size 1.
+    counts = (own, total) if own > 1 else (total, 2 * total)
+    analysis = Analysis(counts, frozenset(summing_axes()), differentiated)
 
-    def compared(counts: tuple[int, int]) -> ByParts:
+    def compared(one: Any, two: Any) -> ByParts:
         """By the traces of two numbers of samples."""
-        one, two = map(traced, counts)
         if one.own_axes.collective:
             names = ", ".join(one.own_axes.collective)
             return ByParts(f"the loss reduces over {names}: the entire micro-batch")
-        analysis = Analysis(counts, frozenset(summing_axes()), differentiated, derivatives)
         jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
-        known = map(analysis.constant, one.closed.consts, two.closed.consts)
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
-        found = analysis.run(jaxpr, two.closed.jaxpr, [*known, *inputs])
+        found = analysis.run_closed(one.closed, two.closed, inputs)
         loss, _ = jax.tree.unflatten(one.out_tree, found)
         if loss.auxiliary:
             return ByParts("the loss returns an auxiliary term, which is of an entire micro-batch")
@@ -125,20 +121,14 @@ def by_parts(
         reasons = filter(None, (_quotient_of_sums(*pair) for pair in every))
         return ByParts(next(reasons, None), metrics, draws)
 
-    counts = (own, total)
     try:
-        if own > 1:
-            return compared(counts)
-        # A dim of one sample looks like others of size 1.
-        counts = (total, 2 * total)
-        found = compared(counts)
-        if not found.mixes:
+        one, two = map(traced, counts)
+        found = compared(one, two)
+        if own == 1 and not found.mixes:
             counts = (1, total)
-            several = {count: traced(count).closed for count in (total, 2 * total)}
-            one = traced(1).closed
-            refuse_another_computation(one, several, differentiated, derivatives)
+            refuse_another_computation(analysis, traced(1).closed, (one.closed, two.closed))
         return found
-    except _Untraceable as error:
+    except ModelError as error:
         return ByParts(str(error))
     except UnlikeTracesError as error:
         return ByParts(
@@ -147,16 +137,12 @@ def by_parts(
         )
 
 
-class _Untraceable(Exception):
-    """Why there is no trace of a number of samples."""
-
-
 def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:
     """Why total / weight of a batch is not the sum of the parts' totals over that of weights."""
     for name, x in (("sum", total), ("weight", weight)):
-        if x.kind is SampleKind.MIXED:
+        if x.kind is MIXED:
             return f"the loss's {name} mixes samples ({x.why})"
-        if x.kind not in (SampleKind.FREE, SampleKind.SUM):
+        if x.kind not in (FREE, SUM):
             return (
                 f"the loss's {name} is no sum over samples, but one that is divided by another or "
                 "bounded (return (sum, weight), which is divided at the end of the step)"
@@ -179,13 +165,13 @@ def _unlike_parts(metric: Metric, weight: SampleValue) -> str | None:
 
 def _average(metric: SampleValue, weight: SampleValue) -> str | None:
     """Why a metric of a batch is not the average of its parts', weighted like the loss."""
-    if metric.kind is SampleKind.MIXED:
+    if metric.kind is MIXED:
         return f"mixes samples ({metric.why})"
-    if metric.kind is SampleKind.MEAN and metric.root != weight.root:
+    if metric.kind is MEAN and metric.root != weight.root:
         return "is divided by something else than the loss's weight"
-    of_equal_parts = metric.kind is SampleKind.SUM and weight.kind is SampleKind.FREE
-    if metric.kind is SampleKind.MEAN or metric.zero:
+    of_equal_parts = metric.kind is SUM and weight.kind is FREE
+    if metric.kind is MEAN or metric.zero:
         return None
-    if (metric.kind is SampleKind.FREE or of_equal_parts) and metric.extent == 0:
+    if (metric.kind is FREE or of_equal_parts) and metric.extent == 0:
         return None
     return "is not divided by the loss's weight"

@@ -15,22 +15,11 @@ from jax.interpreters import ad, partial_eval
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import with_all_calls_inlined
-from jaxspeed.jaxpr.primitives import INLINED
 from jaxspeed.jaxpr.slicing import free_variables, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Var,
-    called,
-    is_marked,
-    is_var,
-    open_jaxpr,
-)
+from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, Var, is_var, shape_of
 from jaxspeed.objective.loss import Weights
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.paths import listed
-from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 
 def weights_of(program: LossProgram, batch: Any) -> Weights:
@@ -42,9 +31,10 @@ def weights_of(program: LossProgram, batch: Any) -> Weights:
     closed, loss = program.closed, program.loss_outputs
     known = dict(zip(program.batch, jax.tree.leaves(batch), strict=True))
     known |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    needed = _Needed(closed.jaxpr, known)
     at = Weights(loss.weight, tuple(term.weight for term in loss.terms))
-    weights: Weights = jax.tree.map(lambda i: needed.value(closed.jaxpr.outvars[i]), at)
+    weights: Weights = jax.tree.map(
+        lambda i: _evaluated(closed.jaxpr, closed.jaxpr.outvars[i], known), at
+    )
     return weights
 
 
@@ -82,12 +72,9 @@ def _trained_weight(
         return None
     (weight,) = stops[0].invars
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    # A custom derivative that returns a sum and its weight has tangents for both.
-    inlined = with_all_calls_inlined(slice_of(jaxpr, jaxpr.eqns, inputs, [weight]))
 
     def weight_alone(*values: Any) -> Any:
-        known = dict(zip(inlined.invars, values, strict=True))
-        return _Needed(inlined, known).value(inlined.outvars[0])
+        return _evaluated(jaxpr, weight, dict(zip(inputs, values, strict=True)))
 
     closed = jax.make_jaxpr(weight_alone)(*(v.aval for v in inputs))
     needed, is_read = partial_eval.dce_jaxpr(closed.jaxpr, [True])
@@ -99,11 +86,20 @@ def _trained_weight(
     return weight, tuple(paths.values())
 
 
+def _evaluated(jaxpr: Jaxpr, weight: Any, known: Mapping[Var, Any]) -> Any:
+    """The weight, by what is known of a program's inputs."""
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    # A custom derivative that returns a sum and its weight has tangents for both.
+    inlined = with_all_calls_inlined(slice_of(jaxpr, jaxpr.eqns, inputs, [weight]))
+    own = {v: known[w] for v, w in zip(inlined.invars, inputs, strict=True) if w in known}
+    return _Needed(inlined, own).value(inlined.outvars[0])
+
+
 class _Needed:
     """Values of a program, each computed when it is asked for."""
 
-    def __init__(self, jaxpr: Jaxpr, known: Mapping[Var, Any], outer: Any = None) -> None:
-        self.jaxpr, self.known, self.outer = jaxpr, dict(known), outer
+    def __init__(self, jaxpr: Jaxpr, known: Mapping[Var, Any]) -> None:
+        self.jaxpr, self.known = jaxpr, dict(known)
         self.made: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
     def value(self, atom: Any) -> Any:
@@ -114,9 +110,6 @@ class _Needed:
         return self.known[atom]
 
     def _computed(self, v: Var) -> Any:
-        if self.outer and v in self.outer:  # an input of a call
-            needed, atom = self.outer[v]
-            return needed.value(atom)
         eqn = self.made.get(v)
         if eqn is None:
             raise ModelError(
@@ -128,12 +121,6 @@ class _Needed:
             return self._row(eqn.invars[0], eqn.outvars.index(v))
         if eqn.primitive.name == "squeeze" and (row := self._sliced(eqn)):
             return self._row(*row)
-        if eqn.primitive.name in INLINED and not is_marked(eqn):
-            body, consts = open_jaxpr(called(eqn))
-            given = zip(body.invars, eqn.invars, strict=True)
-            inside = {inner: (self, atom) for inner, atom in given}
-            own = dict(zip(body.constvars, consts, strict=True))
-            return _Needed(body, own, inside).value(body.outvars[eqn.outvars.index(v)])
         alone = sub_jaxpr(self.jaxpr, [eqn], free_variables([eqn]), [v])
         needed, read = partial_eval.dce_jaxpr(alone, [True])
         inputs = [x for x, is_read in zip(alone.invars, read, strict=True) if is_read]

@@ -20,7 +20,7 @@ from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.axes import SEQ
 from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.split_scans import in_parts
-from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var
+from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var, shape_of
 from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.loss_weight import with_weight_differentiated
@@ -39,7 +39,6 @@ from jaxspeed.sequence_parallel.tile_sequence import in_sequence_tiles
 from jaxspeed.sequence_parallel.zigzag import in_zigzag
 from jaxspeed.sequence_parallel.zigzag_proof import ContiguousError
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
-from jaxspeed.tensor_parallel.dim_propagation import shape_of
 from jaxspeed.user_models.protocol import SEED
 from jaxspeed.zero3 import Units
 

@@ -130,8 +130,6 @@ class LossTraces:
                 return self.of(variables, batch, train)
 
             def trace_part(batch: Any) -> LossProgram:
-                if not manual:
-                    return trace(batch)
                 found: list[LossProgram] = []
 
                 def inside() -> None:
@@ -143,7 +141,7 @@ class LossTraces:
                 jax.eval_shape(mapped)
                 return found[0]
 
-            known[parts] = by_parts(trace, batch, parts, train, trace_part)
+            known[parts] = by_parts(trace, batch, parts, train, trace_part if manual else trace)
         return known[parts]
 
     def _works_in_fp32(self, function: Callable[..., Any], given: Any) -> bool:

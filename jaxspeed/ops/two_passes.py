@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxspeed.jaxpr.primitives import TWO_PASSES
+
 NAME = "attention"
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
 
@@ -30,7 +32,6 @@ def in_two_passes(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
         out, sums = (checkpoint_name(x, NAME) for x in forward(q, k, v, segments, sinks))
         return out, (q, k, v, segments, sinks, out, sums)
 
-    @jax.custom_vjp
     def attend(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> jax.Array:
         return named(q, k, v, segments, sinks)[0]
 
@@ -38,8 +39,10 @@ def in_two_passes(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
         *d_qkv, d_sinks = backward(*saved, d_out)
         return (*d_qkv, None, d_sinks)
 
-    attend.defvjp(named, gradients)
-    return attend
+    attend.__name__ = TWO_PASSES
+    attention = jax.custom_vjp(attend)
+    attention.defvjp(named, gradients)
+    return attention
 
 
 def with_sinks(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.slicing import read_by, slice_of
+from jaxspeed.jaxpr.traverse import like
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
 from jaxspeed.pipeline.scanned_stack import scanned_blocks
 from jaxspeed.pipeline.unrolled_stack import unrolled_blocks
@@ -48,8 +49,7 @@ class LossParts:
 
     @property
     def carry(self) -> list[jax.ShapeDtypeStruct]:
-        atoms = self.blocks.carry
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in atoms]
+        return like(self.blocks.carry)
 
     def stage(
         self,

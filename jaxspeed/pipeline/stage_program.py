@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.axes import PIPE
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
+from jaxspeed.jaxpr.traverse import like
 from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.split_loss import LossParts
@@ -201,12 +202,9 @@ class Stage:
                 carry = parts.stage(stop - start, of_segment, context, at, carry, padded=padded)
             return carry
 
-        def like(v: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-
         number = jax.ShapeDtypeStruct((), jnp.int32)
         weights = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in own.values()]
-        context = [like(parts.inputs[i]) for i in reads]
+        context = like(parts.inputs[i] for i in reads)
         closed = jax.make_jaxpr(chunk)(weights, context, number, parts.carry)
         invars = iter(closed.jaxpr.invars)
         of_weights = {name: next(invars) for name in own}

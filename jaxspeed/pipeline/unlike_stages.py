@@ -23,7 +23,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.primitives import RESHAPES
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
-from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
+from jaxspeed.jaxpr.sample_values import MIXED, SAMPLES, Values, free, samples
 from jaxspeed.jaxpr.slicing import read_by, renamed, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.pipeline.partition_stages import uses_of_parameters
@@ -164,10 +164,10 @@ class UnlikeParts:
                 sent = self._sent(stage, twin, counts)
             except UnlikeTracesError:
                 raise _differs(*reversed(counts)) from None
-            if any(x.kind is not SampleKind.SAMPLES or x.degree for x in sent):
+            if any(x.kind is not SAMPLES or x.degree for x in sent):
                 raise _differs(*reversed(counts))
 
-    def _sent(self, stage: int, twin: "UnlikeParts", counts: tuple[int, int]) -> list[SampleValue]:
+    def _sent(self, stage: int, twin: "UnlikeParts", counts: tuple[int, int]) -> Values:
         """What a stage sends, to the samples of the batch."""
         jaxpr = self.branches[stage]
         before = self.messages.sent[stage - 1] if stage else []
@@ -190,9 +190,9 @@ class UnlikeParts:
             of_stage = _ALONE.format(self._blocks(stage))
             sent = self.messages.sent[stage]
             for v, x in zip(sent, self._sent(stage, self, (lead, lead)), strict=True):
-                if x.kind is SampleKind.MIXED:
+                if x.kind is MIXED:
                     raise ModelError(f"mesh.pipe: {x.why}. {of_stage}")
-                if x.kind is not SampleKind.SAMPLES or x.dim != 0:
+                if x.kind is not SAMPLES or x.dim != 0:
                     raise ModelError(
                         f"mesh.pipe: a {v.aval.str_short()} that later stages read has no first "
                         f"dim of samples. {of_stage}"

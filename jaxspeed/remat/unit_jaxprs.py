@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxspeed.jaxpr.slicing import dependents, free_variables, sub_jaxpr
-from jaxspeed.jaxpr.traverse import bodies, is_var, sliceable_bodies
+from jaxspeed.jaxpr.traverse import bodies, is_real, is_var, sliceable_bodies
 from jaxspeed.zero3 import Units
 from jaxspeed.zero3.segments import EvalContext, split_at_units
 
@@ -41,7 +39,7 @@ def unit_jaxprs(
     `batch` are the program's input variables that are neither parameters nor constants, `trained`
     those that have gradients; None for all real ones.
     """
-    real = filter(_is_real, jaxpr.invars) if trained is None else trained
+    real = filter(is_real, jaxpr.invars) if trained is None else trained
     yield from _units(jaxpr, batch, real, units, 1)
 
 
@@ -68,10 +66,6 @@ def _inside(
         real = [iv for iv, v in pairs if is_var(v) and v in active]
         inner = [iv for iv, v in pairs[body.num_consts :] if is_var(v) and v in moving]
         yield from _units(body.jaxpr, inner, real, units, times * body.trips)
-
-
-def _is_real(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
 def _names(jaxpr: Any) -> Iterator[str]:

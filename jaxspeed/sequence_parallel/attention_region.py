@@ -22,8 +22,7 @@ from jaxspeed.jaxpr.primitives import (
     RANDOM,
     RESHAPES,
 )
-from jaxspeed.jaxpr.traverse import JaxprEqn, bodies, is_var
-from jaxspeed.tensor_parallel.dim_propagation import shape_of
+from jaxspeed.jaxpr.traverse import JaxprEqn, bodies, is_var, shape_of
 
 Dim = tuple[int, ...] | None  # the atoms of a dim, outermost first; None: constant along it
 Dims = tuple[Dim, ...]

@@ -32,6 +32,7 @@ from jaxspeed.jaxpr.traverse import (
     is_marked,
     is_var,
     open_jaxpr,
+    shape_of,
     with_functions,
     with_jaxpr,
 )
@@ -52,7 +53,6 @@ from jaxspeed.sequence_parallel.index_expressions import (
 )
 from jaxspeed.sequence_parallel.recognized_attention import LowProducts, RecognizedAttention
 from jaxspeed.sequence_parallel.traced_expressions import expression_of, known_value, of_atom
-from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 EXPONENTIALS = ("exp", "exp2")
 

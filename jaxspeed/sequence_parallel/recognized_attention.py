@@ -24,7 +24,7 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.primitives import ATTENTION, CONTROL, RANDOM, RESHAPES
 from jaxspeed.jaxpr.rewriter import Atom
 from jaxspeed.jaxpr.slicing import renamed, sub_jaxpr
-from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, is_var
+from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, is_var, shape_of
 from jaxspeed.ops.attention_call import AttentionForm, Blind, attention_call
 from jaxspeed.ops.mask import Mask
 from jaxspeed.sequence_parallel.attention_region import (
@@ -52,7 +52,7 @@ from jaxspeed.sequence_parallel.index_expressions import (
 )
 from jaxspeed.sequence_parallel.mask_forms import MaskForm, mask_form
 from jaxspeed.sequence_parallel.softmax_forms import Exponentials, softmax_form
-from jaxspeed.tensor_parallel.dim_propagation import relations_of, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import relations_of
 
 
 @dataclass(frozen=True)

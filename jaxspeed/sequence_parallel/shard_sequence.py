@@ -13,14 +13,14 @@ import jax
 
 from jaxspeed.axes import SEQ, TENSOR
 from jaxspeed.errors import ConfigError
-from jaxspeed.jaxpr.traverse import JaxprEqn, Var
+from jaxspeed.jaxpr.traverse import JaxprEqn, Var, shape_of
 from jaxspeed.ops.attention_call import body_of, form_of
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.ops.sequence_attention import SequenceForm, over_sequence
 from jaxspeed.sequence_parallel.attention_report import AttentionNotes, AttentionRun
 from jaxspeed.sequence_parallel.choose_form import choose_form, name_of
 from jaxspeed.sequence_parallel.settings import SequenceSettings
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame
 from jaxspeed.tensor_parallel.insert_constraints import Sequences
 
 log = logging.getLogger("jaxspeed")

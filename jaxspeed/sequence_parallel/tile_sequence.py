@@ -26,7 +26,17 @@ from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED, RAGGED_PRODUCTS
 from jaxspeed.jaxpr.rewriter import LEAVE, Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import free_variables
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, product_of
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    is_real,
+    is_var,
+    like,
+    product_of,
+    shape_of,
+)
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.sequence_parallel.settings import SequenceTiles
@@ -36,12 +46,7 @@ from jaxspeed.sequence_parallel.sharded_gradients import (
     sharded_products,
 )
 from jaxspeed.sequence_parallel.token_dim import AlongTokens, MixesTokensError, Tokens
-from jaxspeed.tensor_parallel.dim_propagation import (
-    CallFrame,
-    PropagatedDims,
-    propagate_dims,
-    shape_of,
-)
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, propagate_dims
 
 # By default, sequences of more tokens per device are divided where the results of products inside a
 # group have more than `MOST` bytes there, into tiles in which they have at most `TILE`.
@@ -275,9 +280,7 @@ class _Tiling(Rewriter[None]):
             return samples[0], along[0]
 
         weights = [
-            v
-            for v in shared
-            if _is_real(v.aval) and not any(map(self.propagated.is_sample, frame.of(v)))
+            v for v in shared if is_real(v) and not any(map(self.propagated.is_sample, frame.of(v)))
         ]
         return sharded_products(frame.jaxpr, positions, weights, results, dims_of)
 
@@ -314,18 +317,18 @@ class _Tiling(Rewriter[None]):
     def _is_differentiable(self, frame: CallFrame, group: TokenGroup) -> bool:
         """Whether it can be evaluated in tiles, with the derivatives of the functions in it."""
         values: list[Any] = [*group.shared, *(v for v, _ in group.arrays)]
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in values]
+        shapes = like(values)
         loop = over_tiles(self.tokens, frame, group, self.placed)
 
         def both(*args: Any) -> Any:
-            real = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            real = [i for i, x in enumerate(args) if is_real(x)]
 
             def of_real(*moving: Any) -> list[Any]:
                 given = list(args)
                 for i, x in zip(real, moving, strict=True):
                     given[i] = x
                 outs = loop(*given)
-                return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
+                return [x for x in outs if is_real(x)]
 
             outs, pullback = jax.vjp(of_real, *(args[i] for i in real))
             return pullback(outs)
@@ -379,7 +382,7 @@ def over_tiles(
 
     def forward(*given: Any) -> tuple[list[Any], Any]:
         args = [x.value for x in given]
-        real = [i for i, x in enumerate(given) if x.perturbed and _is_real(x.value)]
+        real = [i for i, x in enumerate(given) if x.perturbed and is_real(x.value)]
         return run(*args), (_Inputs(tuple(real)), args)
 
     def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -522,7 +525,3 @@ class TiledLoop:
 
     def _merged(self, x: jax.Array, dim: int) -> jax.Array:
         return x if self.shards == 1 else x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
-
-
-def _is_real(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

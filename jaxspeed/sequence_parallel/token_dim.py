@@ -12,18 +12,26 @@ from enum import Enum
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
 from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of, writes_along
-from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue
+from jaxspeed.jaxpr.sample_values import FREE, SUM, SampleValue
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, is_var, transparent_bodies
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    Jaxpr,
+    JaxprEqn,
+    is_real,
+    is_var,
+    like,
+    shape_of,
+    transparent_bodies,
+)
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 
 
 class MixesTokensError(Exception):
@@ -180,7 +188,7 @@ class Tokens:
         """
         inputs = [v for v in eqn.invars if is_var(v)]
         original = as_function(sub_jaxpr(frame.jaxpr, [eqn], inputs, eqn.outvars))
-        active = [_is_real(v) for v in eqn.outvars]
+        active = [is_real(v) for v in eqn.outvars]
         pullbacks: list[Any] = []
 
         def both(*args: Any) -> list[Any]:
@@ -209,7 +217,7 @@ class Tokens:
                 for on, v in zip(active, made, strict=True)
             ]
             grads = jax.tree.unflatten(pullbacks[0], leaves)(cotangents)
-            return [g for g, v in zip(grads, inputs, strict=True) if _is_real(v)]
+            return [g for g, v in zip(grads, inputs, strict=True) if is_real(v)]
 
         @jax.custom_vjp
         def call(*args: Any) -> list[Any]:
@@ -226,7 +234,7 @@ class Tokens:
             second = self._pass(program, consts, program.outvars, of_given, sums=True)
             arrived = [ct for ct, on in zip(cotangents, active, strict=True) if on]
             grads = iter(second.run([*carried, *arrived], count))
-            return tuple(next(grads) if _is_real(v) else None for v in inputs)
+            return tuple(next(grads) if is_real(v) else None for v in inputs)
 
         call.defvjp(forward, backward)
         pairs = zip(values, eqn.invars, strict=True)
@@ -263,7 +271,7 @@ class Tokens:
             of_tokens = any(tokens.dims(top, v) for v in eqn.invars)
             is_sum = name in SUMS and of_tokens and not with_tokens
             if any(of_sums):
-                kinds = (SampleKind.SUM if on else SampleKind.FREE for on in of_sums)
+                kinds = (SUM if on else FREE for on in of_sums)
                 known = not with_tokens and is_linear(name, [SampleValue(kind) for kind in kinds])
             else:
                 known = sums if is_sum else tokens.kind(top, position) is not AlongTokens.MIXES
@@ -291,8 +299,7 @@ class _Pass:
 
 def _traced(function: Any, inputs: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]:
     """The program of a function of arrays like `inputs`, and its constants."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
-    closed = jax.make_jaxpr(function)(*shapes)
+    closed = jax.make_jaxpr(function)(*like(inputs))
     return closed.jaxpr, closed.consts
 
 
@@ -325,7 +332,3 @@ def _scanned(eqn: JaxprEqn, body: Body, run: Any, values: Sequence[Any]) -> list
     how = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
     carried, stacked = lax.scan(step, list(rest[:carry]), list(rest[carry:]), **how)
     return [*carried, *stacked]
-
-
-def _is_real(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
-from jaxspeed.jaxpr.traverse import JaxprEqn, is_var
+from jaxspeed.jaxpr.traverse import JaxprEqn, is_var, shape_of
 from jaxspeed.sequence_parallel.index_expressions import (
     TRUE,
     Affine,
@@ -33,7 +33,6 @@ from jaxspeed.sequence_parallel.index_expressions import (
     terms,
     with_dims,
 )
-from jaxspeed.tensor_parallel.dim_propagation import shape_of
 
 _LARGEST_TABLE = 1 << 27  # elements of a constant that is compared with the formula of a mask
 _MOST_TERMS = 48  # of an expression; larger ones are arrays of their own

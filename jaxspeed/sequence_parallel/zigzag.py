@@ -19,7 +19,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.primitives import ATTENTION, CONTROL, CUSTOM_DERIVATIVE, RANDOM
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.sample_rules import place, relations_of
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, transparent_bodies
+from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, shape_of, transparent_bodies
 from jaxspeed.ops import splash
 from jaxspeed.ops.attention_call import AttentionForm, attention_call, body_of, form_of
 from jaxspeed.ops.free_axes import free_axes
@@ -34,7 +34,7 @@ from jaxspeed.sequence_parallel.zigzag_proof import (
     TokenDims,
     is_in_any_order,
 )
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
-from jaxspeed.jaxpr.evaluate import both_passes, is_real
+from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import (
     ATTENTION,
     CHECKPOINTS,
@@ -32,19 +32,21 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
 )
 from jaxspeed.jaxpr.sample_rules import place, relations_of, writes_along
-from jaxspeed.jaxpr.slicing import read_by
+from jaxspeed.jaxpr.slicing import free_variables, read_by
 from jaxspeed.jaxpr.traverse import (
     JaxprEqn,
     Var,
+    is_real,
     is_var,
     open_jaxpr,
     product_of,
+    shape_of,
     transparent_bodies,
 )
 from jaxspeed.ops.attention_call import form_of
 from jaxspeed.ops.token_order import ANY_ORDER, in_token_order
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
 
 # Reductions of which the order of the elements does not matter.
@@ -347,17 +349,18 @@ class OrderProof:
     ) -> Along:
         """A function with a derivative of its own: both passes are looked into."""
         eqn = frame.jaxpr.eqns[position]
-        traced = both_passes(frame.jaxpr, eqn) if self.differentiated else None
-        if traced is None:
+        inputs = free_variables([eqn])
+        moving, active = (list(filter(is_real, each)) for each in (inputs, eqn.outvars))
+        if not (moving and active and self.differentiated):
             inner = frame.inner.get(position, ())
             return Along.TOKEN if inner and all(map(self.is_per_token, inner)) else Along.MIXES
-        active = [i for i, v in enumerate(eqn.outvars) if is_real(v)]
-        moving = [i for i, v in enumerate(filter(is_var, eqn.invars)) if is_real(v)]
+        traced = derivative(eqn).jaxpr
         found = propagate_dims(traced, {})
-        of_inputs = [dims for v, dims in zip(eqn.invars, reads, strict=True) if is_var(v)]
+        pairs = zip((*eqn.invars, *eqn.outvars), (*reads, *makes), strict=True)
+        of = {v: dims for v, dims in pairs if is_var(v)}
         own = [
-            *zip(traced.invars, (*of_inputs, *(makes[i] for i in active)), strict=True),
-            *zip(traced.outvars, (*makes, *(of_inputs[i] for i in moving)), strict=True),
+            *zip(traced.invars, (of[v] for v in (*inputs, *active)), strict=True),
+            *zip(traced.outvars, (of[v] for v in (*eqn.outvars, *moving)), strict=True),
         ]
         first: dict[int, Node] = {}  # by the number of sequences
         for v, dims in own:

@@ -6,17 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxspeed.jaxpr.primitives import CASTS, LOOPS, RESHAPES
-from jaxspeed.jaxpr.traverse import consts_and_carry, is_var
+from jaxspeed.jaxpr.traverse import consts_and_carry, is_real, is_var, shape_of
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
-from jaxspeed.tensor_parallel.dim_propagation import (
-    CallFrame,
-    PropagatedDims,
-    shape_of,
-    tie_results,
-)
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, tie_results
 
 # Views: the operand of several matmuls counts as one array, however it was cast or transposed.
 VIEWS = (*RESHAPES, "transpose", *CASTS, "name")
@@ -142,7 +135,7 @@ class ArrayRoles:
             owns = tie_results(eqn, given, self._own)
         view = eqn.primitive.name in VIEWS
         return [
-            _State(read[0].id if view else next(self._ids), trained and _is_real(v), own)
+            _State(read[0].id if view else next(self._ids), trained and is_real(v), own)
             for v, own in zip(eqn.outvars, owns, strict=True)
         ]
 
@@ -157,15 +150,11 @@ class ArrayRoles:
             if own is not None and i >= consts + carry:
                 own = own[1:]  # a layer of a stack
             carried = trained and consts <= i < consts + carry
-            given.append(_State(next(self._ids), (x.trained or carried) and _is_real(v), own))
+            given.append(_State(next(self._ids), (x.trained or carried) and is_real(v), own))
         self._read(body, given)
-        return [_State(next(self._ids), trained and _is_real(v)) for v in eqn.outvars]
+        return [_State(next(self._ids), trained and is_real(v)) for v in eqn.outvars]
 
     def _either(self, outs: Sequence[_State]) -> _State:
         if len(outs) == 1:
             return outs[0]
         return _State(next(self._ids), any(x.trained for x in outs))
-
-
-def _is_real(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxspeed.communication import Communication, Sent, ring_passes
 from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.traverse import shape_of
 from jaxspeed.tensor_parallel.array_roles import ArrayRoles
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import (
@@ -28,7 +29,6 @@ from jaxspeed.tensor_parallel.dim_propagation import (
     PropagatedDims,
     is_elementwise,
     relations_of,
-    shape_of,
 )
 from jaxspeed.tensor_parallel.matmuls import Matmul
 

@@ -15,7 +15,7 @@ from typing import Any
 from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, relations, same_place
 from jaxspeed.jaxpr.primitives import KERNELS, LOOPS, OPAQUE_TO_DIMS
 from jaxspeed.jaxpr.rewriter import Rewriting
-from jaxspeed.jaxpr.traverse import is_var, product_of, transparent_bodies
+from jaxspeed.jaxpr.traverse import is_var, product_of, shape_of, transparent_bodies
 from jaxspeed.jaxpr.weight_uses import Origin, origins
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 
@@ -93,10 +93,6 @@ def propagate_dims(
     _walk(frame, operands, classes)
     nodes = {path: by_var[v] for path, v in parameters.items()}
     return PropagatedDims(classes, frame, nodes, samples[0] if samples else None)
-
-
-def shape_of(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def tie_results(eqn: Any, operands: Sequence[Nodes], classes: DimEquivalence) -> list[Nodes]:

@@ -20,10 +20,20 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.axes import EXPERT, SEQ, TENSOR, product, sample_axes
-from jaxspeed.jaxpr.evaluate import both_passes
+from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_marked, is_var, product_of, runs
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    is_marked,
+    is_var,
+    product_of,
+    runs,
+    shape_of,
+)
 from jaxspeed.ops.attention_call import SEQUENCE_SCOPE
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.constrain import constrain
@@ -43,7 +53,7 @@ from jaxspeed.tensor_parallel.boundary_ops import (
     to_experts,
 )
 from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
-from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 from jaxspeed.tensor_parallel.windows import (
@@ -305,7 +315,7 @@ class _Boundaries(Rewriter[bool]):
         arrays: list[Any] = [*eqn.invars, *eqn.outvars]
         dims = [self._sequence_dims(frame, v) for v in arrays]
         if eqn.primitive.name in CUSTOM_DERIVATIVE:
-            return dims if any(dims) and _has_windows(frame.jaxpr, eqn) else []
+            return dims if any(dims) and _has_windows(eqn) else []
         if not any(w.moves for w in windows_of(eqn)):
             return []
         moving, each = moving_dims(eqn), zip(arrays, dims, moving_dims(eqn), strict=True)
@@ -517,10 +527,9 @@ def _along(x: jax.Array, at: NamedSharding) -> jax.Array:
     return constrain(x, at, "sequence")
 
 
-def _has_windows(jaxpr: Jaxpr, eqn: JaxprEqn) -> bool:
+def _has_windows(eqn: JaxprEqn) -> bool:
     """Whether a pass of a function with a derivative of its own has windows."""
-    passes = both_passes(jaxpr, eqn)
-    return any(runs(e, WINDOWED) for e in (eqn, *([] if passes is None else passes.eqns)))
+    return any(runs(e, WINDOWED) for e in (eqn, *derivative(eqn).jaxpr.eqns))
 
 
 def _in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:

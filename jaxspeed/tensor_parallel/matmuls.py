@@ -9,15 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxspeed.jaxpr.flops import count_products
+from jaxspeed.jaxpr.traverse import shape_of
 from jaxspeed.placement.apply_layer_specs import Use
 from jaxspeed.tensor_parallel.array_roles import ArrayRoles, Operand
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import (
-    CallFrame,
-    PropagatedDims,
-    relations_of,
-    shape_of,
-)
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, relations_of
 
 Dims = tuple[int, ...]
 Kind = Literal["dot", "convolution", "lookup"]

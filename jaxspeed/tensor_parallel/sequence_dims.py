@@ -19,14 +19,9 @@ from typing import Any
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
 from jaxspeed.jaxpr.primitives import JOINS, LOOPS, SLICES, WINDOWED
-from jaxspeed.jaxpr.traverse import JaxprEqn, Var, transparent_bodies
+from jaxspeed.jaxpr.traverse import JaxprEqn, Var, shape_of, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import (
-    CallFrame,
-    PropagatedDims,
-    relations_of,
-    shape_of,
-)
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, relations_of
 
 Place = tuple[int, int]  # (variable, dim) of an equation's operands or results
 

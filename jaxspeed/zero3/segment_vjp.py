@@ -19,11 +19,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.evaluate import evaluate
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.slicing import slice_of
-from jaxspeed.jaxpr.traverse import (
-    Jaxpr,
-    is_var,
-    runs,
-)
+from jaxspeed.jaxpr.traverse import Jaxpr, is_real, is_var, runs
 from jaxspeed.placement.memory_kinds import in_memory_of, on_device, on_host
 from jaxspeed.zero3.exchange import Exchange, arrays_of, decoded
 from jaxspeed.zero3.residual_policy import Residual, ResidualPolicy
@@ -49,11 +45,6 @@ def tie(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[An
         for i, x in zip(places, done, strict=True):
             values[i] = x
     return firsts, seconds
-
-
-def is_real(x: Any) -> bool:
-    """Whether an array, or an abstract one, can have a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def read_tied(

@@ -24,6 +24,7 @@ from jaxspeed.jaxpr.traverse import (
     JaxprEqn,
     consts_and_carry,
     forwarded_operands,
+    is_real,
     is_var,
     sliceable_bodies,
 )
@@ -34,7 +35,7 @@ from jaxspeed.zero3.exchange import Exchange
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import run_view
 from jaxspeed.zero3.product_vjp import wide_products, with_products
-from jaxspeed.zero3.segment_vjp import SegmentVJP, exchanged_after, is_real, read, read_tied
+from jaxspeed.zero3.segment_vjp import SegmentVJP, exchanged_after, read, read_tied
 from jaxspeed.zero3.segments import EvalContext, Segment, split_at_units
 from jaxspeed.zero3.sharded_param import Storage
 from jaxspeed.zero3.table_lookup import look_up
@@ -112,14 +113,14 @@ class _Evaluation:
 
     def _order(self, segment: Segment, eqns: list[JaxprEqn]) -> None:
         """Order the exchanges of a segment after those of the one before, where data has to."""
-        weights = [v for v in free_variables(eqns) if v in self.storage and is_real(v.aval)]
+        weights = [v for v in free_variables(eqns) if v in self.storage and is_real(v)]
         exchange = self.context.exchange_of(weights)
         if not exchange.in_order:
             return
         if self.exchanged:
             shards, first = ([self.env[v] for v in vs] for vs in (weights, self.exchanged))
             self.env.update(zip(weights, exchanged_after(exchange, shards, first), strict=True))
-        self.exchanged = [v for v in segment.outputs if is_real(v.aval)]
+        self.exchanged = [v for v in segment.outputs if is_real(v)]
 
     def _nested(self, segment: Segment, eqns: list[JaxprEqn]) -> None:
         eqn = eqns[0]

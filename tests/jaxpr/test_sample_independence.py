@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxspeed import ops
+from jaxspeed.jaxpr import sample_independence
 from jaxspeed.objective.by_parts import by_parts
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.objective.loss_program import LossProgram
@@ -317,6 +318,65 @@ def test_the_trace_that_runs_is_read(count):
     assert not verdict(lambda x, y, m: (x.sum() * (1 if len(x) else 10), m.sum()), 4).mixes
 
 
+def squared(x):
+    return x[:, :SEQ, :SEQ]
+
+
+# Of operations that differ in their dims, columns, windows or numbers alone.
+UNLIKE = {
+    "sums": (lambda x, y: squared(x).sum(1), lambda x, y: squared(x).sum(2)),
+    "products": (
+        lambda x, y: squared(x) @ squared(x),
+        lambda x, y: squared(x) @ squared(x).swapaxes(1, 2),
+    ),
+    "order": (
+        lambda x, y: jnp.einsum("bij,bjk->bik", squared(x), squared(x) ** 2) * W[:SEQ, :SEQ],
+        lambda x, y: jnp.einsum("bij,bjk->bki", squared(x), squared(x) ** 2) * W[:SEQ, :SEQ],
+    ),
+    "transposed": (
+        lambda x, y: squared(x) * squared(x).transpose(0, 2, 1),
+        lambda x, y: squared(x) * squared(x).transpose(0, 1, 2),
+    ),
+    "columns": (
+        lambda x, y: x[jnp.arange(len(x)), y[:, 0] % SEQ, y[:, 1] % SEQ],
+        lambda x, y: x[jnp.arange(len(x)), y[:, 1] % SEQ, y[:, 0] % SEQ],
+    ),
+    "indexed dim": (
+        lambda x, y: squared(x)[jnp.arange(len(x)), y[:, 0] % SEQ] * W[0, :SEQ],
+        lambda x, y: squared(x)[jnp.arange(len(x)), :, y[:, 0] % SEQ] * W[0, :SEQ],
+    ),
+    "written": (
+        lambda x, y: squared(x).at[jnp.arange(len(x)), y[:, 0] % SEQ].set(0.0),
+        lambda x, y: squared(x).at[jnp.arange(len(x)), :, y[:, 0] % SEQ].set(0.0),
+    ),
+    "constants": (lambda x, y: x @ W, lambda x, y: x @ W.T),
+    "numbers": (lambda x, y: x * 2.0, lambda x, y: x * 2.5),
+    "softmax": (lambda x, y: jax.nn.softmax(x, 1), lambda x, y: jax.nn.softmax(x, 2)),
+    "slices": (lambda x, y: x[:, :SEQ - 1], lambda x, y: x[:, 1:]),
+    "operands": (lambda x, y: x - jnp.sin(x), lambda x, y: jnp.sin(x) - x),
+    "body": (lambda x, y: jax.checkpoint(jnp.sin)(x), lambda x, y: jax.checkpoint(jnp.cos)(x)),
+    "derivative": (
+        lambda x, y: by_gradient(lambda g, x: 2 * g)(x),
+        lambda x, y: by_gradient(lambda g, x: 3 * g)(x),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_another_computation_of_one_sample_is_found(name):
+    one, other = UNLIKE[name]
+
+    def found(one, other):
+        def function(x, y, m):
+            return (one if len(x) == 1 else other)(x, y).sum(), m.sum()
+
+        return verdict(function, parts=SAMPLES).mixes
+
+    for first, second in ((one, other), (other, one)):
+        assert "of 1 sample than of 4" in found(first, second)
+        assert found(first, first) is None
+
+
 def test_a_weight_of_one_sample_that_is_that_of_the_whole_is_found():
     def function(x, y, m):
         return x.sum(), float(SAMPLES if len(x) == 1 else len(x))
@@ -428,6 +488,20 @@ def test_derivatives_of_libraries_are_proved(name):
     for parts in (1, 4):
         found = verdict(lambda x, y, m: (LIBRARIES[name](x).sum(), float(len(x))), parts)
         assert found.not_once is None
+
+
+@pytest.mark.parametrize("sinks", [None, jnp.ones(2)])
+def test_the_derivative_of_attention_is_right_and_not_traced(sinks, monkeypatch):
+    def loss(x, y, m):
+        q = jnp.tile(x, (1, 64, 1))[:, :, None] * jnp.ones((2, 1))
+        out = ops.attention(q, q, q, causal=True, sinks=sinks, implementation="row_blocks")
+        return out.sum(), float(len(x))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sample_independence, "derivative", None)
+        assert verdict(loss).not_once is None
+    monkeypatch.setattr(sample_independence, "TWO_PASSES", None)  # like any other function
+    assert verdict(loss).not_once is None
 
 
 def test_a_map_in_batches_is_refused_with_its_reason():

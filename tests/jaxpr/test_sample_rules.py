@@ -132,6 +132,7 @@ CALLED: dict[str, Callable[..., Any]] = {
     "select_n": lambda x, y, z: lax.select(x > 0, y, z),
     "random_gamma_grad": lax.random_gamma_grad,
     "polynomial": lambda x, y: lax.polynomial(x, (y, 2 * x)),
+    "regularized_incomplete_beta": lambda a, b, x: lax.betainc(a, b, x / (1 + x)),
 }  # fmt: skip
 TERNARY = {"clamp", "select_n", "regularized_incomplete_beta"}
 NOT_CALLED = {"copy_p", "eq_to", "le_to", "lt_to", "zeros_like"}
