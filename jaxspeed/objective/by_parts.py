@@ -160,7 +160,7 @@ def _unlike_parts(metric: Metric, weight: SampleValue) -> str | None:
     if metric.kind == "mean":
         return _average(metric.value, weight)
     sums: list[SampleValue] = jax.tree.leaves(metric) if metric.kind in ("ratio", "sum") else []
-    return next((f"mixes samples ({x.why})" for x in sums if x.kind is SampleKind.MIXED), None)
+    return next((f"mixes samples ({x.why})" for x in sums if x.kind is MIXED), None)
 
 
 def _average(metric: SampleValue, weight: SampleValue) -> str | None:
