@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxspeed.config.verdicts import shown
 # Of families; imported where a config names one.
 OBJECTIVES = {
     "next_token": "jaxspeed.objectives.named:NextToken",
-    "masked": "jaxspeed.objectives.named:Masked",
+    "masked": "jaxspeed.objectives.named:MaskedTokens",
     "classification": "jaxspeed.objectives.named:Classification",
     "span_corruption": "jaxspeed.objectives.named:SpanCorruption",
 }
@@ -31,7 +32,7 @@ def imported(path: str) -> Any:
       ImportError, AttributeError: it is not there.
     """
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def objective_class(name: str) -> Any:

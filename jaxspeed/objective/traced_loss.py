@@ -119,8 +119,10 @@ class LossTraces:
         A part is traced where the axes `manual` are: as it runs, so that it is traced once.
         """
         declared = objective_of(self._loss_fn)
-        if declared is not None and declared.whole_batch:
-            return ByParts(f"{type(declared).__name__} declares it of the whole batch")
+        if declared is not None and declared.entire_batch:
+            return ByParts(
+                f"{type(declared).__name__} declares entire_batch: its loss mixes samples"
+            )
         traced = self.of(variables, batch, train)
         if names := traced.weight_parameters:
             return ByParts(

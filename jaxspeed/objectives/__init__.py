@@ -4,8 +4,8 @@ A config names one in its section `objective`; without it, it is that of the mod
 of one's own subclasses `Objective`.
 """
 
+from jaxspeed.objectives.base_objective import Objective, objective_of
 from jaxspeed.objectives.named import FamilyObjective
-from jaxspeed.objectives.objective import Objective, objective_of
 from jaxspeed.objectives.padding import Batch, WithoutWeight, without_weight
 
 __all__ = [

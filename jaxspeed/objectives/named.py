@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxspeed.objectives.objective import Objective
+from jaxspeed.objectives.base_objective import Objective
 from jaxspeed.objectives.padding import Batch, without_weight
 
 _MASK = "[batch, seq], optional: 0 is padding"
@@ -52,7 +52,7 @@ class NextToken(FamilyObjective):
     }
 
 
-class Masked(FamilyObjective):
+class MaskedTokens(FamilyObjective):
     """Cross-entropy of masked tokens, which the loss draws unless a batch has labels."""
 
     arrays: ClassVar = {

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxspeed.models import gpt2
 from pydantic import Field
 
 import jaxspeed
-from jaxspeed.models import gpt2
 
 VOCAB, SEQ, PAIRS = 64, 8, 45  # of these pairs, 8 data ranks cannot share the last ones evenly
 SIZES = {
@@ -71,7 +71,7 @@ def ranking_loss(margins: jax.Array, weight: jax.Array | None) -> Any:
 class WholeRanking(Ranking):
     """The same, declared to be of the entire micro-batch."""
 
-    whole_batch = True
+    entire_batch = True
 
 
 # By `model.factory` and `model.loss`.

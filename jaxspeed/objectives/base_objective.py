@@ -18,23 +18,23 @@ class Objective(ABC):
     must define.
 
     Attributes:
-      Options: a subclass `class Options(jaxspeed.Objective.Options)` declares, as Pydantic fields,
-        the keys of the section `objective` beside `type`; `self.options` has their values.
-      arrays: the names of a batch's arrays, with their meaning.
-      whole_batch: whether the loss of a sample depends on the others of its micro-batch. Then it is
-        computed on entire micro-batches, without a proof that each rank may compute it on its own
-        samples.
-      without_weight: a method (batch, padding) -> batch in which the samples where `padding`
-        [batch] is True have no weight, and other samples the arrays that they always have in such
-        batches. With it, evaluation pads the last batch. Without it, the last batch is smaller, and
-        samples that the data ranks cannot share are evaluated one by one.
+      options: the values of the section's own keys.
+      arrays: the names of a batch's arrays, with their meaning. A batch of others than those of the
+        model's family is read from the data as it is.
+      entire_batch: whether the loss of a sample depends on the others of its micro-batch. Then it
+        is computed on entire micro-batches, and no proof is tried that each rank may compute it on
+        its own samples.
+      without_weight: optionally a method (batch, padding) -> batch, in which samples have no weight
+        where `padding` [batch] is True. The names of its arrays do not depend on `padding`. With
+        it, evaluation pads the last batch. Without it the last batch is smaller, and samples that
+        the data ranks cannot share are evaluated one by one.
     """
 
     class Options(Section):
-        """Keys of the section `objective`, beside `type`."""
+        """Keys of the section `objective` beside `type`, in a subclass of this class."""
 
     arrays: ClassVar[Mapping[str, str]] = {}
-    whole_batch: ClassVar[bool] = False
+    entire_batch: ClassVar[bool] = False
     without_weight: WithoutWeight | None = None
 
     def __init__(self, options: Any = None) -> None:
