@@ -12,7 +12,7 @@ from pydantic import Field
 
 import jaxspeed
 
-VOCAB, SEQ, PAIRS = 64, 8, 45  # of these pairs, 8 data ranks cannot share the last ones evenly
+VOCAB, SEQ, PAIRS = 64, 8, 45  # of which 15 are held out
 SIZES = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -68,7 +68,7 @@ def ranking_loss(margins: jax.Array, weight: jax.Array | None) -> Any:
     return jnp.sum(weight * jax.nn.softplus(-margins)), total, {"accuracy": accuracy}
 
 
-class WholeRanking(Ranking):
+class EntireRanking(Ranking):
     """The same, declared to be of the entire micro-batch."""
 
     entire_batch = True

@@ -10,7 +10,11 @@ import pytest
 from flax import nnx
 
 from jaxspeed.cli.main import main
+from jaxspeed.config import Config
+from jaxspeed.objective import traced_loss
 from jaxspeed.run import source_of
+from jaxspeed.train import build_program
+from jaxspeed.user_models.config_model import resolve_model
 from tests.objectives import ranking
 
 HERE = "tests.objectives.ranking"
@@ -29,7 +33,7 @@ def config(folder: Path, named: str) -> Path:
     path = folder / "config.json"
     keys = {
         **MODELS[named],
-        "data": {"source": f"{HERE}:pairs", "held_out": 0.3},
+        "data": {"source": f"{HERE}:pairs", "held_out": 1 / 3},
         "run": {"devices": "cpu:8", "steps": STEPS, "seed": SEED, "output": str(folder / "run")},
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": 2,
@@ -54,18 +58,18 @@ def plain_training(path: Path, beta: float) -> tuple[list[float], list[float], f
         model = nnx.merge(graph, params, rest)
         chosen, rejected = model(pairs[:, 0]), model(pairs[:, 1])
         margins = beta * (chosen - rejected)
-        return -np.float32(1) * jax.nn.log_sigmoid(margins).mean(), (margins > 0).mean()
+        return -jax.nn.log_sigmoid(margins).mean(), (margins > 0).mean()
 
     step_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
     losses, norms = [], []
     for step in range(STEPS):
         (loss, _), grads = step_of(params, corpus.train.batch(step, BATCH)["pairs"])
         losses.append(float(loss))
-        norms.append(float(optax.global_norm(grads)))
+        norms.append(float(optax.tree.norm(grads)))
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    assert corpus.held_out.samples == 14  # 3 batches of 4, and 2 pairs
-    loss, accuracy = loss_of(params, corpus.held_out.slice(0, 14)["pairs"])
+    assert corpus.held_out.samples == 15  # 3 batches of 4, and 3 pairs
+    loss, accuracy = loss_of(params, corpus.held_out.slice(0, 15)["pairs"])
     return losses, norms, float(loss), float(accuracy)
 
 
@@ -89,8 +93,31 @@ def test_it_trains_and_evaluates_like_plain_flax(named, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     np.testing.assert_allclose(found["eval_loss"], held_out_loss, rtol=1e-5)
     np.testing.assert_allclose(found["accuracy"], accuracy, rtol=1e-6)
-    assert found["eval_weight"] == 14 and "perplexity" not in found
+    assert found["eval_weight"] == 15 and "perplexity" not in found
 
     if named == "objective":  # its options are part of the run, as the model is
         assert main(["train", str(path), "--set", "objective.beta=1"]) == 2
         assert "objective: {" in capsys.readouterr().err
+
+
+def reduction_of(name: str) -> tuple[str, str]:
+    loaded = Config.load(
+        {
+            "model": MODELS["objective"]["model"],
+            "objective": {"type": f"{HERE}:{name}"},
+            "train_batch_size": 16,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        }
+    )
+    program = build_program(loaded, *resolve_model(loaded))
+    batch = {"pairs": jax.ShapeDtypeStruct((16, 2, ranking.SEQ), "int32")}
+    reduction = program.gradients.reduction
+    return program.in_mesh(lambda: reduction(program.state.variables, batch, 0))()
+
+
+def test_a_loss_that_is_declared_of_the_entire_batch_is_not_proved_otherwise(monkeypatch):
+    assert reduction_of("Ranking") == ("step", "the loss is a weighted sum over samples")
+    monkeypatch.setattr(traced_loss, "by_parts", None)  # a proof would call it
+    kind, why = reduction_of("EntireRanking")
+    assert kind == "micro_batch" and why.startswith("EntireRanking declares entire_batch")
