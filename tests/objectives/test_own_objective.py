@@ -49,7 +49,7 @@ def config(folder: Path, named: str) -> Path:
 def plain_training(path: Path, beta: float) -> tuple[list[float], list[float], float, float]:
     """Losses and gradients' norms of the steps, and loss and accuracy of what is held out."""
     corpus = source_of(path).corpus()
-    model = ranking.scored(rngs=nnx.Rngs(SEED))
+    model = nnx.jit(lambda: ranking.scored(rngs=nnx.Rngs(SEED)))()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = optax.sgd(LR)
     state = optimizer.init(params)
@@ -69,7 +69,7 @@ def plain_training(path: Path, beta: float) -> tuple[list[float], list[float], f
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     assert corpus.held_out.samples == 15  # 3 batches of 4, and 3 pairs
-    loss, accuracy = loss_of(params, corpus.held_out.slice(0, 15)["pairs"])
+    loss, accuracy = jax.jit(loss_of)(params, corpus.held_out.slice(0, 15)["pairs"])
     return losses, norms, float(loss), float(accuracy)
 
 
