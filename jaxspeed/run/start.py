@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,15 @@ class Source:
 
     def corpus(self) -> Corpus:
         """The corpus for the model, with the tokenizer saved with the run, if any."""
-        return build(
+        corpus = build(
             data_section(self.config),
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
             tokenizer=self._saved_tokenizer(),
         )
+        is_own = own_objective(self.config) is not None  # with another loss than that of tokens
+        return replace(corpus, unigram_entropy=None) if is_own else corpus
 
     def tokenizer(self, saved: Mapping[str, bytes]) -> Tokenizer | None:
         """The tokenizer of the model; None for a model of no text.

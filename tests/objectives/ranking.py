@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxspeed.models import gpt2
+from jaxspeed.models.language import next_token_loss
 from pydantic import Field
 
 import jaxspeed
@@ -98,3 +99,13 @@ class Pairs:
 
 
 pairs = Pairs()
+
+
+class Doubled(jaxspeed.Objective):
+    """Twice the loss of next tokens, on the data of a language model."""
+
+    arrays = {"tokens": "[batch, seq + 1]"}  # noqa: RUF012
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        total, weight = next_token_loss(model, batch)
+        return 2 * total, weight

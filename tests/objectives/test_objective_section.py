@@ -7,6 +7,7 @@ from jaxspeed.models import FAMILIES, build, family
 
 import jaxspeed
 from jaxspeed.config.objective_keys import OBJECTIVES
+from jaxspeed.data import ModelLimits
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
 from jaxspeed.objectives import objective_of
 from jaxspeed.user_models.config_model import resolve_model
@@ -182,3 +183,10 @@ def test_a_factory_without_a_loss_says_how_to_name_one():
 def test_a_model_that_is_passed_has_the_objective_of_the_config():
     model, loss = resolve_model(jaxspeed.Config.load(config(objective=OWN)), ranking.scored)
     assert type(objective_of(loss)) is ranking.Ranking and model is not ranking.scored
+
+
+def test_samples_with_other_arrays_than_the_familys_are_read_as_they_are():
+    limits = ModelLimits(sample="tokens", seq_len=8)
+    assert limits.with_arrays({"tokens", "mask"}) == limits
+    for names in ({"pairs"}, {"tokens", "score"}, ()):
+        assert limits.with_arrays(names) == ModelLimits(sample=None, seq_len=8)

@@ -121,3 +121,20 @@ def test_a_loss_that_is_declared_of_the_entire_batch_is_not_proved_otherwise(mon
     monkeypatch.setattr(traced_loss, "by_parts", None)  # a proof would call it
     kind, why = reduction_of("EntireRanking")
     assert kind == "micro_batch" and why.startswith("EntireRanking declares entire_batch")
+
+
+@pytest.mark.parametrize(
+    ("objective", "entropy"), [("next_token", True), (f"{HERE}:Doubled", False)]
+)
+def test_another_loss_of_tokens_is_not_compared_with_their_entropy(objective, entropy):
+    source = source_of(
+        {
+            "model": MODELS["objective"]["model"],
+            "objective": {"type": objective},
+            "data": {"source": "synthetic"},
+            "run": {"devices": "cpu:8"},
+            "train_batch_size": 8,
+        }
+    )
+    assert source.reads.sample == "tokens"
+    assert (source.corpus().unigram_entropy is not None) == entropy
