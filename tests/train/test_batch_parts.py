@@ -88,7 +88,7 @@ def plain(first):
 
 @pytest.mark.default_cases("4-1", "2-2")
 @pytest.mark.parametrize(("parts", "accumulation"), [(2, 1), (4, 1), (2, 2)])
-def test_parts_take_the_steps_of_the_entire_batch(parts, accumulation):
+def test_parts_take_the_steps_of_the_whole_batch(parts, accumulation):
     first, metrics, last = trained(parts, accumulation=accumulation)
     losses, wanted = plain(first)
     np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=1e-6)
