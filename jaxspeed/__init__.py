@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxspeed.initialization import initialize
     from jaxspeed.jaxpr.module_scopes import unit
     from jaxspeed.launch.environment import start_processes
+    from jaxspeed.objectives import Objective
     from jaxspeed.placement import Placement, PlacementTable
     from jaxspeed.planner.api import plan
     from jaxspeed.train import propose_tensor_sharding
@@ -43,6 +44,7 @@ _NAMES = {
     "initialization": ("initialize",),
     "jaxpr.module_scopes": ("unit",),
     "launch.environment": ("start_processes",),
+    "objectives": ("Objective",),
     "user_models": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
     "user_models.rng": ("micro_batch_key",),
     "train_state.state": ("TrainState",),
@@ -64,6 +66,7 @@ __all__ = [
     "JaxspeedError",
     "LayerSpec",
     "ModelError",
+    "Objective",
     "OutOfMemoryError",
     "PipelineModule",
     "Placement",

@@ -1,10 +1,11 @@
 """Reference models in Flax NNX that call `jaxspeed.ops`, one file per family.
 
 A family's module has `Config` (a frozen dataclass of sizes), `PRESETS` (configs by name),
-`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`, which gives samples that are marked
-as padding no weight; a classifier's has an accuracy too, where `train` is False. The file beside
-it, NAME_hf.py, has its form in Hugging Face's files: `read_config`, `write_config` and `table`, the
-rules by which tensors are read and written. Families are imported on demand.
+`build(config, rngs)`, `loss(model, batch) -> (sum, weight)`, which gives samples that are marked as
+padding no weight, and `objective(config)`, the name of the objective that it is; a classifier's has
+an accuracy too, where `train` is False. The file beside it, NAME_hf.py, has its form in Hugging
+Face's files: `read_config`, `write_config` and `table`, the rules by which tensors are read and
+written. Families are imported on demand.
 """
 
 from __future__ import annotations
@@ -108,11 +109,12 @@ HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
 
 class Built(NamedTuple):
-    """Factory, loss and config of a model."""
+    """Factory, loss and config of a model, and the name of its objective."""
 
     factory: Callable[[nnx.Rngs], nnx.Module]
     loss: Callable[..., Any]
     config: Any
+    objective: str
 
 
 def family(name: str) -> ModuleType:
@@ -131,7 +133,8 @@ def build(
     module = family(name)
     config = module.Config() if preset is None else _lookup("preset", preset, module.PRESETS)
     config = _replaced(name, config, overrides or {})
-    return Built(lambda rngs: module.build(config, rngs), module.loss, config)
+    name = module.objective(config)
+    return Built(lambda rngs: module.build(config, rngs), module.loss, config, name)
 
 
 def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> Pretrained:
@@ -187,9 +190,10 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     for ending, other in getattr(form, "OTHER_TABLES", {}).items():  # of tensors' names
         if any(name.endswith(ending) for name in opened.tensors):
             table = other
-    return pretrained(
+    found = pretrained(
         lambda rngs: module.build(config, rngs), opened, table(config), module.loss, config
     )
+    return dataclasses.replace(found, objective=module.objective(config))
 
 
 def known() -> dict[str, dict[str, list[str]]]:

@@ -157,6 +157,10 @@ def build(config: Config, rngs: nnx.Rngs) -> Bert:
     return Bert(config, rngs=rngs)
 
 
+def objective(config: Any) -> str:
+    return "masked" if config.num_labels is None else "classification"
+
+
 def loss(
     model: Any,
     batch: Mapping[str, jax.Array],

@@ -10,6 +10,10 @@ import jax.numpy as jnp
 from jaxspeed import ops
 
 
+def objective(config: Any) -> str:
+    return "classification"
+
+
 def label_loss(scores: jax.Array, labels: jax.Array, train: bool | None) -> Any:
     """(sum, weight) of integer `labels` [batch] as `class_loss`.
 

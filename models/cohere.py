@@ -89,3 +89,4 @@ def build(config: Config, rngs: nnx.Rngs) -> RotaryDecoder:
 
 
 loss = language.next_token_loss
+objective = language.objective

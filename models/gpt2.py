@@ -158,3 +158,4 @@ def build(config: Config, rngs: nnx.Rngs) -> GPT2:
 
 
 loss = language.next_token_loss
+objective = language.objective

@@ -117,3 +117,4 @@ def build(config: Config, rngs: nnx.Rngs) -> MixtureDecoder:
 
 
 loss = mixture.loss
+objective = mixture.objective

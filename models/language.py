@@ -120,6 +120,10 @@ def split_batch(batch: LanguageBatch) -> Prediction:
     return Prediction(tokens, targets, segments, positions)
 
 
+def objective(config: Any) -> str:
+    return "next_token"
+
+
 def next_token_loss(model: LanguageModel, batch: LanguageBatch) -> tuple[jax.Array, jax.Array]:
     """(sum, weight) of the cross-entropy of each token's successor."""
     p = split_batch(batch)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import llama
+from . import classification, llama
 from .classification import label_loss
 from .decoder import TINY, RotaryDecoder, rms_norm
 from .layers import Linear
@@ -65,3 +65,6 @@ def build(config: Config, rngs: nnx.Rngs) -> Classifier:
 def loss(model: Classifier, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
     """(sum, weight) of `labels` [batch], or real ones [batch, classes]; see `label_loss`."""
     return label_loss(model(batch["tokens"], mask=batch.get("mask")), batch["labels"], train)
+
+
+objective = classification.objective

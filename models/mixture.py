@@ -248,3 +248,6 @@ def loss(model: MixtureDecoder, batch: language.LanguageBatch, train: bool | Non
     if model.expert_counts is not None and train is not False:
         model.expert_counts[...] += balance.total()
     return total, weight, auxiliary, metrics
+
+
+objective = language.objective

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
 
+from . import classification
 from .classification import class_loss
 from .layers import Linear, dropout, normal, scan_blocks, stacked
 
@@ -89,3 +90,6 @@ def loss(model: MLP, batch: Mapping[str, jax.Array], train: bool | None = None) 
         return jnp.sum(each), jnp.asarray(len(y), dtype)
     counts = batch["mask"] != 0
     return jnp.sum(jnp.where(counts, each, 0)), jnp.sum(counts, dtype=dtype)
+
+
+objective = classification.objective

@@ -220,3 +220,4 @@ def build(config: Config, rngs: nnx.Rngs) -> ModernBert:
 
 
 loss = bert.loss
+objective = bert.objective

@@ -30,3 +30,4 @@ PRESETS: dict[str, Config] = {
 }
 build = llama.build
 loss = llama.loss
+objective = llama.objective

@@ -340,6 +340,10 @@ def build(config: Config, rngs: nnx.Rngs) -> T5:
     return T5(config, rngs=rngs)
 
 
+def objective(config: Config) -> str:
+    return "span_corruption"
+
+
 def loss(model: T5, batch: Mapping[str, jax.Array], rng: jax.Array | None = None) -> Any:
     """(sum, weight) of the cross-entropy of the targets, which are drawn if a batch has none."""
     c = model.config

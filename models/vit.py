@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from . import classification
 from .blocks import Attention, FeedForward, NormBefore, Projections, exact_gelu
 from .classification import class_loss
 from .layers import (
@@ -139,3 +140,6 @@ def loss(model: ViT, batch: Mapping[str, jax.Array], train: bool | None = None) 
     """
     smoothing = model.config.label_smoothing
     return class_loss(model(batch["images"]), batch["labels"], train, label_smoothing=smoothing)
+
+
+objective = classification.objective

@@ -17,6 +17,7 @@ from tests.support import doc_checks as checks
 from tests.support.documents import (
     GUIDES,
     KEYS,
+    OBJECTIVES_OF_FAMILIES,
     PAGES,
     PUBLIC_NAMES,
     ROOT,
@@ -24,6 +25,7 @@ from tests.support.documents import (
     blocks,
     key_table,
     name_table,
+    objective_table,
     shell_commands,
     spans,
 )
@@ -54,6 +56,11 @@ def test_tables_of_keys_are_those_of_the_declarations():
     assert {match[1] for match in found} >= {"mesh", "parallel"}
     for match in found:
         assert match[2] == key_table(match[1]), "python -m tests.support.documents docs/config.md"
+
+
+def test_the_table_of_objectives_is_that_of_the_classes():
+    (found,) = OBJECTIVES_OF_FAMILIES.finditer(TEXTS["objectives.md"])
+    assert found[1] == objective_table(), "python -m tests.support.documents docs/objectives.md"
 
 
 def test_every_command_in_a_comment_of_a_config_is_valid():

@@ -21,6 +21,10 @@ from tests.support.documents import (
 PARALLEL = "--set parallel.remat=full --set zero_optimization.offload_optimizer.device=cpu"
 ON = "jaxspeed launch --on"
 BASE = "--set model.pretrained=base --set data.path=chat.jsonl"
+RANKING = (
+    "--set objective.type=ranking:Ranking --set objective.beta=2 --set data.source=ranking:pairs "
+    "--set run.output=runs/ranking"
+)
 PIPELINE = "--set mesh.pipe=4 --set gradient_accumulation_steps=8"
 
 # Under 20 s each on an idle machine; `make test` runs them.
@@ -116,6 +120,13 @@ NOT_RUN = {
             "jaxspeed checkpoint export runs/lora_chat merged/ --merge",
         ),
         "tests/test_docs_fine_tuning.py runs it",
+    ),
+    **dict.fromkeys(
+        (
+            f"PYTHONPATH=. jaxspeed {command} configs/tiny.yaml {RANKING}"
+            for command in ("train", "eval")
+        ),
+        "tests/test_docs_objectives.py runs it",
     ),
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",
     "jaxspeed train config.yaml --set run.executable=step.exe": "a TPU v5e",

@@ -35,6 +35,7 @@ LAYERS = (
     "remat",
     "tensor_parallel",
     "sequence_parallel",
+    "objectives",
     "user_models",
     "adapters",
     "train_state",

@@ -7,6 +7,7 @@ from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
 from jaxspeed.config.lr_schedules import SCHEDULERS
+from jaxspeed.config.objective_keys import objective_problems
 from jaxspeed.config.optimizers import LEAST_SIZE, OPTIMIZERS
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
@@ -30,6 +31,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _recompute(settings)
     yield from offload_problems(settings)
     yield from _model(settings)
+    yield from objective_problems(settings)
     yield from _lora(settings)
     yield from _data(settings)
     yield from _run(settings)

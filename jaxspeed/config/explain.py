@@ -7,6 +7,7 @@ from jaxspeed.config.auto import DROPPED, AutoValues
 from jaxspeed.config.config import Config
 from jaxspeed.config.deepspeed_forms import canonical_path
 from jaxspeed.config.load import Examined, examine
+from jaxspeed.config.objective_keys import own_key_sentence
 from jaxspeed.config.optimizer_defaults import rate_is_the_schedules
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.suggestions import own_key
@@ -85,9 +86,12 @@ def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]
             sentence = f"DeepSpeed ignores it too. {where}{own_key(key)}"
             return ExplainedKey(path, value, "ignored", sentence.rstrip())
     of = known.partition(".")[0]
-    if known.startswith(f"{of}.params") and f"{of}.type" in problems:
-        return ExplainedKey(path, value, "refused", f"{of}.type is refused, which it belongs to.")
     found = declared(known)
+    is_own = found is None and known.startswith("objective.")
+    if (is_own or known.startswith(f"{of}.params")) and f"{of}.type" in problems:
+        return ExplainedKey(path, value, "refused", f"{of}.type is refused, which it belongs to.")
+    if is_own:
+        return ExplainedKey(path, value, "honoured", own_key_sentence(examined.settings, known))
     if found is None:  # an empty section
         return ExplainedKey(path, value, "harmless", "Empty: every key has its default.")
 

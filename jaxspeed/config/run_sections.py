@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.types import (
@@ -143,6 +143,9 @@ class ModelSection(Section):
     factory: Annotated[Text, AfterValidator(_import_path)] | None = honoured(
         None, "The import path of a factory, package.module:name."
     )
+    loss: Annotated[Text, AfterValidator(_import_path)] | None = honoured(
+        None, "The import path of a factory's loss, loss_fn(model, batch): package.module:name."
+    )
     preset: Text | None = honoured(None, "The family's sizes by name; model.config overrides them.")
     config: Opaque = honoured({}, "The family's or factory's own arguments.")
     quantize: Quantize | None = None
@@ -152,6 +155,24 @@ class ModelSection(Section):
         """The keys that name a model, of which one is set; none for a model that is passed."""
         keys = ("family", "factory", "pretrained")
         return [key for key in keys if getattr(self, key) is not None]
+
+
+class ObjectiveSection(Section):
+    """What the model is trained for; the other keys are those of the objective's `Options`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Text = honoured(
+        ...,
+        "next_token, masked, classification or span_corruption, of which each family has one, or "
+        "the import path of an objective of your own, package.module:Name. Its other keys are "
+        "beside it.",
+    )
+
+    @property
+    def own_keys(self) -> dict[str, Any]:
+        """The keys beside `type`."""
+        return dict(self.model_extra or {})
 
 
 def _flag_or_folder(value: Any) -> Any:

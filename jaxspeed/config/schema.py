@@ -25,6 +25,7 @@ from jaxspeed.config.run_sections import (
     FileMonitor,
     FlopsProfiler,
     ModelSection,
+    ObjectiveSection,
     RunSection,
     Wandb,
 )
@@ -350,6 +351,7 @@ class Settings(Lenient):
     timers: Opaque | None = harmless(None, "wall_clock_breakdown times the steps.")
 
     model: ModelSection | None = None
+    objective: ObjectiveSection | None = None
     data: Data = section()
     run: RunSection = section()
     vocabulary_size: Natural | None = harmless(

@@ -13,7 +13,7 @@ from jaxspeed.config.tree import PARAMS, VOCABULARY, keys_in, section_paths
 from jaxspeed.config.verdicts import shown
 
 # Sections that DeepSpeed does not have.
-OWN_SECTIONS = ("mesh", "parallel", "model", "data", "run")
+OWN_SECTIONS = ("mesh", "parallel", "model", "objective", "data", "run")
 
 REMOVE = object()
 """Value of a key that is removed."""

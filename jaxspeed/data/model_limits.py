@@ -1,9 +1,14 @@
 """Limits of a model for its data: kind of samples, sequence length, vocabulary size."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["tokens", "images"]
+_ARRAYS: dict[Kind, set[str]] = {
+    "tokens": {"tokens", "targets", "segment_ids", "positions", "mask"},
+    "images": {"images", "labels"},
+}
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,14 @@ class ModelLimits:
     image_shape: tuple[int, int, int] | None = None  # height, width, channels
     classes: int | None = None
     targets: bool = False
+
+    def with_arrays(self, names: Collection[str]) -> "ModelLimits":
+        """The limits for batches of these arrays.
+
+        Samples with arrays that those of the model's kind lack are read as the source has them.
+        """
+        alike = self.sample is not None and names and set(names) <= _ARRAYS[self.sample]
+        return self if alike else replace(self, sample=None)
 
 
 def limits_of(sizes: Any, targets: bool = False) -> ModelLimits:

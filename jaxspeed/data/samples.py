@@ -6,9 +6,8 @@ from typing import Protocol
 import numpy as np
 
 from jaxspeed.data.packing import Stream
+from jaxspeed.objectives.padding import IGNORED, Batch
 
-Batch = dict[str, np.ndarray]
-IGNORED = -100  # a label that does not count
 ALL = slice(0, None)
 
 
@@ -176,29 +175,3 @@ def with_targets(batch: Batch) -> Batch:
     if "mask" in batch:  # of what is predicted
         found["mask"] = batch["mask"][:, 1:]
     return found
-
-
-def without_weight(batch: Batch, rows: np.ndarray) -> Batch:
-    """The batch with zero loss weight for the rows [batch] that are True.
-
-    Losses recognize them by `mask` 0 or labels of -100; a batch with neither gets a `mask` [batch].
-    """
-    marked = dict(batch)
-    labels = [name for name in ("labels", "targets", "y") if _integers(batch.get(name))]
-    for name in labels:
-        marked[name] = np.where(_broadcastable(rows, batch[name]), IGNORED, batch[name])
-    if "mask" in batch:
-        marked["mask"] = np.where(_broadcastable(rows, batch["mask"]), 0, batch["mask"])
-    elif "tokens" in batch:
-        marked["mask"] = np.where(rows[:, None], 0, np.ones_like(batch["tokens"]))
-    elif not labels:
-        marked["mask"] = np.where(rows, 0, 1).astype(np.int32)
-    return marked
-
-
-def _integers(x: np.ndarray | None) -> bool:
-    return x is not None and x.dtype.kind in "iu"
-
-
-def _broadcastable(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return rows.reshape(-1, *[1] * (x.ndim - 1))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspeed.config.objective_keys import imported
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
 from jaxspeed.data.chats import Chats, chats_in, json_file, numbered
@@ -152,11 +153,8 @@ def _hub_records(name: str, split: str) -> Iterator[Any]:
 
 def import_source(path: str) -> Any:
     """Import a NumPy array, an iterable, or a callable that returns one of these."""
-    module_name, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = imported(path)
     except (ImportError, AttributeError) as error:
         raise DataError(f"data.source: {path!r} cannot be imported: {error}") from None
     if callable(found) and isinstance(made := found(), np.ndarray):

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.data.samples import ALL, Batch, Chain, Samples, with_targets, without_weight
+from jaxspeed.data.samples import ALL, Batch, Chain, Samples, with_targets
+from jaxspeed.objectives.padding import WithoutWeight, without_weight
 
 Rows = slice | np.ndarray
 Positions = slice
@@ -84,10 +85,12 @@ class Split:
         """The global batch of a step, or only this part of it (no other is read)."""
         return self._read(self.sample_ids(step, batch_size, rows), positions)
 
-    def shapes(self, batch_size: int, padded: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(
+        self, batch_size: int, pad: WithoutWeight | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a global batch, or of one of `padded`, of which no sample is read."""
         none = slice(0, 0)
-        empty = self.padded(0, 1, none) if padded else self.batch(0, 1, none)
+        empty = self.batch(0, 1, none) if pad is None else self.padded(0, 1, none, pad=pad)
         return {
             name: jax.ShapeDtypeStruct(
                 (batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
@@ -102,15 +105,22 @@ class Split:
         return -(-self.samples // batch_size)
 
     def padded(
-        self, index: int, batch_size: int, rows: Rows | None = None, positions: Positions = ALL
+        self,
+        index: int,
+        batch_size: int,
+        rows: Rows | None = None,
+        positions: Positions = ALL,
+        *,
+        pad: WithoutWeight = without_weight,
     ) -> Batch:
         """Batch `index` of a pass over each sample once, or only this part of it.
 
-        The last batch is padded with samples of zero weight.
+        The last batch is padded with samples to which `pad` gives zero weight.
         """
         ids = index * batch_size + _chosen(batch_size, rows)
+        batch = self._samples_of(np.minimum(ids, self.samples - 1), positions)
         # Also without padding: all batches have the same arrays, so the step compiles once.
-        return self._read(np.minimum(ids, self.samples - 1), positions, ids >= self.samples)
+        return self._with_targets(pad(batch, ids >= self.samples))
 
     def slice(
         self, start: int, count: int, rows: Rows | None = None, positions: Positions = ALL
@@ -124,16 +134,20 @@ class Split:
         """A batch of `count` copies of a sample, or only this part of it."""
         return self._read(np.full(len(_chosen(count, rows)), sample), positions)
 
-    def _read(
-        self, ids: np.ndarray, positions: Positions, padding: np.ndarray | None = None
-    ) -> Batch:
-        split = self._targets and bool(self.tokens_each)
-        if split and positions.stop is not None:  # and what the last of them predicts
+    def _read(self, ids: np.ndarray, positions: Positions) -> Batch:
+        return self._with_targets(self._samples_of(ids, positions))
+
+    @property
+    def _splits(self) -> bool:
+        return self._targets and bool(self.tokens_each)
+
+    def _samples_of(self, ids: np.ndarray, positions: Positions) -> Batch:
+        if self._splits and positions.stop is not None:  # and what the last of them predicts
             positions = Positions(positions.start, positions.stop + 1)
-        batch = self._chain.read(ids, positions)
-        if padding is not None:
-            batch = without_weight(batch, padding)
-        return with_targets(batch) if split else batch
+        return self._chain.read(ids, positions)
+
+    def _with_targets(self, batch: Batch) -> Batch:
+        return with_targets(batch) if self._splits else batch
 
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order, in batches."""

@@ -21,6 +21,7 @@ from jaxspeed.objective.by_parts import ByParts, by_parts
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.passes import TraceContext, before_split
+from jaxspeed.objectives import objective_of
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to, over_sequences
 from jaxspeed.placement.batch_dims import sequence_dims
@@ -117,6 +118,11 @@ class LossTraces:
 
         A part is traced where the axes `manual` are: as it runs, so that it is traced once.
         """
+        declared = objective_of(self._loss_fn)
+        if declared is not None and declared.entire_batch:
+            return ByParts(
+                f"{type(declared).__name__} declares entire_batch: its loss mixes samples"
+            )
         traced = self.of(variables, batch, train)
         if names := traced.weight_parameters:
             return ByParts(

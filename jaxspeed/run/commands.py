@@ -21,6 +21,7 @@ from jaxspeed.run.evaluation import Evaluated, evaluate
 from jaxspeed.run.sampling import Chat, sample_texts
 from jaxspeed.run.start import Source, checkpointer_of, open_run, source_of
 from jaxspeed.run.trainer import Trainer
+from jaxspeed.user_models.config_model import own_objective
 
 log = logging.getLogger("jaxspeed")
 
@@ -91,7 +92,8 @@ def evaluate_run(
                 done = evaluate(engine, split, most, source.watchdog.progressed)
                 found[name] = done or Evaluated()
                 total.add(found[name].means, found[name].weight)
-    of_text, of_bytes = source.reads.sample == "tokens", isinstance(tokenizer, ByteTokenizer)
+    of_text = source.reads.sample == "tokens" and own_objective(source.config) is None
+    of_bytes = isinstance(tokenizer, ByteTokenizer)
     files = [{"file": name, **_figures(x, of_text, of_bytes)} for name, x in found.items()]
     return {
         "step": step,

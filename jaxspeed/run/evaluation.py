@@ -16,9 +16,8 @@ from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.metric import TOTALS, Metric
+from jaxspeed.objectives import WithoutWeight, objective_of
 from jaxspeed.train_state.staged_init import compile_ahead
-from jaxspeed.user_models.config_model import resolve_model
-from jaxspeed.user_models.pretrained_model import Pretrained
 
 log = logging.getLogger("jaxspeed")
 
@@ -82,7 +81,8 @@ def evaluate(
     So the result does not depend on padding, masks and the batch size. None if `stop()` was true
     between two batches.
     """
-    parts = _marked(engine, held_out) if _knows_marks(engine) else _as_they_are(engine, held_out)
+    pad = _pads(engine)
+    parts = _padded(engine, held_out, pad) if pad else _as_they_are(engine, held_out)
     found = Evaluated()
     with engine.evaluating():
         for batch, samples, copies in itertools.islice(parts, most):
@@ -100,11 +100,11 @@ def evaluate(
 
 def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
     """Start to compile evaluation, in the background of the step; what is returned waits for it."""
-    program, marked = engine.program, _knows_marks(engine)
-    count = _batch_size(engine) if marked else min(_batch_size(engine), _shared(engine, held_out))
+    program, pad = engine.program, _pads(engine)
+    count = _batch_size(engine) if pad else min(_batch_size(engine), _shared(engine, held_out))
     if not program.on_one_mesh or not count:  # several programs, or an error of the evaluation
         return lambda: None
-    shapes = held_out.shapes(count, padded=marked)
+    shapes = held_out.shapes(count, pad)
     batch = program.abstract_batch(program.read_batch(shapes, None, abstract=True))
     once = engine.gather_once
     with program.set_mesh(), paused_collector():
@@ -115,21 +115,18 @@ def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
         return lambda: (gathers(), evaluates())
 
 
-def _knows_marks(engine: Engine) -> bool:
-    """Whether the loss is that of a family, which ignores samples that are marked as padding."""
-    section, model = engine.config.model, engine.program.source.model
-    if section is None or section.factory is not None:
-        return False
-    loss = model.loss if isinstance(model, Pretrained) else resolve_model(engine.config)[1]
-    return loss is engine.program.objective.loss_fn
+def _pads(engine: Engine) -> WithoutWeight | None:
+    """How the objective marks samples as padding; None where it does not, or is a function."""
+    objective = objective_of(engine.program.objective.loss_fn)
+    return None if objective is None else objective.without_weight
 
 
-def _marked(engine: Engine, held_out: Split) -> Iterator[Part]:
+def _padded(engine: Engine, held_out: Split, pad: WithoutWeight) -> Iterator[Part]:
     """Every sample; the last batch is padded with samples of zero weight."""
     size = _batch_size(engine)
     place = placer(engine.program.batch_shardings, size)
     for index in range(held_out.batches(size)):
-        yield Part(place(partial(held_out.padded, index, size)))
+        yield Part(place(partial(held_out.padded, index, size, pad=pad)))
 
 
 def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,12 @@ from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 from jaxspeed.run.watchdog import Watchdog, watchdog_of
-from jaxspeed.user_models.config_model import family_sizes, hidden_size_of, resolve_model
+from jaxspeed.user_models.config_model import (
+    family_sizes,
+    hidden_size_of,
+    own_objective,
+    resolve_model,
+)
 
 log = logging.getLogger("jaxspeed")
 
@@ -52,13 +57,15 @@ class Source:
 
     def corpus(self) -> Corpus:
         """The corpus for the model, with the tokenizer saved with the run, if any."""
-        return build(
+        corpus = build(
             data_section(self.config),
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
             tokenizer=self._saved_tokenizer(),
         )
+        is_own = own_objective(self.config) is not None  # with another loss than that of tokens
+        return replace(corpus, unigram_entropy=None) if is_own else corpus
 
     def tokenizer(self, saved: Mapping[str, bytes]) -> Tokenizer | None:
         """The tokenizer of the model; None for a model of no text.
@@ -68,7 +75,7 @@ class Source:
         """
         section, data = self.config.model, data_section(self.config)
         is_family = self.model is None and section is not None and section.factory is None
-        if is_family and self.reads.sample != "tokens":
+        if is_family and limits_of(family_sizes(self.config)).sample != "tokens":
             return None
         found = tokenizer_in(saved, "the checkpoint's tokenizer") or self._saved_tokenizer()
         found = found or tokenizer_of_section(data)
@@ -150,6 +157,8 @@ def source_of(
     folder = RunFolder(output, loaded.run.checkpoints)
     sizes = None if model is not None else family_sizes(loaded)
     reads = limits_of(sizes, targets=loaded.mesh.seq != 1)
+    if (objective := own_objective(loaded)) is not None:
+        reads = reads.with_arrays(objective.arrays)
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 
@@ -161,6 +170,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     corpus = source.corpus()
     whose = {
         "model": config.given.get("model"),
+        "objective": config.given.get("objective"),
         "data": corpus.fingerprint,
         "tokenizer": config.data.tokenizer,
         "vocab_size": config.data.vocab_size,

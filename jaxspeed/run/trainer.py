@@ -22,6 +22,7 @@ from jaxspeed.engine import Engine
 from jaxspeed.engine.reporter import took_nonfinite_loss
 from jaxspeed.errors import CheckpointError, DivergedError, JaxspeedError, StateLostError
 from jaxspeed.launch.variables import report_progress
+from jaxspeed.objectives import objective_of
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.sampling import FinalSample
@@ -312,9 +313,16 @@ class Trainer:
             self.folder.check()  # its removal is the only error to report
             log.warning("step %d could not be saved: %s", self.reached.step, error)
 
-    @property
+    @functools.cached_property
     def _tokens_a_step(self) -> int:
-        return self.engine.program.batch.train * (self.corpus.train.tokens_each or 0)
+        program, samples = self.engine.program, self.corpus.train
+        objective, each = objective_of(program.objective.loss_fn), samples.tokens_each
+        if objective is not None:
+            shapes = samples.shapes(1).items()
+            one = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in shapes}
+            counted = objective.tokens(one)
+            each = each if counted is None else counted
+        return program.batch.train * (each or 0)
 
     # -- batches --------------------------------------------------------------------------------
 

@@ -2,12 +2,16 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from jaxspeed.config import Config
+from jaxspeed.config.objective_keys import OBJECTIVES, imported, objective_class
+from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.errors import ConfigError, ModelError, PretrainedError
+from jaxspeed.objectives import Objective
 from jaxspeed.user_models.pipeline_module import PipelineModule
 from jaxspeed.user_models.pretrained_model import Pretrained
 
@@ -22,15 +26,19 @@ def resolve_model(
 ) -> tuple[Any, Loss]:
     """Resolve model and loss: those that were passed, or those that the config names.
 
+    An objective's loss is its bound method, and the model is what the objective trains.
     `overrides` replace sizes of the config.
     """
-    section = config.model
+    section, family = config.model, _Default()
+    if loss_fn is not None:
+        _refuse_two_losses(config, "initialize(loss_fn=...)")
     if model is not None:
         if section is not None:
             raise ConfigError(
                 "model: given twice, to initialize(model=...) and in the config; remove one"
             )
         if isinstance(model, PipelineModule) and model.loss_fn is not None:
+            _refuse_two_losses(config, "PipelineModule(..., loss_fn=...)")
             if loss_fn is not None:
                 raise ModelError(
                     "loss_fn: given twice, to PipelineModule(..., loss_fn=...) and to "
@@ -38,24 +46,81 @@ def resolve_model(
                 )
             return model, model.batch_loss
         if isinstance(model, Pretrained):
-            loss_fn = loss_fn or model.loss
-        if loss_fn is None:
-            raise ModelError("loss_fn is missing: initialize(model=..., loss_fn=...)")
-        return model, loss_fn
-    if section is None:
+            family = _Default(model.objective, model.loss)
+        missing = "loss_fn is missing: initialize(model=..., loss_fn=...)"
+    elif section is None:
         raise ModelError(
             "no model: pass initialize(model=..., loss_fn=...), or name one in the config, as "
             '{"model": {"family": "gpt2", "preset": "tiny"}}'
         )
-    if section.factory is not None:
+    elif section.factory is not None:
         sizes = {**section.config, **(overrides or {})}
-        return _from_import_path(section.factory, sizes, loss_fn)
-    built = _built(config, overrides or {})
-    if isinstance(built, Pretrained):
-        assert built.loss is not None
-        # Of other sizes it has no weights, and is initialized.
-        return (built.model if overrides else built), loss_fn or built.loss
-    return built.factory, loss_fn or built.loss
+        made = _imported(section.factory, "model.factory")
+        model = lambda rngs: made(rngs=rngs, **sizes)  # noqa: E731
+        if section.loss is not None:
+            family = _Default(None, _imported(section.loss, "model.loss"))
+        missing = (
+            f"loss_fn is missing: model.factory {section.factory!r} has no loss. Name one as "
+            "model.loss, or an objective as objective.type, each package.module:name, or pass "
+            "initialize(loss_fn=...)"
+        )
+    else:
+        built = _built(config, overrides or {})
+        family, missing = _Default(built.objective, built.loss), ""
+        # Of other sizes a pretrained model has no weights, and is initialized.
+        of_sizes = built.model if isinstance(built, Pretrained) else built.factory
+        model = built if isinstance(built, Pretrained) and not overrides else of_sizes
+    if loss_fn is not None:
+        return model, loss_fn
+    objective = _objective(config, family)
+    if objective is None:
+        if family.loss is None:
+            raise ModelError(missing)
+        return model, family.loss
+    if isinstance(model, Pretrained):
+        return replace(model, model=objective.trained_model(model.model)), objective.loss
+    return objective.trained_model(model), objective.loss
+
+
+class _Default(NamedTuple):
+    """The loss of a model, and the name of the objective that it is, of a family."""
+
+    objective: str | None = None
+    loss: Loss | None = None
+
+
+def _objective(config: Config, family: _Default) -> Objective | None:
+    """The objective that the config names, or else the family's."""
+    section = config.objective
+    name = family.objective if section is None else section.type
+    if name is None:
+        return None
+    made = objective_class(name)
+    options = made.Options.model_validate({} if section is None else section.own_keys)
+    if name not in OBJECTIVES:
+        own: Objective = made(options)
+        return own
+    if name != family.objective:
+        has = f"has {family.objective}" if family.objective else "is of no family"
+        works = f"The model {has}; or name one of your own, package.module:Name."
+        raise config_error([Problem("objective.type", f'"{name}"', works)], "the config")
+    of_family: Objective = made(options, family.loss)
+    return of_family
+
+
+def own_objective(config: Config) -> type[Objective] | None:
+    """The class of the objective that the config names; None for one of the families."""
+    section = config.objective
+    if section is None or section.type in OBJECTIVES:
+        return None
+    found: type[Objective] = objective_class(section.type)
+    return found
+
+
+def _refuse_two_losses(config: Config, where: str) -> None:
+    key = "objective" if config.objective is not None else "model.loss"
+    if config.objective is not None or (config.model is not None and config.model.loss):
+        raise ConfigError(f"{key}: given twice, to {where} and in the config; remove one")
 
 
 def family_sizes(config: Config) -> Any:
@@ -80,15 +145,11 @@ def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
         raise ConfigError(f"model: {error}") from None
 
 
-def _from_import_path(path: str, sizes: Mapping[str, Any], loss_fn: Loss | None) -> Any:
-    module_name, _, name = path.partition(":")
+def _imported(path: str, key: str) -> Any:
     try:
-        made = getattr(importlib.import_module(module_name), name)
+        return imported(path)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model.factory: {path!r} cannot be imported: {error}") from None
-    if loss_fn is None:
-        raise ModelError(f"loss_fn is missing: model.factory {path!r} has no loss")
-    return (lambda rngs: made(rngs=rngs, **sizes)), loss_fn
+        raise ConfigError(f"{key}: {path!r} cannot be imported: {error}") from None
 
 
 def hidden_size_of(model: Any = None) -> Callable[[Mapping[str, Any]], int | None]:

@@ -57,9 +57,11 @@ class Pretrained:
       model: a factory of an nnx.Module, a Linen module, or a pair (init, apply).
       loss: its loss function, if it has one of its own.
       config: its sizes, if it is of a family.
+      objective: the name of the objective that its loss is, if it is of a family.
     """
 
     model: Any
     weights: Weights
     loss: Callable[[Any, Any], Any] | None = None
     config: Any = None
+    objective: str | None = None

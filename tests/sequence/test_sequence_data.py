@@ -13,9 +13,10 @@ from jaxspeed.models.language import IGNORED, split_batch
 
 from jaxspeed.config import Config
 from jaxspeed.data import known_shapes, limits_of
-from jaxspeed.data.samples import with_targets, without_weight
+from jaxspeed.data.samples import with_targets
 from jaxspeed.data.split import Split
 from jaxspeed.errors import BatchError
+from jaxspeed.objectives import without_weight
 from jaxspeed.placement.batch_dims import batch_specs, check_sequence_dims, sequence_dims
 from tests.data.corpora import opened
 from tests.data.test_processes import free_port

@@ -2,7 +2,7 @@
 
 `python -m tests.support.documents [FILE ...]` runs the command of each output block (`<!-- output
 of: COMMAND -->`) and rewrites the block, and each table of keys (`<!-- keys of: SECTION -->`) or of
-public names (`<!-- names of: MODULE -->`, or some of a module's).
+public names (`<!-- names of: MODULE -->`, or some of a module's), and that of objectives.
 """
 
 import importlib
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxspeed.config import Config
+from jaxspeed.config.objective_keys import OBJECTIVES, objective_class
 from jaxspeed.config.tree import VOCABULARY, read, section_at
 from jaxspeed.config.verdicts import shown
 
@@ -27,6 +28,7 @@ FENCED = re.compile(r"^(<!-- [^\n]* -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 OUTPUT = re.compile(r"<!-- output of: (.*) -->")
 KEYS = re.compile(r"<!-- keys of: (\w+) -->\n((?:\|.*\n)+)")
 PUBLIC_NAMES = re.compile(r"<!-- names of: ([\w.]+)(?:: ([\w ]+))? -->\n((?:\|.*\n)*)")
+OBJECTIVES_OF_FAMILIES = re.compile(r"<!-- objectives of families -->\n((?:\|.*\n)*)")
 README_EXAMPLE = "the example of README.md with the line above"
 
 
@@ -126,6 +128,16 @@ def name_table(module: str, names: str | None = None) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def objective_table() -> str:
+    """The table of the families' objectives: loss, and arrays of a batch."""
+    lines = ["| `type` | loss | arrays of a batch |", "|---|---|---|"]
+    for name in OBJECTIVES:
+        kind = objective_class(name)
+        arrays = "<br>".join(f"`{array}`: {meaning}" for array, meaning in kind.arrays.items())
+        lines.append(f"| `{name}` | {inspect.getdoc(kind)} | {arrays} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def prepare(folder: Path) -> Path:
     """A folder with the configs of this repository, and with a config of the reader's own."""
     if not (folder / "configs").exists():
@@ -163,12 +175,13 @@ def masked(output: str) -> list[str]:
 
 
 def main(pages: list[Path]) -> None:
-    """Rewrite the tables of keys and of names, and the output blocks of the pages."""
+    """Rewrite the tables of keys, names and objectives, and the output blocks of the pages."""
     for page in pages:
         text = KEYS.sub(lambda m: m[0].replace(m[2], key_table(m[1])), page.read_text())
         text = PUBLIC_NAMES.sub(
             lambda m: f"{m[0].partition(chr(10))[0]}\n{name_table(m[1], m[2])}", text
         )
+        text = OBJECTIVES_OF_FAMILIES.sub(lambda m: m[0].replace(m[1], objective_table()), text)
         page.write_text(text)
         for block in shown_outputs(page):
             print(page.name, block.command or "a Python program", flush=True)

@@ -37,6 +37,7 @@ INSTEAD: dict[str, Any] = {
     "optimizer.type": "Adagrad",
     "optimizer.groups.pattern": "**",
     "scheduler.type": "LRRangeTest",
+    "objective.type": "next_token",
     "scheduler.params.total_num_steps": 10**6,
     "scheduler.params.cycle_min_lr": 0.0,
     "scheduler.params.cycle_max_lr": 0.0,

@@ -1,0 +1,93 @@
+"""Objectives that the section `objective` can name, and the validation of their own keys."""
+
+import importlib
+import inspect
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxspeed.config.problems import Problem, from_pydantic
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.suggestions import closest, did_you_mean
+from jaxspeed.config.types import Section
+from jaxspeed.config.verdicts import shown
+
+# Of families; imported where a config names one.
+OBJECTIVES = {
+    "next_token": "jaxspeed.objectives.named:NextToken",
+    "masked": "jaxspeed.objectives.named:MaskedTokens",
+    "classification": "jaxspeed.objectives.named:Classification",
+    "span_corruption": "jaxspeed.objectives.named:SpanCorruption",
+}
+_IS_ONE = "a class that subclasses jaxspeed.Objective and defines loss(self, model, batch)"
+_TYPE = "objective.type"
+
+
+def imported(path: str) -> Any:
+    """What a path package.module:name names.
+
+    Raises:
+      ImportError, AttributeError: it is not there.
+    """
+    module, _, name = path.partition(":")
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def objective_class(name: str) -> Any:
+    """The class of an objective, by its name or import path."""
+    return imported(OBJECTIVES.get(name, name))
+
+
+def objective_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of the section `objective` and of `model.loss`."""
+    section, model = settings.objective, settings.model
+    if model is not None and model.loss is not None and model.factory is None and model.named:
+        works = f"It is a factory's loss; that of a {model.named[0]} model is its objective."
+        yield Problem("model.loss", shown(model.loss), works)
+    if section is None:
+        return
+    name = section.type
+    if model is not None and model.loss is not None:
+        works = "Both set the loss: remove one."
+        yield Problem(
+            "objective", f"{shown(name)}, while model.loss is set", works, ("model.loss",)
+        )
+    if name not in OBJECTIVES and ":" not in name:
+        near, known = closest(name, OBJECTIVES), ", ".join(OBJECTIVES)
+        works = f"Needs one of {known}, or package.module:Name. {did_you_mean(name, OBJECTIVES)}"
+        yield Problem(_TYPE, shown(name), works.strip(), fix={_TYPE: near} if near else {})
+        return
+    if name in OBJECTIVES and model is not None and model.factory is not None:
+        works = (
+            "It is an objective of families: needs one of your own, package.module:Name, or "
+            "model.loss."
+        )
+        yield Problem(_TYPE, f"{shown(name)} with model.factory", works, ("model.factory",))
+        return
+    try:
+        objective = objective_class(name)
+    except Exception as error:  # the user's module may raise any
+        why = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else error
+        yield Problem(_TYPE, shown(name), f"It cannot be imported: {why}.")
+        return
+    options: Any = getattr(objective, "Options", None)
+    is_section = inspect.isclass(options) and issubclass(options, Section)
+    if not inspect.isclass(objective) or inspect.isabstract(objective) or not is_section:
+        yield Problem(_TYPE, shown(name), f"Needs {_IS_ONE}.")
+        return
+    try:
+        options.model_validate(section.own_keys)
+    except ValidationError as error:
+        siblings, tree = ["type", *options.model_fields], {"objective": section.model_dump()}
+        for item in error.errors():
+            yield from_pydantic(item, "objective.", siblings, tree)
+
+
+def own_key_sentence(settings: Settings, path: str) -> str:
+    """The description of a key of the objective's own, below `objective` at this path."""
+    assert settings.objective is not None
+    name = settings.objective.type
+    field = objective_class(name).Options.model_fields.get(path.split(".")[1])
+    return (field and field.description) or f"A key of {name}."

@@ -1,0 +1,18 @@
+"""Objectives: what a sample is, its loss, and how samples and tokens are counted.
+
+A config names one in its section `objective`; without it, it is that of the model's family. A class
+of one's own subclasses `Objective`.
+"""
+
+from jaxspeed.objectives.base_objective import Objective, objective_of
+from jaxspeed.objectives.named import FamilyObjective
+from jaxspeed.objectives.padding import Batch, WithoutWeight, without_weight
+
+__all__ = [
+    "Batch",
+    "FamilyObjective",
+    "Objective",
+    "WithoutWeight",
+    "objective_of",
+    "without_weight",
+]

@@ -1,0 +1,65 @@
+"""`Objective`: the base class of what a model is trained for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspeed.config.types import Section
+from jaxspeed.objectives.padding import WithoutWeight
+
+if TYPE_CHECKING:
+    import jax
+
+
+class Objective(ABC):
+    """What a model is trained for: its loss, and what its batches hold.
+
+    A config names a subclass, `"objective": {"type": "package.module:Name"}`. `loss` is all that it
+    must define.
+
+    Attributes:
+      options: the values of the section's own keys.
+      arrays: the names of a batch's arrays, with their meaning. A batch of others than those of the
+        model's family is read from the data as it is.
+      entire_batch: whether the loss of a sample depends on the others of its micro-batch. Then it
+        is computed on entire micro-batches, and no proof is tried that each rank may compute it on
+        its own samples.
+      without_weight: optionally a method (batch, padding) -> batch, in which samples have no weight
+        where `padding` [batch] is True. The names of its arrays do not depend on `padding`. With
+        it, evaluation pads the last batch. Without it the last batch is smaller, and samples that
+        the data ranks cannot share are evaluated one by one.
+    """
+
+    class Options(Section):
+        """Keys of the section `objective` beside `type`, in a subclass of this class."""
+
+    arrays: ClassVar[Mapping[str, str]] = {}
+    entire_batch: ClassVar[bool] = False
+    without_weight: WithoutWeight | None = None
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = self.Options() if options is None else options
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Any) -> Any:
+        """Compute the loss of a batch, in any form that `initialize(loss_fn=...)` may return.
+
+        A subclass's method may have the further parameters of a loss_fn: `train`, `rng`, `extra`.
+        """
+
+    def tokens(self, sample: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:
+        """Number of tokens of a sample, from its arrays' shapes; None: as the data have it."""
+        return None
+
+    def trained_model(self, model: Any) -> Any:
+        """The model to train, for example with a scalar head, from the one that is configured.
+
+        Each is what `initialize(model=...)` takes, such as a factory of an nnx.Module.
+        """
+        return model
+
+
+def objective_of(loss_fn: Callable[..., Any]) -> Objective | None:
+    """The objective whose loss this is; None for a plain function."""
+    owner = getattr(loss_fn, "__self__", None)
+    return owner if isinstance(owner, Objective) else None
