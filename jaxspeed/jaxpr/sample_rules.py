@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from jaxspeed.errors import LIBRARIES
 from jaxspeed.jaxpr.dim_relations import DimRelations, relations, reshape_groups, same_place
 from jaxspeed.jaxpr.primitives import (
+    ARG_REDUCTIONS,
     CONSTRAINT,
     ELEMENTWISE,
     JOINS,
@@ -282,7 +283,7 @@ def _along(
         if dim in dims
     }
     made = {f for of_dims in found.results for f in of_dims}
-    summed = name in SUMS | {"reduce_max", "reduce_min", "squeeze"}
+    summed = name in SUMS | OF_EQUAL | ARG_REDUCTIONS | {"squeeze"}
     if name in SCATTERS or name == "dynamic_update_slice":
         # Alike along the dims that an update covers, as x.at[:, 0].set(1) along the first.
         covered = {*found.operands[2 if name in SCATTERS else 1]}

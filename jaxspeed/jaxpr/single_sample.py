@@ -5,7 +5,9 @@ change an array's layout are left out, and the others have to correspond in orde
 operands.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE, KERNELS, RESHAPES, SCATTERS
@@ -109,7 +111,9 @@ class Comparison:
         # A library's derivative is that of any number of samples, and its trace takes long.
         is_own = eqn.primitive.name in CUSTOM_DERIVATIVE and not is_of_library(eqn)
         if is_own and self._analysis.differentiated:
-            self.run(*map(self._analysis.derivatives.of, (eqn, twin)))
+            inside = copy.copy(self)  # a rule may call its function, which is not differentiated
+            inside._analysis = replace(self._analysis, differentiated=False)
+            inside.run(*map(self._analysis.derivatives.of, (eqn, twin)))
 
 
 def _computing(jaxpr: Jaxpr, names: dict[Any, Any]) -> Iterator[JaxprEqn]:
