@@ -276,11 +276,13 @@ def _along(
         groups = reshape_groups(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
         return frozenset(d for olds, news in groups if given[0] & {*olds} for d in news)
     every = frozenset(range(len(factors)))
+    # An element that is broadcast is one: its dim has no factor of a result's.
+    broadcast = name in ELEMENTWISE | MORE_ELEMENTWISE
     varying = {
         f
-        for dims, of_dims in zip(given, found.operands, strict=True)
+        for dims, of_dims, v in zip(given, found.operands, eqn.invars, strict=True)
         for dim, f in enumerate(of_dims)
-        if dim in dims
+        if dim in dims and not (broadcast and f is None and shape_of(v)[dim] == 1)
     }
     made = {f for of_dims in found.results for f in of_dims}
     summed = name in SUMS | OF_EQUAL | ARG_REDUCTIONS | {"squeeze"}

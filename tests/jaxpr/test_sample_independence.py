@@ -73,6 +73,7 @@ APART = {
     "written at a position": lambda x, y: lax.dynamic_update_slice(
         x, jnp.zeros((len(x), 1, WIDTH), x.dtype), (0, 1, 0)
     ),
+    "scaled alike": lambda x, y: x * (jnp.ones(x.shape) * jnp.asarray(W)[0, :1]),
     "chosen alike": lambda x, y: x * jnp.repeat(W[:1], len(x), 0).argmax(-1)[:, None, None],
 }  # fmt: skip
 # An element depends on other samples, on their number, or on its own.
