@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn
 from jaxspeed.errors import LIBRARIES
 from jaxspeed.jaxpr.dim_relations import DimRelations, relations, reshape_groups, same_place
 from jaxspeed.jaxpr.primitives import (
+    ARG_REDUCTIONS,
     CONSTRAINT,
     ELEMENTWISE,
     JOINS,
@@ -273,14 +274,16 @@ def _along(
         groups = reshape_groups(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
         return frozenset(d for olds, news in groups if given[0] & {*olds} for d in news)
     every = frozenset(range(len(factors)))
+    # An element that is broadcast is one: its dim has no factor of a result's.
+    broadcast = name in ELEMENTWISE | MORE_ELEMENTWISE
     varying = {
         f
-        for dims, of_dims in zip(given, found.operands, strict=True)
+        for dims, of_dims, v in zip(given, found.operands, eqn.invars, strict=True)
         for dim, f in enumerate(of_dims)
-        if dim in dims
+        if dim in dims and not (broadcast and f is None and shape_of(v)[dim] == 1)
     }
     made = {f for of_dims in found.results for f in of_dims}
-    summed = name in SUMS | {"reduce_max", "reduce_min", "squeeze"}
+    summed = name in SUMS | OF_EQUAL | ARG_REDUCTIONS | {"squeeze"}
     if name in SCATTERS or name == "dynamic_update_slice":
         # Alike along the dims that an update covers, as x.at[:, 0].set(1) along the first.
         covered = {*found.operands[2 if name in SCATTERS else 1]}

@@ -74,6 +74,8 @@ APART = {
     "written at a position": lambda x, y: lax.dynamic_update_slice(
         x, jnp.zeros((len(x), 1, WIDTH), x.dtype), (0, 1, 0)
     ),
+    "scaled alike": lambda x, y: x * (jnp.ones(x.shape) * jnp.asarray(W)[0, :1]),
+    "chosen alike": lambda x, y: x * jnp.repeat(W[:1], len(x), 0).argmax(-1)[:, None, None],
 }  # fmt: skip
 # An element depends on other samples, on their number, or on its own.
 MIXING = {
@@ -119,6 +121,7 @@ MIXING = {
     "written last": lambda x, y: lax.dynamic_update_slice(x, 0 * x[:1], (len(x) - 1, 0, 0)),
     "rows of a number": lambda x, y: x * lax.dynamic_slice_in_dim(x, 0, SAMPLES).sum(0),
     "position by number": lambda x, y: x * jnp.tile(x, (1, 4, 1))[:, len(x) : len(x) + 1],
+    "chosen by number": lambda x, y: x * jnp.eye(len(x), WIDTH).argmax(-1)[:, None, None],
     "dim by number": lambda x, y: x * jnp.cumsum(x, 1 if len(x) > SAMPLES else 2),
     "last number": lambda x, y: x * jnp.arange(len(x))[::-1][0],
     "ones but one": lambda x, y: x * jnp.ones(len(x))[1:].sum() / len(x),
@@ -456,6 +459,13 @@ def test_a_derivative_of_each_sample_is_proved(name):
         assert not gradient_differs(function, batch(0, False))
         for parts in (1, 2, 4):
             assert verdict(of_function(function), parts).not_once is None
+
+
+@pytest.mark.parametrize("parts", [1, 2, SAMPLES])
+def test_a_rule_that_calls_its_function_is_proved(parts):
+    function = jax.custom_jvp(lambda x: jnp.log1p(jnp.exp(x)))
+    function.defjvp(lambda x, t: (function(*x), jax.nn.sigmoid(x[0]) * t[0]))
+    assert verdict(of_function(function), parts).not_once is None
 
 
 def test_derivatives_of_parameters_have_to_be_linear_in_sums():
