@@ -6,6 +6,7 @@ operands.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE, KERNELS, RESHAPES, SCATTERS
@@ -85,7 +86,7 @@ class Comparison:
         counts = self._analysis.counts
         if is_alike(eqn, twin, counts):
             return True
-        of_dims = {"axes", "dimension_numbers", "slice_sizes"}
+        of_dims = {"axes", "dimension", "dimension_numbers", "slice_sizes", "permutation"}
         return is_alike(eqn, twin, counts, of_dims) and _dims_alike(eqn, twin, counts[1])
 
     def _numbers(self, one: Any, many: Any) -> bool:
@@ -109,7 +110,10 @@ class Comparison:
         # A library's derivative is that of any number of samples, and its trace takes long.
         is_own = eqn.primitive.name in CUSTOM_DERIVATIVE and not is_of_library(eqn)
         if is_own and self._analysis.differentiated:
-            self.run(*map(self._analysis.derivatives.of, (eqn, twin)))
+            analysis = self._analysis  # a derivative, which may call its function, has none itself
+            self._analysis = replace(analysis, differentiated=False)
+            self.run(*map(analysis.derivatives.of, (eqn, twin)))
+            self._analysis = analysis
 
 
 def _computing(jaxpr: Jaxpr, names: dict[Any, Any]) -> Iterator[JaxprEqn]:
@@ -152,6 +156,10 @@ def _roles(eqn: JaxprEqn) -> list[list[tuple[int, Any]]]:
     name, params, shape = eqn.primitive.name, eqn.params, shape_of(eqn.invars[0])
     if name == "reduce_sum":
         return [[(n, d in params["axes"]) for d, n in enumerate(shape)]]
+    if name == "sort":
+        return [[(n, d == params["dimension"]) for d, n in enumerate(shape)]]
+    if name == "transpose":  # counted from the last: samples come first
+        return [[(shape[d], len(shape) - d) for d in params["permutation"]]]
     if name == "dot_general":
         kinds = ("sum", "batch")
         lists = [dict(zip(kinds, of, strict=True)) for of in zip(*params["dimension_numbers"])]
