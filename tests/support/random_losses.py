@@ -69,10 +69,8 @@ def drawn(seed: int, pipeline: bool = False) -> Loss:
     """The loss of a seed; a pipeline needs a block for each of its two stages."""
     rng = random.Random(seed)
     blocks = tuple(rng.choice([*BLOCKS]) for _ in range(2 if pipeline else rng.choice((1, 1, 2))))
-    names = [
-        rng.choice([*(APART if rng.random() < 0.5 else ALONG)])
-        for _ in range(rng.choice((1, 2, 2, 3)))
-    ]
+    kinds = rng.choices((APART, ALONG, WRITTEN, DERIVED), (4, 4, 2, 2), k=rng.choice((1, 2, 2, 3)))
+    names = [rng.choice([*steps]) for steps in kinds]
     form = rng.choice([*SUMS])
     mixing = rng.random()
     if mixing < 0.25:
@@ -105,7 +103,7 @@ def shrunk(loss: Loss, fails: Callable[[Loss], bool]) -> Loss:
 
 
 def batches(steps: int, samples: int) -> list[dict[str, np.ndarray]]:
-    """Tokens as numbers and as integers, and a mask by which some samples weigh nothing."""
+    """Numbers and an integer for each token, a mask that some samples are without, and weights."""
     rng = np.random.default_rng(samples)
 
     def batch() -> dict[str, np.ndarray]:
@@ -115,6 +113,7 @@ def batches(steps: int, samples: int) -> list[dict[str, np.ndarray]]:
             "x": rng.normal(size=(samples, SEQ, WIDTH)).astype(np.float32),
             "t": rng.integers(0, VOCAB, (samples, SEQ), np.int32),
             "m": mask.astype(np.float32),
+            "w": rng.uniform(0.5, 2, samples).astype(np.float32),
         }
 
     return [batch() for _ in range(steps)]
@@ -167,6 +166,7 @@ class Net(nnx.Module):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.blocks = nnx.List([BLOCKS[kind](rngs) for kind in blocks])
         self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.places = nnx.Param(jnp.linspace(-1, 1, SEQ * WIDTH).reshape(SEQ, WIDTH))
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
 
@@ -187,6 +187,7 @@ def _identity(backward: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
 _faded = _identity(lambda g, x: g / (1 + x**2))
 _silent_at = _identity(lambda g, x: g.at[:, AT].multiply(0))
 _normed_over_tokens = _identity(lambda g, x: g / jnp.sqrt(1 + jnp.sum(x**2, (1, 2), keepdims=True)))
+_centred_over_tokens = _identity(lambda g, x: g - g.mean(1, keepdims=True) / 2)
 _centred = _identity(lambda g, x: g - g.mean(0) / 2)
 _normed = _identity(lambda g, x: g / jnp.sqrt(1e-6 + jnp.mean(g**2)))
 _by_number = _identity(lambda g, x: g / len(g))
@@ -198,6 +199,23 @@ def _steep(x: jax.Array) -> jax.Array:
 
 
 _steep.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 2 * jnp.cos(xs[0]) * ts[0]))
+
+
+@jax.custom_jvp
+def _tangent_over_tokens(x: jax.Array) -> jax.Array:
+    return x
+
+
+_tangent_over_tokens.defjvp(lambda xs, ts: (xs[0], ts[0] - ts[0].sum(1, keepdims=True) / 8))
+
+
+@jax.custom_vjp
+def _shifted(x: jax.Array) -> jax.Array:
+    """Each token's own number and half of that before it."""
+    return x + 0.5 * jnp.roll(x, 1, 1)
+
+
+_shifted.defvjp(lambda x: (_shifted(x), None), lambda _, g: (g + 0.5 * jnp.roll(g, -1, 1),))
 
 
 @jax.custom_jvp
@@ -287,8 +305,6 @@ APART: dict[str, Step] = {
     "tangent": lambda net, x, b: jax.jvp(
         lambda x: jnp.tanh(net.mix(x)), (x,), (jnp.ones_like(x),)
     )[1],
-    "faded gradient": lambda net, x, b: _faded(x),
-    "steep gradient": lambda net, x, b: _steep(x),
     "gelu, relu": lambda net, x, b: jax.nn.relu(jax.nn.gelu(x)) + jax.nn.silu(x),
 }  # fmt: skip
 
@@ -301,27 +317,14 @@ ALONG: dict[str, Step] = {
     "shifted": lambda net, x, b: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
     "centred": lambda net, x, b: x - x.mean((1, 2), keepdims=True),
     "positions": lambda net, x, b: x + jnp.sin(jnp.arange(SEQ))[:, None],
+    "table of positions": lambda net, x, b: x + jnp.sin(net.places[...]),
+    "scaled by position": lambda net, x, b: x * jnp.linspace(0.5, 1.5, SEQ)[:, None],
     "recurrent": lambda net, x, b: _recurrent(x),
     "recurrent backward": lambda net, x, b: jnp.flip(_recurrent(jnp.flip(x, 1)), 1),
     "convolved": lambda net, x, b: _conv(x),
     "attended": lambda net, x, b: x + jax.nn.softmax(x @ x.swapaxes(1, 2)) @ x,
     "linear attention": lambda net, x, b: x + jnp.einsum("nsw,ntw,ntv->nsv", x, x, x) / 50,
-    "position set": lambda net, x, b: x.at[:, AT].set(0.5),
-    "positions added": lambda net, x, b: x.at[:, 1:AT].add(1.0),
-    "positions multiplied": lambda net, x, b: x.at[:, ::3].multiply(2.0),
-    "position maxed": lambda net, x, b: x.at[:, jnp.array([1, AT])].max(0.3),
-    "position of the sample set": lambda net, x, b: jax.vmap(lambda x, i: x.at[i].set(0.5))(
-        x, _lengths(b)
-    ),
-    "slice updated": lambda net, x, b: lax.dynamic_update_slice(x, 2 * x[:, :2], (0, 3, 0)),
-    "slice of the sample updated": lambda net, x, b: jax.vmap(
-        lambda x, i: lax.dynamic_update_slice_in_dim(x, jnp.ones((2, WIDTH)), i, 0)
-    )(x, _lengths(b)),
-    "written in a loop": lambda net, x, b: lax.fori_loop(
-        0, 3, lambda i, x: x.at[:, 2 * i].add(1.0), x
-    ),
     "numbered position": lambda net, x, b: x + x[jnp.arange(len(x)), _lengths(b)][:, None],
-    "written by number": lambda net, x, b: x.at[jnp.arange(len(x)), _lengths(b)].multiply(0.5),
     "order of its own": lambda net, x, b: jnp.take_along_axis(
         x, jnp.argsort(lax.stop_gradient(x[..., 0]), 1)[..., None], 1
     ),
@@ -357,8 +360,6 @@ ALONG: dict[str, Step] = {
     "gradient of a sum": lambda net, x, b: jax.grad(
         lambda x: jnp.sum(jnp.tanh(net.mix(x)).mean(1) ** 2)
     )(x) * 5,
-    "silent gradient": lambda net, x, b: _silent_at(x),
-    "gradient normed over tokens": lambda net, x, b: _normed_over_tokens(x),
     "remat of a sum": lambda net, x, b: jax.checkpoint(
         lambda x: x + jnp.sin(x).sum(1, keepdims=True) / 4
     )(x),
@@ -366,6 +367,36 @@ ALONG: dict[str, Step] = {
         1 + b["m"].sum(1)[:, None, None]
     ),
 }  # fmt: skip
+
+# Of each sample alone: what is written to some of its positions.
+WRITTEN: dict[str, Step] = {
+    "position set": lambda net, x, b: x.at[:, AT].set(0.5),
+    "positions added": lambda net, x, b: x.at[:, 1:AT].add(1.0),
+    "positions multiplied": lambda net, x, b: x.at[:, ::3].multiply(2.0),
+    "position maxed": lambda net, x, b: x.at[:, jnp.array([1, AT])].max(0.3),
+    "position of the sample set": lambda net, x, b: jax.vmap(lambda x, i: x.at[i].set(0.5))(
+        x, _lengths(b)
+    ),
+    "slice updated": lambda net, x, b: lax.dynamic_update_slice(x, 2 * x[:, :2], (0, 3, 0)),
+    "slice of the sample updated": lambda net, x, b: jax.vmap(
+        lambda x, i: lax.dynamic_update_slice_in_dim(x, jnp.ones((2, WIDTH)), i, 0)
+    )(x, _lengths(b)),
+    "written in a loop": lambda net, x, b: lax.fori_loop(
+        0, 3, lambda i, x: x.at[:, 2 * i].add(1.0), x
+    ),
+    "written by number": lambda net, x, b: x.at[jnp.arange(len(x)), _lengths(b)].multiply(0.5),
+}  # fmt: skip
+
+# Of each sample alone: what has a derivative of its own.
+DERIVED: dict[str, Step] = {
+    "faded gradient": lambda net, x, b: _faded(x),
+    "steep gradient": lambda net, x, b: _steep(x),
+    "silent gradient": lambda net, x, b: _silent_at(x),
+    "gradient normed over tokens": lambda net, x, b: _normed_over_tokens(x),
+    "gradient centred over tokens": lambda net, x, b: _centred_over_tokens(x),
+    "tangent summed over tokens": lambda net, x, b: _tangent_over_tokens(x),
+    "shift with a gradient": lambda net, x, b: _shifted(x),
+}
 
 # Of other samples too, or of their number.
 MIXING: dict[str, Step] = {
@@ -408,7 +439,7 @@ MIXING: dict[str, Step] = {
     "branch on 4": lambda net, x, b: jnp.tanh(x) if len(x) <= 4 else x,
     "branch on 3": lambda net, x, b: x * 2 if len(x) % 3 else x,
 }  # fmt: skip
-STEPS = {**APART, **ALONG, **MIXING}
+STEPS = {**APART, **ALONG, **WRITTEN, **DERIVED, **MIXING}
 
 # -- what is returned ------------------------------------------------------------------------------
 
@@ -462,6 +493,11 @@ def _scanned(net: Net, x: jax.Array, each: jax.Array, b: Arrays) -> Any:
     return total, float(each.size)
 
 
+def _of_lengths(net: Net, x: jax.Array, each: jax.Array, b: Arrays) -> Any:
+    within = jnp.arange(SEQ) <= _lengths(b)[:, None]
+    return jnp.where(within, each, 0).sum(), within.sum()
+
+
 SUMS: dict[str, Form] = {
     "tokens": lambda net, x, each, b: (each.sum(), each.size),
     "mean": lambda net, x, each, b: each.mean(),
@@ -478,6 +514,17 @@ SUMS: dict[str, Form] = {
     "pooled": lambda net, x, each, b: (
         jnp.square(net.mix(x.mean(1)) - b["x"].mean(1)).sum(), len(x)
     ),
+    "weights of samples": lambda net, x, each, b: (
+        (each.mean(1) * b["w"]).sum(), b["w"].sum()
+    ),
+    "weights of tokens and samples": lambda net, x, each, b: (
+        jnp.einsum("n,ns,ns->", b["w"], b["m"], each), (b["w"][:, None] * b["m"]).sum()
+    ),
+    "last token": lambda net, x, each, b: (each[:, -1].sum(), len(x)),
+    "next tokens": lambda net, x, each, b: (
+        jnp.square(x[:, :-1] - lax.stop_gradient(x[:, 1:])).mean(-1).sum(), each[:, 1:].size
+    ),
+    "lengths": _of_lengths,
     "scanned": _scanned,
     "of classes": lambda net, x, each, b: (
         (jax.ops.segment_sum(each.sum(1), b["t"][:, 0], VOCAB) * jnp.arange(1.0, VOCAB + 1)).sum(),
