@@ -20,8 +20,8 @@ from jax import lax
 
 from tests.support.random_modules import Described
 
-SEQ, WIDTH, HIDDEN, VOCAB = 6, 8, 12, 10
-AT = 4  # a position, in the second half and in the last of two or three tiles
+SEQ, WIDTH, HIDDEN, VOCAB = 12, 8, 12, 10
+AT = 9  # a position, in the second half and in the last of two to four tiles
 
 Arrays = dict[str, jax.Array]
 Step = Callable[["Net", jax.Array, Arrays], jax.Array]
@@ -538,7 +538,7 @@ SUMS: dict[str, Form] = {
     "metrics": _shown,
 }  # fmt: skip
 NO_SUMS: dict[str, Form] = {
-    "masked mean": lambda net, x, each, b: (each * b["m"]).sum() / b["m"].sum(),
+    "masked mean": lambda net, x, each, b: (each * b["m"]).sum() / (1 + b["m"].sum()),
     "bounded weight": lambda net, x, each, b: (
         (each * b["m"]).sum(), jnp.maximum(b["m"].sum(), 9.0)
     ),

@@ -79,7 +79,7 @@ def setting(rng: random.Random, way: str) -> Setting:
         accumulation=rng.choice((1, 2)),
         micro=rng.choice((1, 2, 3)),
     )
-    tiles = ("sequence_tiles", rng.choice((2, 3, 4)))
+    tiles = ("sequence_tiles", rng.choice((2, 3, 4, 5)))
     match way:
         case "step":
             how = rng.choice(("auto", "auto", "step"))
@@ -100,7 +100,9 @@ def setting(rng: random.Random, way: str) -> Setting:
         case "tiles":
             return of(data=rng.choice((1, 2)), stage=rng.choice((0, 3)), parallel=(tiles,))
         case "seq":
-            return of(data=rng.choice((1, 2)), seq=2, parallel=(tiles,) * rng.randint(0, 1))
+            sequence = ("sequence", {"kind": rng.choice(("auto", "gather", "ring"))})
+            parallel = (sequence, *[tiles] * rng.randint(0, 1))
+            return of(data=rng.choice((1, 2)), seq=2, parallel=parallel)
     raise AssertionError(way)
 
 
@@ -148,11 +150,8 @@ def train_plainly(loss: Loss, how: Setting) -> Run:
         total, weight, auxiliary, shown = parsed(loss(nnx.merge(graph, params), part))
         unit = weight if unit is None else unit
         share = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit, 1), 0)
-        return total * share + (0 if auxiliary is None else auxiliary), (
-            weight,
-            auxiliary is not None,
-            shown,
-        )
+        value = total * share + (0 if auxiliary is None else auxiliary)
+        return value, (weight, auxiliary is not None, shown)
 
     @jax.jit
     def step(params: Any, state: Any, micro_batches: list[Any]) -> Any:
@@ -164,9 +163,11 @@ def train_plainly(loss: Loss, how: Setting) -> Run:
         each = [gradient(params, part, unit) for part in micro_batches]
 
         def mean(values: list[Any], units: list[Any]) -> Any:
-            return jax.tree.map(
-                lambda *xs: sum(x * u for x, u in zip(xs, units, strict=True)) / sum(units), *values
-            )
+            def of(*xs: Any) -> Any:
+                pairs = zip(xs, units, strict=True)
+                return sum(jnp.where(u > 0, x * u, 0) for x, u in pairs) / sum(units)
+
+            return jax.tree.map(of, *values)
 
         value, grads = mean(each, units)
         updates, state = tx.update(grads, state, params)

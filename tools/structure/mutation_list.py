@@ -442,8 +442,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_loss_that_once_was_wrong_is_right[written in tiles]",
     ),
     (
-        "known = sums if is_sum else tokens.kind(top, position) is not AlongTokens.MIXES",
-        "known = True",
+        "raise MixesTokensError(name)",
+        "pass",
         "test_a_loss_that_once_was_wrong_is_right[derivative in tiles]",
     ),
     (
