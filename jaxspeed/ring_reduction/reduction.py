@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.axes import axis_names
-from jaxspeed.objective.accumulate import Sums, per_weight, shares
+from jaxspeed.objective.accumulate import Sums, per_weight, shares, unit_of
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim, without_axes
@@ -117,9 +117,10 @@ class Reduction:
         row = jnp.stack([total, weight, *(m.astype(total.dtype) for m in metrics.values())])
         every = self.rings.gather_ranks(row, ranks)  # [ranks, 2 + metrics]
         of_rank, every_weight = shares(every[:, 1])
-        means = (every[:, 2:] * of_rank[:, None]).sum(axis=0)
+        weighs = every[:, 1:2] > 0  # a metric may be 0 / 0 where nothing does
+        means = jnp.where(weighs, every[:, 2:] * of_rank[:, None], 0).sum(axis=0)
         summed = {name: mean.astype(m.dtype) for (name, m), mean in zip(metrics.items(), means)}
-        return (every[:, 0].sum(), every_weight, summed), per_weight(weight, every_weight)
+        return (every[:, 0].sum(), every_weight, summed), per_weight(unit_of(weight), every_weight)
 
     # -- error feedback -------------------------------------------------------------------------
 

@@ -501,6 +501,7 @@ def _of_lengths(net: Net, x: jax.Array, each: jax.Array, b: Arrays) -> Any:
 SUMS: dict[str, Form] = {
     "tokens": lambda net, x, each, b: (each.sum(), each.size),
     "mean": lambda net, x, each, b: each.mean(),
+    "all by the mask": lambda net, x, each, b: (each.sum(), b["m"].sum()),
     "mean of means": lambda net, x, each, b: jax.vmap(jnp.mean)(each).mean(),
     "mask": lambda net, x, each, b: ((each * b["m"]).sum(), b["m"].sum()),
     "flat mask": lambda net, x, each, b: tuple(

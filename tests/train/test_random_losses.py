@@ -146,11 +146,10 @@ def train_plainly(loss: Loss, how: Setting) -> Run:
     tx = optimizer()
 
     def of_micro_batch(params: Any, part: Any, unit: Any) -> Any:
-        """The loss of a micro-batch, which counts as much as `unit`, by default its weight."""
+        """The sum of a micro-batch by `unit`: by default its weight, or 1 where that is 0."""
         total, weight, auxiliary, shown = parsed(loss(nnx.merge(graph, params), part))
-        unit = weight if unit is None else unit
-        share = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit, 1), 0)
-        value = total * share + (0 if auxiliary is None else auxiliary)
+        value = total / (jnp.where(weight > 0, weight, 1) if unit is None else unit)
+        value = value + (0 if auxiliary is None else auxiliary)
         return value, (weight, auxiliary is not None, shown)
 
     @jax.jit
@@ -158,14 +157,14 @@ def train_plainly(loss: Loss, how: Setting) -> Run:
         found = [of_micro_batch(params, part, None)[1] for part in micro_batches]
         weights = [weight for weight, _, _ in found]
         unit = sum(weights) / len(weights) if found[0][1] else None  # of an auxiliary term
-        units = weights if unit is None else [unit] * len(weights)
+        units = [jnp.where(w > 0, w, 1) if unit is None else unit for w in weights]
         gradient = jax.value_and_grad(lambda *of: of_micro_batch(*of)[0])
         each = [gradient(params, part, unit) for part in micro_batches]
 
         def mean(values: list[Any], units: list[Any]) -> Any:
             def of(*xs: Any) -> Any:
                 pairs = zip(xs, units, strict=True)
-                return sum(jnp.where(u > 0, x * u, 0) for x, u in pairs) / sum(units)
+                return sum(jnp.where(u > 0, x * u, 0) for x, u in pairs) / sum(weights)
 
             return jax.tree.map(of, *values)
 
@@ -294,6 +293,7 @@ FAULTS = {
     "derivative of samples": (Loss(((1, "gradient centred"),)), ONCE_A_STEP),
     "number of samples": (Loss(((0, "branch on 2"),)), ONCE_A_STEP),
     "trained weight": (Loss((), "trained weights"), Setting()),
+    "part without weight": (Loss((), "all by the mask"), Setting(data=1, accumulation=4, micro=1)),
 }
 
 

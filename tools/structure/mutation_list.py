@@ -462,6 +462,11 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_loss_that_once_was_wrong_is_right[number of samples]",
     ),
     (
+        "return added, Share(own / unit, ",
+        "return added, Share(per_weight(new.weight, weight), ",
+        "test_a_loss_that_once_was_wrong_is_right[part without weight]",
+    ),
+    (
         "return replace(differentiated, weight_parameters=tuple(paths.values()))",
         "return program",
         "test_a_loss_that_once_was_wrong_is_right[trained weight]",
