@@ -200,6 +200,8 @@ def degree_of(
         return degree
     if name in PRODUCTS:
         return degree + sum(degrees)
+    if name == "scatter-mul":  # some elements are multiplied, and the others are not
+        return None if operands[1].degree else operands[0].degree
     if name == "div":
         return operands[0].degree - operands[1].degree
     if name in ("square", "integer_pow"):

@@ -1,8 +1,9 @@
 """Gradient accumulation over micro-batches: a running weighted mean.
 
 The mean of (mean m, weight W) and a new (g, w) is m + (g - m) w / (W + w), so that neither many
-micro-batches nor large weights leave the range of a 16-bit accumulator. If all weights are 0, it
-is 0.
+micro-batches nor large weights leave the range of a 16-bit accumulator. A sum whose weight is 0 is
+kept as it is, per weight of 1: a part of the samples may weigh nothing and have a gradient, as of a
+penalty. If all weights are 0, the mean is 0.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +26,19 @@ class Sums(NamedTuple):
     errors: Any = ()  # by bucket, the quantization errors of ring messages
 
 
-def accumulate[Part: (Loss, Sums)](seen: Part, new: Part) -> tuple[Part, jax.Array]:
+class Share(NamedTuple):
+    """How a new gradient changes the mean m: m + (g - kept m) share."""
+
+    share: jax.Array
+    kept: jax.Array  # 1, where no weight is 0
+
+
+def unit_of(weight: jax.Array) -> jax.Array:
+    """The weight by which a gradient is divided: its own, or 1 where that is 0."""
+    return jnp.where(weight > 0, weight, 1)
+
+
+def accumulate[Part: (Loss, Sums)](seen: Part, new: Part) -> tuple[Part, Share]:
     """Add totals, weights and metrics of `new`; also return its share in the weight.
 
     Gradients are added by `running_mean` with that share, each where it is stored.
@@ -35,21 +48,24 @@ def accumulate[Part: (Loss, Sums)](seen: Part, new: Part) -> tuple[Part, jax.Arr
 
     def mean(old: jax.Array, new: jax.Array) -> jax.Array:
         """The mean of both; of a part without weight it may be 0 / 0."""
-        both = running_mean(old, new, share)
+        both = running_mean(old, new, Share(share, jnp.ones_like(share)))
         return jnp.where(share == 0, old, jnp.where(share == 1, new, both))
 
     metrics = {name: seen.metrics[name].combined(x, mean) for name, x in new.metrics.items()}
     added = seen._replace(total=seen.total + new.total, weight=weight, metrics=metrics)
     if isinstance(added, Loss) and isinstance(new, Loss):
         added = added._replace(terms=jax.tree.map(jnp.add, added.terms, new.terms))
-    return added, share
+    old, own, unit = map(unit_of, (seen.weight, new.weight, weight))
+    is_mean = (seen.weight > 0) & (new.weight > 0)
+    return added, Share(own / unit, jnp.where(is_mean, 1, (unit - old) / own))
 
 
-def running_mean(mean: jax.Array, new: jax.Array, share: jax.Array) -> jax.Array:
-    """Compute `mean + (new - mean) share` in the wider dtype."""
-    wide = jnp.promote_types(mean.dtype, share.dtype)
+def running_mean(mean: jax.Array, new: jax.Array, how: Share) -> jax.Array:
+    """Compute `mean + (new - kept mean) share` in the wider dtype."""
+    wide = jnp.promote_types(mean.dtype, how.share.dtype)
+    share, kept = (x.astype(wide) for x in how)
     wide_mean = mean.astype(wide)
-    return (wide_mean + (new.astype(wide) - wide_mean) * share.astype(wide)).astype(mean.dtype)
+    return (wide_mean + (new.astype(wide) - kept * wide_mean) * share).astype(mean.dtype)
 
 
 def shares(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -58,7 +74,7 @@ def shares(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     The mean over parts is their sum, each times its share.
     """
     weight = weights.sum()  # once: a second sum over ranks is a second all-reduce
-    return per_weight(weights, weight), weight
+    return per_weight(unit_of(weights), weight), weight
 
 
 def per_weight(x: Any, weight: jax.Array) -> jax.Array:

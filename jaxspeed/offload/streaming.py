@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.objective.accumulate import running_mean
+from jaxspeed.objective.accumulate import Share, running_mean
 from jaxspeed.offload.update_device import ON_DEVICE, UpdateDevice
 from jaxspeed.placement.memory_kinds import on_device, to_device, to_host
 from jaxspeed.placement.specs import num_shards
@@ -231,9 +231,7 @@ def zeros_in_host(layout: StreamedArray, dtype: Any, layers: bool) -> jax.Array:
     return jax.lax.scan(one, None, length=layout.shape[0])[1]
 
 
-def mean_in_host(
-    seen: jax.Array, new: jax.Array, layout: StreamedArray, share: jax.Array
-) -> jax.Array:
+def mean_in_host(seen: jax.Array, new: jax.Array, layout: StreamedArray, share: Share) -> jax.Array:
     """`running_mean` of arrays in host memory of the same sharding."""
     layouts = {SEEN: layout, NEW: layout}
     most = min(

@@ -141,8 +141,12 @@ class ServerStep:
 
 
 def damped(sums: Sums, factor: Any) -> Sums:
-    """Multiply gradients by `factor`: 1, except for stale ones and those of another loss scale."""
-    grads = {path: x * jnp.asarray(factor).astype(x.dtype) for path, x in sums.grads.items()}
+    """Multiply gradients by `factor`: 1, but for stale ones and those of another loss scale.
+
+    Those without a weight are 0.
+    """
+    factor = jnp.where(sums.weight > 0, factor, 0)
+    grads = {path: x * factor.astype(x.dtype) for path, x in sums.grads.items()}
     return sums._replace(grads=grads)
 
 

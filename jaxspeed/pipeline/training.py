@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspeed.axes import PIPE
-from jaxspeed.objective.accumulate import Sums, accumulate, per_weight
+from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, unit_of
 from jaxspeed.objective.loss import Loss
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.cpu_ordering import (
@@ -282,20 +282,20 @@ class Training:
                 outputs[i] = x
             given = {**outer, **active}
             loss, written = head_and_loss(split, micro, given, outputs, state.written)
-            share = per_weight(self.scale, loss.weight)
+            share = self.scale / unit_of(loss.weight)
             return loss.total * share.astype(loss.total.dtype), (loss, written)
 
         active = {path: outer[path] for path in split.trained_inputs(split.parts.after)}
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
         (grads, start), (loss, written) = differentiate(active, [end[i] for i in moving])
         start = all_ordered_after(split, start, grads, micro)
-        first = jnp.where(loss.weight > 0, loss.weight, 1) * len(state.weights)
-        unit = jnp.where(state.unit > 0, state.unit, first)
+        own = unit_of(loss.weight)
+        unit = jnp.where(state.unit > 0, state.unit, own * len(state.weights))
         state = state._replace(
-            outer=state.outer | self._add_outer(state.outer, grads, loss.weight / unit, True),
+            outer=state.outer | self._add_outer(state.outer, grads, own / unit, True),
             loss=accumulate(state.loss, loss)[0],
             written=written,
-            weights=state.weights.at[micro].set(loss.weight),
+            weights=state.weights.at[micro].set(own),
             unit=unit,
         )
         return state, start

@@ -254,6 +254,11 @@ def split_unlike(
     for v in {v for values in sent for v in values}:
         if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended):
             raise ModelError(f"mesh.pipe: a {v.aval.dtype} cannot be sent from stage to stage")
+        if v.aval.size % lead:  # as of a penalty on weights
+            raise ModelError(
+                f"mesh.pipe: a {v.aval.str_short()} that later stages read has no dim of samples, "
+                "of which each data rank has its own; write mesh.data 1, or mesh.pipe 1"
+            )
     branches = []
     for stage in range(last):
         before = sent[stage - 1] if stage else []

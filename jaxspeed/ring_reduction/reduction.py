@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.axes import axis_names
-from jaxspeed.objective.accumulate import Sums, per_weight, shares
+from jaxspeed.objective.accumulate import Sums, per_weight, shares, unit_of
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim, without_axes
@@ -119,11 +119,16 @@ class Reduction:
         every = self.rings.gather_ranks(row, ranks)  # [ranks, 2 + metrics]
         of_rank, every_weight = shares(every[:, 1])
         columns = (every[:, i].astype(x.dtype) for i, x in enumerate(values, 2))
+
+        def mean(x: jax.Array) -> jax.Array:
+            """By weight; it may be 0 / 0 where nothing weighs."""
+            return jnp.where(every[:, 1] > 0, x * of_rank, 0).sum().astype(x.dtype)
+
         summed = {
-            name: metric.over_parts(lambda x: (x * of_rank).sum().astype(x.dtype))
+            name: metric.over_parts(mean)
             for name, metric in jax.tree.unflatten(tree, columns).items()
         }
-        return (every[:, 0].sum(), every_weight, summed), per_weight(weight, every_weight)
+        return (every[:, 0].sum(), every_weight, summed), per_weight(unit_of(weight), every_weight)
 
     # -- error feedback -------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from jaxspeed.objective.accumulate import (
     per_weight,
     running_mean,
     shares,
+    unit_of,
 )
 from jaxspeed.objective.loss import Loss, Weights
 from jaxspeed.objective.metric import of_none
@@ -77,7 +78,7 @@ class Gradients:
             sums, variables = self._looped(sources, variables, batch, step, scale)
             return sums._replace(grads=self._every(layout.by_path(sums.grads, step))), variables
         if self.accumulation == 1:
-            return self._micro(sources, variables, batch, step, 0, scale)
+            return self._micro(sources, variables, batch, step, 0, scale, lambda loss: loss.weight)
         return self._looped(sources, variables, batch, step, scale)
 
     def of_part(
@@ -185,7 +186,7 @@ class Gradients:
         step: Any,
         micro: Any,
         scale: Any,
-        weight_of: Callable[[Loss], jax.Array] = lambda loss: loss.weight,
+        weight_of: Callable[[Loss], jax.Array] = lambda loss: unit_of(loss.weight),
         weights: Weights | None = None,
     ) -> tuple[Sums, Arrays]:
         """One micro-batch: gradients of scale * total / `weight_of`(loss).
@@ -321,7 +322,14 @@ class Gradients:
             (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))
         # Here too, else the compiler may shard accumulators like the optimizer's state (stage 1).
         grads = {path: place(path, grad) for path, grad in sums.grads.items()}
+        if placed:  # otherwise the caller has the weight of all
+            grads = {p: self._of_a_weight(p, grad, sums.weight) for p, grad in grads.items()}
         return sums._replace(grads=grads), variables
+
+    def _of_a_weight(self, path: str, grad: jax.Array, weight: jax.Array) -> jax.Array:
+        """The gradient; 0 if the weight is 0, but for those in host memory."""
+        at = self.table[path].grad
+        return grad if at and in_host(at) else jnp.where(weight > 0, grad, jnp.zeros_like(grad))
 
     def _zeros(
         self, run: Micro, variables: Arrays, micro: Any, errors: Arrays, place: Any
@@ -385,11 +393,14 @@ class Gradients:
             zero = jnp.zeros((), weighed.dtype)
             return jax.lax.reduce(weighed, zero, jax.lax.add, (0,)).astype(part.dtype)
 
+        def of_metric(part: jax.Array) -> jax.Array:  # it may be 0 / 0 where nothing weighs
+            return mean(jnp.where(parts.weight > 0, part, 0))
+
         return Sums(
             {path: mean(part, self.objective.wire) for path, part in parts.grads.items()},
             parts.total.sum(),
             weight,
-            {name: metric.over_parts(mean) for name, metric in parts.metrics.items()},
+            {name: metric.over_parts(of_metric) for name, metric in parts.metrics.items()},
         )
 
     def _mean_weights_of_ranks(self, variables: Arrays, batch: Any, step: Any) -> Weights | None:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
-from jaxspeed.objective.loss import Weights
+from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches, unit_of
+from jaxspeed.objective.loss import Loss, Weights
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
@@ -131,10 +131,13 @@ class RingGradients(Gradients):
             exchange = InOrder(ring, rings.ordered) if rings.in_order else ring
             of_rank = replace(self, objective=self.objective.with_exchange(exchange))
 
+            def unit_of_ranks(loss: Loss) -> jax.Array:
+                return unit_of(ring.weight_of_ranks(loss))
+
             def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
                 # Numbered over all ranks, so that each draws different random numbers.
                 number = (first + index) * rings.count + rank
-                way: dict[str, Any] = {"weight_of": ring.weight_of_ranks} if exchanged else {}
+                way: dict[str, Any] = {"weight_of": unit_of_ranks} if exchanged else {}
                 return of_rank._micro(
                     sources, variables, batch, step, number, scale, weights=weights, **way
                 )

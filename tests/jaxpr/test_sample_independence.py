@@ -57,6 +57,10 @@ APART = {
     "solved": lambda x, y: jnp.linalg.cholesky(
         jnp.einsum("bsd,bse->bde", x, x) + jnp.eye(WIDTH)
     )[:, :SEQ],
+    "system": lambda x, y: jnp.linalg.solve(
+        jnp.einsum("bsd,bse->bde", x, x) + jnp.eye(WIDTH), x.swapaxes(1, 2)
+    ).swapaxes(1, 2),
+    "inverse": lambda x, y: jnp.linalg.inv(x @ x.swapaxes(1, 2) + jnp.eye(SEQ)) @ x,
     "convolution": lambda x, y: lax.conv_general_dilated(
         x, jnp.asarray(W)[None] + jnp.zeros((3, 1, 1)), (1,), "SAME",
         dimension_numbers=("NWC", "WIO", "NWC"),
@@ -422,6 +426,7 @@ OWN = {
     "rolled": lambda g, x: jnp.roll(g, 1, 1),
     "gated": lambda g, x: jnp.where(x > 0, g, 0.0),
     "of its own": lambda g, x: g * x[:, :1],
+    "multiplied at a position": lambda g, x: g.at[:, 1].multiply(0.5),
     "normalized": lambda g, x: g / jnp.linalg.norm(x, axis=-1, keepdims=True),
 }
 
@@ -466,6 +471,13 @@ def test_a_rule_that_calls_its_function_is_proved(parts):
     function = jax.custom_jvp(lambda x: jnp.log1p(jnp.exp(x)))
     function.defjvp(lambda x, t: (function(*x), jax.nn.sigmoid(x[0]) * t[0]))
     assert verdict(of_function(function), parts).not_once is None
+
+
+def test_a_forward_rule_may_call_its_function():
+    function = jax.custom_vjp(jnp.sin)
+    function.defvjp(lambda x: (function(x), x), lambda x, g: (g * jnp.cos(x),))
+    for parts in (1, 2, 4):
+        assert verdict(of_function(function), parts).not_once is None
 
 
 def test_derivatives_of_parameters_have_to_be_linear_in_sums():

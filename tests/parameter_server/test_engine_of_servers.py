@@ -86,12 +86,12 @@ def test_ten_steps_equal_data_parallelism(servers, accumulation, more):
 
 
 def test_the_mean_by_weight_is_the_sum_over_all_samples():
-    """Of three workers, one of which had nothing to count."""
+    """Of three workers, one of whose sums has no weight: its gradient is per weight of 1."""
     random = np.random.default_rng(0)
     shares = [(random.normal(size=5).astype(np.float32), w) for w in (3.0, 0.0, 1.0)]
     sums = [Sums({"p": jnp.asarray(g)}, jnp.float32(2 * w), jnp.float32(w), {}) for g, w in shares]
     found = folded(folded(sums[0], sums[1]), sums[2])
-    wanted = (3 * shares[0][0].astype(np.float64) + shares[2][0]) / 4
+    wanted = (3 * shares[0][0].astype(np.float64) + shares[1][0] + shares[2][0]) / 4
     np.testing.assert_allclose(found.grads["p"], wanted, rtol=1e-6)
     assert (float(found.total), float(found.weight)) == (8.0, 4.0)
 

@@ -389,6 +389,24 @@ def test_operations_on_each_sample_alone_are_accepted(name):
     refuse_mixed(with_mixed(APART[name]))
 
 
+class Penalized(UNet):
+    """A parameter that the loss alone reads."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.extra = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+
+def test_a_value_without_samples_of_a_stage_is_refused_over_data_ranks(monkeypatch):
+    def penalized(model, batch):
+        return denoising(model, batch) + jnp.square(model.extra.kernel[...]).mean()
+
+    monkeypatch.setitem(CASES, "penalized", (Penalized, penalized, CASES["UNet"][2]))
+    run, batch = engine("penalized", 2, 2)
+    with pytest.raises(ModelError, match=r"a float32\[\] that later stages read has no dim of s"):
+        run.train_batch(batch)
+
+
 COUNTING = {
     "a factor": lambda x: x / x.shape[0],
     "a branch": lambda x: x / 2 if x.shape[0] > 2 else x,

@@ -146,6 +146,7 @@ def test_the_numbers_are_those_without_tiles(stage: int, way: str, plain: Any) -
         np.testing.assert_allclose(ours, theirs[path], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled  # tests/train/test_random_losses.py has the claim by default
 def test_writes_at_positions_train_and_evaluate_as_without_tiles() -> None:
     def written(p: Any, x: jax.Array) -> jax.Array:
         x = layer(p, x).at[:, 13].multiply(3.0)

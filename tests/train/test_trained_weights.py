@@ -82,6 +82,13 @@ def test_where_gradients_of_parts_are_added_it_is_refused(name):
         engine.train_batch(tiny.batch(samples))
 
 
+def beside_its_sum(model, batch):
+    """Of the same stack, and of the batch alone."""
+    error = (model(batch["x"])[:, 0] - batch["y"]) ** 2
+    total, weight = jnp.stack([error, batch["y"] ** 2]).reshape(2, -1, 2).sum((1, 2))
+    return total, weight
+
+
 def by_a_frozen_part(model, batch):
     weights = jnp.exp(jnp.tanh(model.input(batch["x"])[:, 0]))
     return (weights * (model(batch["x"])[:, 0] - batch["y"]) ** 2).sum(), weights.sum()
@@ -89,7 +96,12 @@ def by_a_frozen_part(model, batch):
 
 @pytest.mark.parametrize(
     ("loss_fn", "trainable"),
-    [(stopped, None), (counted, None), (by_a_frozen_part, ["head/**", "blocks/**"])],
+    [
+        (stopped, None),
+        (counted, None),
+        (beside_its_sum, None),
+        (by_a_frozen_part, ["head/**", "blocks/**"]),
+    ],
 )
 def test_a_weight_without_a_gradient_is_a_number(loss_fn, trainable):
     engine = tiny.engine(loss_fn=loss_fn, trainable=trainable, gradient_accumulation_steps=2)

@@ -436,4 +436,39 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "always = [] if any(",
         "test_nothing_is_chosen_again[full-0]",
     ),
+    (
+        "return AlongTokens.MIXES  # at an index of all tokens",
+        "pass",
+        "test_a_loss_that_once_was_wrong_is_right[written in tiles]",
+    ),
+    (
+        "raise MixesTokensError(name)",
+        "pass",
+        "test_a_loss_that_once_was_wrong_is_right[derivative in tiles]",
+    ),
+    (
+        'if name != "dynamic_update_slice" and name not in SCATTERS:',
+        "if name not in SCATTERS:",
+        "test_a_loss_that_once_was_wrong_is_right[sample written]",
+    ),
+    (
+        "return self._with_derivative(eqn, twin, given, values)",
+        "return values",
+        "test_a_loss_that_once_was_wrong_is_right[derivative of samples]",
+    ),
+    (
+        "own, total = (given // parts, given) if divides else (given, 2 * given)",
+        "own, total = given, 2 * given",
+        "test_a_loss_that_once_was_wrong_is_right[number of samples]",
+    ),
+    (
+        "return added, Share(own / unit, ",
+        "return added, Share(per_weight(new.weight, weight), ",
+        "test_a_loss_that_once_was_wrong_is_right[part without weight]",
+    ),
+    (
+        "return replace(differentiated, weight_parameters=tuple(paths.values()))",
+        "return program",
+        "test_a_loss_that_once_was_wrong_is_right[trained weight]",
+    ),
 ]
