@@ -78,14 +78,17 @@ def check(
     placed = jax.device_put(batch, program.batch_shardings(batch))
     state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)
-    order, given = (
+    user = batch if as_given is None else as_given
+    ordered = _as_one_rank(program, user)
+    order, given, evaluated = (
         jax.device_put(x, plain.batch_shardings(x))
-        for x in (shapes, shapes if as_given is None else _as_one_rank(program, as_given))
+        # An evaluation has no micro-batches, and draws by the number of a sample.
+        for x in (shapes, ordered, user if program.on_one_mesh else ordered)
     )
     with plain.set_mesh():
         theirs = _probe(plain, reduced_by_one(plain))(single, order)
         placed = _prepared(program, state, placed)
-        order, given = (_prepared(plain, single, x) for x in (order, given))
+        order, given, evaluated = (_prepared(plain, single, x) for x in (order, given, evaluated))
         flax_step = _by_flax(plain)
         lower = _lowest_dtype(plain, order)
         ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, given)))
@@ -93,7 +96,7 @@ def check(
         # One at a time: each is as large as the gradients.
         moves = [moves_from(by_flax, flax_step(*nudge(single, given, i))) for i in range(NUDGES)]
         others = [
-            *_evaluated(program, plain, state, single, placed, order, given),
+            *_evaluated(program, plain, state, single, placed, order, evaluated),
             *_initialized(plain),
         ]
     return compare_steps(program, lower, ours, theirs, by_flax, moves, others, parts)

@@ -127,7 +127,7 @@ def plain_gradients(
             for path, x in every.items()
             if roles.get(path, "other") != "other" and path not in weights
         }
-        return _per(total, weight), (total, weight, after, own)
+        return total / _unit(weight), (total, weight, after, own)
 
     created = set[str]()
 
@@ -144,7 +144,8 @@ def plain_gradients(
             active, values, batch, number, means
         )
         grads = {
-            p: g + jnp.conj(new[p]).astype(g.dtype) * w.astype(g.dtype) for p, g in grads.items()
+            p: g + jnp.conj(new[p]).astype(g.dtype) * _unit(w).astype(g.dtype)
+            for p, g in grads.items()
         }
         return ({**values, **after}, grads, total + t, weight + w), None
 
@@ -211,7 +212,12 @@ def plain_loss(
 
 def _per(total: jax.Array, weight: jax.Array) -> jax.Array:
     """The total over the weight, and 0 without weight."""
-    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
+    return jnp.where(weight > 0, total / _unit(weight), 0)
+
+
+def _unit(weight: jax.Array) -> jax.Array:
+    """A weight to divide by: a micro-batch's may be 0, and its sum not."""
+    return jnp.where(weight > 0, weight, 1)
 
 
 def plain_init(

@@ -110,7 +110,7 @@ class LocalWorkers:
             first = np.int32(task.part * self.program.batch.accumulation)
             push = step.gradients(*args, version, self._scale[worker], first)
         else:
-            push = step.loss(*args, version)
+            push = step.loss(*args, version, np.int32(task.part))
         self._computed[worker] = Finished(worker, task, push)
         self.clock.start(worker)
 

@@ -63,11 +63,14 @@ class WorkerStep:
 
     @cached_property
     def loss(self) -> Any:
-        """`(pulled, variables, part, step) -> Sums` without gradients, in evaluation mode."""
+        """`(pulled, variables, part, step, number) -> Sums` without gradients, in evaluation mode.
 
-        def loss(pulled: Pulled, variables: Arrays, part: Any, step: Any) -> Sums:
+        Each part draws its own random numbers, by its number.
+        """
+
+        def loss(pulled: Pulled, variables: Arrays, part: Any, step: Any, number: Any) -> Sums:
             sources = self.join(pulled)
-            loss, _ = self.program.objective(sources, variables, part, step, 0, False)
+            loss, _ = self.program.objective(sources, variables, part, step, number, False)
             return Sums({}, loss.total, loss.weight, loss.metrics)
 
         return jax.jit(self.program.in_mesh(loss))

@@ -262,3 +262,27 @@ def test_no_awkward_model_is_trained_otherwise_than_by_plain_flax(model):
     report = engine.check(batch)
     assert report.faults == ()
     assert report.loss <= report.tolerance
+
+
+def test_an_evaluation_that_draws_is_that_of_the_batch_in_its_order():
+    def noisy(model, batch, rng, train):
+        x = batch["x"] + jax.random.normal(rng, batch["x"].shape)
+        return (1 if train else 2) * jnp.square(model(x)[:, 0] - batch["y"]).mean()
+
+    _, report = checked(0, 2, loss_fn=noisy)
+    assert report.ok, str(report)
+
+
+def test_a_micro_batch_without_weight_keeps_its_gradient():
+    def penalized(model, batch):
+        z = model(batch["x"])[:, 0]
+        counts = (batch["x"][:, 0] > 10).astype(jnp.float32)
+        return (jnp.square(z) * counts).sum() + 0.1 * z.sum(), counts.sum()
+
+    engine = tiny.engine(
+        PAIR, penalized, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1
+    )
+    batch = tiny.batch(16)
+    batch["x"][0, 0] = 20  # of the first micro-batch
+    report = engine.check(batch)
+    assert report.ok, str(report)

@@ -15,6 +15,7 @@ from jaxspeed.communication import PULL, PUSH
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.server import folded
+from jaxspeed.user_models.rng import loss_key
 from tests.engine import tiny
 from tests.parameter_server import serving
 from tests.parameter_server.serving import (
@@ -338,6 +339,19 @@ def test_evaluation_is_that_of_the_full_batch(engine):
     error = serving.small_by_hand(parameters(engine), batch["x"]) - batch["y"]
     assert float(found["loss"]) == pytest.approx(np.square(error).mean(), rel=1e-5)
     assert float(found["weight"]) == 16
+
+
+def test_parts_draw_numbers_of_their_own_in_evaluation():
+    def drawn(model, batch, rng):
+        x = jax.random.normal(rng, batch["x"].shape)
+        return jnp.square(model(x)[:, 0]).sum(), jnp.float32(len(x))
+
+    engine, batch = served(loss_fn=drawn, optimizer=SGD), tiny.batch(8)
+    parts = []
+    for part in range(4):
+        x = jax.random.normal(loss_key(jax.random.key(0), 0, part), (2, tiny.FEATURES))
+        parts.append(np.square(serving.small_by_hand(parameters(engine), np.asarray(x))).sum())
+    assert float(engine.eval_batch(batch)["loss"]) == pytest.approx(sum(parts) / 8, rel=1e-5)
 
 
 def test_diagnosis_names_what_is_not_finite_in_any_part(engine):

@@ -214,7 +214,8 @@ class WorkerActor:
 
     def evaluate(self, ready: int, part: int, batch: Any, *published: Published) -> Any:
         """The loss of a part of a batch, in evaluation mode, and the loss scale."""
-        args = (self._pulled(published), self._variables, self._part(batch), published[-1].version)
+        version, number = published[-1].version, np.int32(part)
+        args = (self._pulled(published), self._variables, self._part(batch), version, number)
         return jax.device_get(self._step.loss(*args)), published[-1].scale
 
     def _pulled(self, published: Sequence[Published]) -> dict[str, list[Any]]:
