@@ -35,7 +35,7 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained, saved_adapter
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
-from jaxspeed.objective.metric import TOTALS
+from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.placement.codec import Stored, unpad
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.paths import listed

@@ -11,7 +11,7 @@ import jax
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
-from jaxspeed.train.phases import Phase, shapes_after
+from jaxspeed.train.phases import StepPhase, shapes_after
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.staged_init import compile_beside
 
@@ -82,7 +82,7 @@ def _sizes(program: Program) -> frozenset[int]:
 
 
 def _compiled(
-    phase: Phase,
+    phase: StepPhase,
     values: Mapping[str, Any],
     meanwhile: Callable[[], None] | None = None,
     loaded: Any = None,

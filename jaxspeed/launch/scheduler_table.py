@@ -29,7 +29,7 @@ _OF_PODS: dict[str, Mapping[str, Any]] = {
 }
 
 
-class Scheduler(Protocol):
+class JobScheduler(Protocol):
     """A scheduler.
 
     Attributes:
@@ -57,7 +57,7 @@ class Scheduler(Protocol):
         return frozenset((*_EVERY, *self.reads, *own))
 
 
-class Slurm(Scheduler):
+class Slurm(JobScheduler):
     """SLURM."""
 
     program = "sbatch"
@@ -71,7 +71,7 @@ class Slurm(Scheduler):
         return ["sbatch"]
 
 
-class OpenMpi(Scheduler):
+class OpenMpi(JobScheduler):
     """Open MPI."""
 
     program = "mpirun"
@@ -82,7 +82,7 @@ class OpenMpi(Scheduler):
 
 
 @dataclass(frozen=True)
-class Kubernetes(Scheduler):
+class Kubernetes(JobScheduler):
     """An Indexed Job or a JobSet of Kubernetes."""
 
     is_jobset: bool
@@ -108,7 +108,7 @@ class Kubernetes(Scheduler):
         return ["kubectl", *job.options, "create", "-f", "-"]
 
 
-class Ray(Scheduler):
+class Ray(JobScheduler):
     """Ray."""
 
     program = "ray"
@@ -119,7 +119,7 @@ class Ray(Scheduler):
         return ray_script(job, Restarts(*restarts))
 
 
-SCHEDULERS: dict[str, Scheduler] = {
+SCHEDULERS: dict[str, JobScheduler] = {
     "slurm": Slurm(),
     "mpi": OpenMpi(),
     "kubernetes": Kubernetes(is_jobset=False),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.metric import Metric
+from jaxspeed.objectives.terms_and_metrics import Metric
 from jaxspeed.train_state.state import Arrays
 
 

@@ -18,7 +18,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
 from jaxspeed.jaxpr.sample_values import FREE, MEAN, MIXED, SUM, SampleValue, free, samples
 from jaxspeed.jaxpr.single_sample import refuse_another_computation
-from jaxspeed.objective.metric import Metric
+from jaxspeed.objectives.terms_and_metrics import Metric
 
 log = logging.getLogger("jaxspeed")
 

@@ -18,22 +18,12 @@ import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 from jaxspeed.metric_names import NAMES
-from jaxspeed.objective.metric import TOTALS, Metric
+from jaxspeed.objectives.terms_and_metrics import TOTALS, Metric, Terms
 
 FORMS = (
     "it may return a scalar loss, (sum, weight), (sum, weight, auxiliary) or Terms, each of them "
     "with a dict of metrics or without"
 )
-
-
-class Terms(dict[str, tuple[Any, ...]]):
-    """A loss of several terms, by name: `(sum, weight)`, or `(sum, weight, coefficient)`.
-
-    The loss of a step is the sum over terms of coefficient x total sum / total weight, over all
-    micro-batches and devices. Each weight has to depend on the batch alone, as numbers of tokens or
-    pairs do. A term's average is a metric of its name, and the first term's weight is that of the
-    loss, by which metrics are averaged.
-    """
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Loss(NamedTuple):
         """Whether a term is of an entire micro-batch."""
         return any(term.weight is None for term in self.terms)
 
-    def folded(self, weights: "Weights | None") -> "Loss":
+    def folded(self, weights: "TermWeights | None") -> "Loss":
         """The loss with all terms in one total, and the weight by which it is averaged.
 
         Args:
@@ -71,7 +61,7 @@ class Loss(NamedTuple):
         """
         if not self.terms:
             return self
-        base, of_terms = weights or Weights(self.weight, tuple(x.weight for x in self.terms))
+        base, of_terms = weights or TermWeights(self.weight, tuple(x.weight for x in self.terms))
         if others := [weight for weight in of_terms if weight is not None]:
             some = jnp.any(jnp.stack(others) > 0).astype(base.dtype)
             base = jnp.where(base > 0, base, some)
@@ -94,7 +84,7 @@ def _per(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where(weight > 0, x / jnp.where(weight > 0, weight, 1), 0)
 
 
-class Weights(NamedTuple):
+class TermWeights(NamedTuple):
     """The mean weights of a step's micro-batches, of the loss and of its other terms."""
 
     loss: jax.Array

@@ -17,12 +17,12 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import with_all_calls_inlined
 from jaxspeed.jaxpr.slicing import free_variables, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, Var, is_var, shape_of
-from jaxspeed.objective.loss import Weights
+from jaxspeed.objective.loss import TermWeights
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.paths import listed
 
 
-def weights_of(program: LossProgram, batch: Any) -> Weights:
+def weights_of(program: LossProgram, batch: Any) -> TermWeights:
     """The weights of a batch as the loss reads it, of all its terms.
 
     Raises:
@@ -31,8 +31,8 @@ def weights_of(program: LossProgram, batch: Any) -> Weights:
     closed, loss = program.closed, program.loss_outputs
     known = dict(zip(program.batch, jax.tree.leaves(batch), strict=True))
     known |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    at = Weights(loss.weight, tuple(term.weight for term in loss.terms))
-    weights: Weights = jax.tree.map(
+    at = TermWeights(loss.weight, tuple(term.weight for term in loss.terms))
+    weights: TermWeights = jax.tree.map(
         lambda i: _evaluated(closed.jaxpr, closed.jaxpr.outvars[i], known), at
     )
     return weights

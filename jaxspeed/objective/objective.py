@@ -21,7 +21,7 @@ from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.autocast import Autocast
 from jaxspeed.objective.by_parts import ByParts
-from jaxspeed.objective.loss import Loss, Weights
+from jaxspeed.objective.loss import Loss, TermWeights
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.loss_weight import weights_of
 from jaxspeed.objective.passes import PartContext, after_split, boundaries
@@ -172,7 +172,7 @@ class Objective:
 
     def mean_weights(
         self, variables: Arrays, micro: Any, step: Any, train: bool = True
-    ) -> Weights | None:
+    ) -> TermWeights | None:
         """The mean weights of micro-batches [micro-batches, ...]; None for a loss of one term.
 
         Computed before the micro-batches: their weights have to depend on the batch alone.
@@ -186,7 +186,7 @@ class Objective:
         if not program.loss_outputs.terms:
             return None
         weights = jax.vmap(lambda one: weights_of(program, jax.tree.map(self.cast, one)))(micro)
-        means: Weights = jax.tree.map(lambda x: x.mean(0), weights)
+        means: TermWeights = jax.tree.map(lambda x: x.mean(0), weights)
         return means
 
     def _run(

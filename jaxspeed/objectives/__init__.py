@@ -7,11 +7,17 @@ of one's own subclasses `Objective`.
 from jaxspeed.objectives.base_objective import Objective, objective_of
 from jaxspeed.objectives.named import FamilyObjective
 from jaxspeed.objectives.padding import Batch, WithoutWeight, without_weight
+from jaxspeed.objectives.terms_and_metrics import Max, Mean, Min, Sum, Terms
 
 __all__ = [
     "Batch",
     "FamilyObjective",
+    "Max",
+    "Mean",
+    "Min",
     "Objective",
+    "Sum",
+    "Terms",
     "WithoutWeight",
     "objective_of",
     "without_weight",

@@ -24,7 +24,7 @@ from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.metric import TOTALS
+from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
 from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram, build
 from jaxspeed.parameter_server.schedules import (

@@ -32,7 +32,7 @@ from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.bucketed_update import bucket_paths
 from jaxspeed.train.build import build_program
-from jaxspeed.train.phases import METRICS, STATE, Phase
+from jaxspeed.train.phases import METRICS, STATE, StepPhase
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.batches import WithExtra
 
@@ -219,18 +219,18 @@ class LocalProgram(ServedProgram):
         return math.prod(row.shape(row.source))
 
     @cached_property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[StepPhase, ...]:
         """A worker's gradients, then the servers' update; in buckets there is one for each."""
         worker, mesh = self.worker(0), self.mesh
-        gradients = Phase(
+        gradients = StepPhase(
             "gradients of a worker", worker.gradients, PART, ("pushed",), mesh=worker.program.mesh
         )
         buckets = self.server.buckets
         if buckets is None:
-            return gradients, Phase("update", self.server.apply, *UPDATE, (STATE,), mesh=mesh)
+            return gradients, StepPhase("update", self.server.apply, *UPDATE, (STATE,), mesh=mesh)
         count = len(self.server.bucket_paths)
         return gradients, *(
-            Phase(
+            StepPhase(
                 f"update {number} of {count}",
                 buckets.update,
                 tuple(f"{name} {number}" for name in BUCKET),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from jaxspeed.errors import RunError
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.metric import totals
+from jaxspeed.objectives.terms_and_metrics import totals
 from jaxspeed.parameter_server.server import folded_losses, mean_loss
 from jaxspeed.parameter_server.staleness import Ledger, Push, Rule
 from jaxspeed.train.program import Metrics

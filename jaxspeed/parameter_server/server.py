@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
-from jaxspeed.objective.metric import results
+from jaxspeed.objectives.terms_and_metrics import results
 from jaxspeed.optim import global_norm
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.train.bucketed_update import BucketedUpdate, UpdateBuckets

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspeed.objective.accumulate import accumulate
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.metric import of_none
+from jaxspeed.objectives.terms_and_metrics import of_none
 from jaxspeed.pipeline.cpu_ordering import all_ordered_after, entering
 from jaxspeed.pipeline.embed_and_head import embed, head_and_loss
 from jaxspeed.pipeline.schedule import Schedule

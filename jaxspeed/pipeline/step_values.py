@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import Jaxpr
-from jaxspeed.objective.loss import Weights
+from jaxspeed.objective.loss import TermWeights
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_sample_shards
@@ -71,7 +71,7 @@ class SplitStep:
         return program, parts
 
     @cached_property
-    def mean_weights(self) -> Weights | None:
+    def mean_weights(self) -> TermWeights | None:
         """The mean weights of the micro-batches, if the loss has several terms."""
         return self.objective.mean_weights(self.variables, self.micro, self.step, self.train)
 

@@ -15,8 +15,8 @@ from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError
 from jaxspeed.jaxpr.paused_collector import paused_collector
-from jaxspeed.objective.metric import TOTALS, Metric
 from jaxspeed.objectives import WithoutWeight, objective_of
+from jaxspeed.objectives.terms_and_metrics import TOTALS, Metric
 from jaxspeed.train_state.staged_init import compile_ahead
 
 log = logging.getLogger("jaxspeed")

@@ -27,9 +27,9 @@ from jaxspeed.objective.accumulate import (
     shares,
     unit_of,
 )
-from jaxspeed.objective.loss import Loss, Weights
-from jaxspeed.objective.metric import of_none
+from jaxspeed.objective.loss import Loss, TermWeights
 from jaxspeed.objective.objective import Objective
+from jaxspeed.objectives.terms_and_metrics import of_none
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.batch_dims import sample_specs
@@ -187,7 +187,7 @@ class Gradients:
         micro: Any,
         scale: Any,
         weight_of: Callable[[Loss], jax.Array] = lambda loss: unit_of(loss.weight),
-        weights: Weights | None = None,
+        weights: TermWeights | None = None,
     ) -> tuple[Sums, Arrays]:
         """One micro-batch: gradients of scale * total / `weight_of`(loss).
 
@@ -268,7 +268,7 @@ class Gradients:
         one: Micro | None = None,
         errors: Any = (),
         first: Any = 0,
-        weights: Weights | None = None,
+        weights: TermWeights | None = None,
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
 
@@ -403,7 +403,9 @@ class Gradients:
             {name: metric.over_parts(of_metric) for name, metric in parts.metrics.items()},
         )
 
-    def _mean_weights_of_ranks(self, variables: Arrays, batch: Any, step: Any) -> Weights | None:
+    def _mean_weights_of_ranks(
+        self, variables: Arrays, batch: Any, step: Any
+    ) -> TermWeights | None:
         """The mean weights of the ranks' parts of micro-batches, if the loss has several terms."""
         ranks = self.table.ranks
         weights = self.objective.mean_weights(

@@ -18,7 +18,7 @@ SUMS, VARIABLES = "sums", "variables"  # what `Program.gradients` returns
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """A compiled program of a step, or host work.
 
     Attributes:
@@ -61,7 +61,7 @@ class Phase:
 class PhasedStep:
     """`state, metrics = step(state, batch)`, phase by phase."""
 
-    def __init__(self, phases: Sequence[Phase]) -> None:
+    def __init__(self, phases: Sequence[StepPhase]) -> None:
         self._phases = tuple(phases)
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[Any]] = []
@@ -100,7 +100,7 @@ class PhasedStep:
             )
         return known
 
-    def _until(self, name: str | None) -> Sequence[Phase]:
+    def _until(self, name: str | None) -> Sequence[StepPhase]:
         writers = [i for i, phase in enumerate(self._phases) if name in phase.writes]
         return self._phases[: max(writers) + 1] if name else self._phases
 
@@ -110,7 +110,7 @@ class PhasedStep:
         for work in pending:
             work.result()
 
-    def _submit(self, phase: Phase, arguments: list[Any]) -> Future[Any]:
+    def _submit(self, phase: StepPhase, arguments: list[Any]) -> Future[Any]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspeed-phase")
         work = self._pool.submit(lambda: phase.named(phase.function(*arguments)))

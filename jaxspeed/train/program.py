@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspeed.config import Batch, Config
 from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.metric import results, totals
 from jaxspeed.objective.objective import Objective
+from jaxspeed.objectives.terms_and_metrics import results, totals
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
 from jaxspeed.placement.batch_dims import batch_specs, check_sequence_dims
@@ -30,7 +30,7 @@ from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients
-from jaxspeed.train.phases import BATCH, METRICS, STATE, Phase, PhasedStep
+from jaxspeed.train.phases import BATCH, METRICS, STATE, PhasedStep, StepPhase
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer
@@ -66,7 +66,7 @@ class Program:
     update: Update
     source: BuildInputs
     proposal: ShardingProposal | None = None  # of the sharding over `tensor`, if inferred
-    phases_of: Callable[["Program"], Sequence[Phase]] | None = None  # of a step of several
+    phases_of: Callable[["Program"], Sequence[StepPhase]] | None = None  # of a step of several
 
     @property
     def table(self) -> PlacementTable:
@@ -116,12 +116,12 @@ class Program:
         return True
 
     @functools.cached_property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[StepPhase, ...]:
         """The phases of a step, in their order: here one program, unless `phases_of` has others."""
         if self.phases_of:
             return tuple(self.phases_of(self))
         names = (STATE, BATCH), (STATE, METRICS), (STATE,)
-        return (Phase("step", self.step, *names, mesh=self.mesh),)
+        return (StepPhase("step", self.step, *names, mesh=self.mesh),)
 
     def values(self, batch: Any) -> dict[str, Any]:
         """The shapes of the values with which a step begins, from those of a global batch."""

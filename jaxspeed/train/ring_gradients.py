@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches, unit_of
-from jaxspeed.objective.loss import Loss, Weights
+from jaxspeed.objective.loss import Loss, TermWeights
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
@@ -81,7 +81,7 @@ class RingGradients(Gradients):
         step: Any,
         scale: Any,
         errors: Arrays,
-        weights: Weights | None,
+        weights: TermWeights | None,
     ) -> Sums:
         """All micro-batches, reduced once a step where ranks hold full gradients, else each."""
 
@@ -111,7 +111,7 @@ class RingGradients(Gradients):
         scale: Any,
         errors: Arrays,
         count: int,
-        weights: Weights | None,
+        weights: TermWeights | None,
     ) -> Sums:
         """`count` micro-batches from the `first`, of which each rank computes its part.
 

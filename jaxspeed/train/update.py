@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxspeed.objective.accumulate import Sums, per_weight
-from jaxspeed.objective.metric import results
+from jaxspeed.objectives.terms_and_metrics import results
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.ops.materialize import materialize
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale

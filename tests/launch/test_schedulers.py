@@ -14,7 +14,7 @@ import yaml
 from jaxspeed.cli.main import main
 from jaxspeed.errors import ExitCode
 from jaxspeed.launch.agent import decoded_job
-from jaxspeed.launch.scheduler_table import SCHEDULERS, Scheduler
+from jaxspeed.launch.scheduler_table import SCHEDULERS, JobScheduler
 
 pytestmark = pytest.mark.fast
 
@@ -287,7 +287,7 @@ def test_a_ray_job_is_submitted_with_its_environment_and_driver(tmp_path, monkey
 QUEUE = {"--queue": {"default": "normal", "help": "the queue"}}
 
 
-class Pbs(Scheduler):
+class Pbs(JobScheduler):
     """PBS, with an option of its own."""
 
     program = "qsub"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspeed.engine import Engine
-from jaxspeed.train.phases import BATCH, METRICS, STATE, SUMS, VARIABLES, Phase, PhasedStep
+from jaxspeed.train.phases import BATCH, METRICS, STATE, SUMS, VARIABLES, PhasedStep, StepPhase
 from jaxspeed.user_models.batches import with_extra
 from tests.engine import tiny
 
@@ -47,15 +47,15 @@ def three_phases(factor):
         )
         reads = (STATE, SUMS, VARIABLES)
         return (
-            Phase(
+            StepPhase(
                 "gradients",
                 gradients_of(program),
                 (STATE, BATCH),
                 (SUMS, VARIABLES),
                 mesh=program.mesh,
             ),
-            Phase("scaling", on_host(factor), (SUMS,), (SUMS,)),
-            Phase("update", update, reads, (STATE, METRICS), (STATE,), mesh=program.mesh),
+            StepPhase("scaling", on_host(factor), (SUMS,), (SUMS,)),
+            StepPhase("update", update, reads, (STATE, METRICS), (STATE,), mesh=program.mesh),
         )
 
     return phases
@@ -120,8 +120,8 @@ def test_a_phase_before_the_step_adds_arrays_to_the_batch():
         names = (STATE, BATCH), (STATE, METRICS), (STATE,)
         weigh = jax.jit(program.in_mesh(weighed))
         return (
-            Phase("weights", weigh, (BATCH,), (BATCH,), mesh=program.mesh),
-            Phase("step", program.step, *names, mesh=program.mesh),
+            StepPhase("weights", weigh, (BATCH,), (BATCH,), mesh=program.mesh),
+            StepPhase("step", program.step, *names, mesh=program.mesh),
         )
 
     engine, fused = divided(1, phases, loss_fn=of_targets)
@@ -147,9 +147,9 @@ def test_host_work_runs_beside_later_phases():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     step = PhasedStep(
         [
-            Phase("slow", slow, (BATCH,), ("a",)),
-            Phase("marked", marked, (BATCH,), ("b",), mesh=mesh),
-            Phase(
+            StepPhase("slow", slow, (BATCH,), ("a",)),
+            StepPhase("marked", marked, (BATCH,), ("b",), mesh=mesh),
+            StepPhase(
                 "both", lambda a, b, x: (x, a + b), ("a", "b", STATE), (STATE, METRICS), (), mesh
             ),
         ]
@@ -164,8 +164,8 @@ def test_host_work_that_nothing_reads_is_waited_for_and_its_error_is_raised():
 
     step = PhasedStep(
         [
-            Phase("write", broken, (STATE,), ("written",)),
-            Phase("rest", lambda x: (x, x), (STATE,), (STATE, METRICS), mesh=jax.devices()[0]),
+            StepPhase("write", broken, (STATE,), ("written",)),
+            StepPhase("rest", lambda x: (x, x), (STATE,), (STATE, METRICS), mesh=jax.devices()[0]),
         ]
     )
     step(jnp.ones(()), None)
@@ -185,8 +185,8 @@ def test_a_value_is_not_donated_while_host_work_reads_it():
     taken = jax.jit(lambda x: (x + 1, x.sum()), donate_argnums=0)
     step = PhasedStep(
         [
-            Phase("read", slow, (STATE,), ("copy",), shapes=lambda x: x),
-            Phase("update", taken, (STATE,), (STATE, METRICS), (STATE,), mesh),
+            StepPhase("read", slow, (STATE,), ("copy",), shapes=lambda x: x),
+            StepPhase("update", taken, (STATE,), (STATE, METRICS), (STATE,), mesh),
         ]
     )
     step(jnp.ones(8), None)

@@ -14,8 +14,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import ModelError
-from jaxspeed.objective.loss import Terms
-from jaxspeed.objective.metric import Max, Mean, Min, Sum
+from jaxspeed.objectives import Max, Mean, Min, Sum, Terms
 from jaxspeed.run.evaluation import Evaluated
 from tests.support.covering import covering
 from tests.train.test_auxiliary_losses import FEATURES, SAMPLES, SEED, STEPS, Net, config

@@ -1,4 +1,7 @@
-"""Metrics of a loss: how their values of micro-batches, ranks and batches are combined."""
+"""What a loss returns beside a sum and its weight: several terms, and metrics of their own kind.
+
+A metric's values of micro-batches, ranks and batches of an evaluation are combined by its kind.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +12,16 @@ import jax
 import jax.numpy as jnp
 
 TOTALS = "totals"  # of an evaluation: the metrics that further batches are combined with
+
+
+class Terms(dict[str, tuple[Any, ...]]):
+    """A loss of several terms, by name: `(sum, weight)`, or `(sum, weight, coefficient)`.
+
+    The loss of a step is the sum over terms of coefficient x total sum / total weight, over all
+    micro-batches and devices. Each weight has to depend on the batch alone, as numbers of tokens or
+    pairs do. A term's average is a metric of its name, and the first term's weight is that of the
+    loss, by which metrics are averaged.
+    """
 
 
 @partial(
