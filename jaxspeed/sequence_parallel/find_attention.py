@@ -137,6 +137,8 @@ class _Search:
                 if problem.reported:
                     self.left_alone.append(LeftAlone(problem.reason, place(level.eqns[anchor])))
                 continue
+            if taken.intersection(call.members):  # the softmax of what an attention returns
+                continue
             found[call.members[-1]] = {*call.members}, eqns
             taken |= {*call.members}
             return

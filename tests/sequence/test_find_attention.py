@@ -546,6 +546,22 @@ def test_returned_probabilities_are_left_alone() -> None:
     assert left.reason == "the probabilities are read elsewhere"
 
 
+def test_a_softmax_of_what_attention_returns_is_no_other_attention() -> None:
+    """As of a router behind it, whose shares multiply a matrix."""
+
+    def routed(x: Array, w: Array) -> Array:
+        scores = x @ x.swapaxes(1, 2) + jnp.where(jnp.tri(S, dtype=bool), 0, -1e9)
+        y = x + jax.nn.softmax(scores * SCALE) @ x
+        return (y + jax.nn.softmax(y)) @ w
+
+    x, w = normal(B, S, D), normal(D, D)
+    closed = jax.make_jaxpr(routed)(x, w)
+    jaxpr, _ = with_attention_calls(closed)
+    assert len(calls(jaxpr)) == 1
+    (y,) = as_function(jaxpr, closed.consts)(x, w)
+    np.testing.assert_allclose(y, routed(x, w), rtol=1e-5, atol=1e-5)
+
+
 def test_other_softmaxes_are_neither_recognized_nor_reported() -> None:
     def cross_entropy(x: Array, w: Array) -> Array:
         return -jax.nn.log_softmax(x @ w)[..., 0].mean()

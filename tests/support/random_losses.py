@@ -474,7 +474,8 @@ def _gated_weights(net: Net, x: jax.Array, each: jax.Array, b: Arrays) -> Any:
 
 def _advantages(net: Net, x: jax.Array, each: jax.Array, b: Arrays) -> Any:
     reward = b["x"][:, 0, 0]
-    return (each.mean(1) * (reward - reward.mean()) / (reward.std() + 0.1)).sum(), float(len(x))
+    advantage = (reward - reward.mean()) / (reward.std() + 0.1)
+    return (each.mean(1) * (2 + advantage)).sum(), float(len(x))
 
 
 def _stopped(net: Net, x: jax.Array, each: jax.Array, b: Arrays) -> Any:
