@@ -452,7 +452,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_loss_that_once_was_wrong_is_right[sample written]",
     ),
     (
-        "return self._with_derivative(eqn, twin, given, values)",
+        "return self._with_derivative(eqn, twin, operands, values)",
         "return values",
         "test_a_loss_that_once_was_wrong_is_right[derivative of samples]",
     ),
@@ -467,7 +467,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_loss_that_once_was_wrong_is_right[part without weight]",
     ),
     (
-        "return replace(differentiated, weight_parameters=tuple(paths.values()))",
+        "return replace(differentiated, weight_parameters=paths)",
         "return program",
         "test_a_loss_that_once_was_wrong_is_right[trained weight]",
     ),
