@@ -18,9 +18,8 @@ from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.leaves import SavedLeaf
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
-from jaxspeed.placement.codec import CODECS, PLAIN, Codec
-from jaxspeed.quantization.codecs import QUANTIZED, codec_named
-from jaxspeed.quantization.moments import MOMENT_CODECS
+from jaxspeed.placement.codec import PLAIN, Codec
+from jaxspeed.quantization.codecs import CODECS, codec_named
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.pretrained_model import Origin
 
@@ -173,12 +172,11 @@ def codec_of(name: str, record: LeafRecord) -> Codec:
     Raises:
       CheckpointError: this version does not have it.
     """
-    own = CODECS | {codec.name: codec for codec in MOMENT_CODECS}
-    codec = own.get(record.codec) or codec_named(record.codec)
+    codec = codec_named(record.codec)
     if codec is None:
-        known = [*own, *QUANTIZED]
         raise CheckpointError(
-            f"{name} was stored by the codec {record.codec!r}; this version has {', '.join(known)}"
+            f"{name} was stored by the codec {record.codec!r}; this version has "
+            + ", ".join(CODECS)
         )
     return codec
 

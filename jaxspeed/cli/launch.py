@@ -21,30 +21,27 @@ from jaxspeed.launch.hostfile import checked_host, exported_environment, read_ho
 from jaxspeed.launch.local_group import HostJob, LocalGroup
 from jaxspeed.launch.output import Display
 from jaxspeed.launch.remote_group import SSH, RemoteGroup, coordinator_host, is_here
-from jaxspeed.launch.schedulers import ClusterJob, mpi_script, ray_script, slurm_script, submit
+from jaxspeed.launch.scheduler_table import SCHEDULERS
+from jaxspeed.launch.schedulers import ClusterJob, submit
 from jaxspeed.launch.supervisor import Restarts, supervise
 from jaxspeed.launch.variables import LAUNCHER
 
 # Commands of jaxspeed whose processes join each other.
 JOINING = ("train", "eval", "sample", "check")
-# What of --on an option is for; None stands for processes that are started from here.
-_ON = (None, "slurm", "mpi", "kubernetes", "jobset", "ray")
-_FOR: dict[str, tuple[str | None, ...]] = {
-    "logs": (None, "slurm", "mpi", "ray"),
-    "devices_per_process": (None, "slurm", "kubernetes", "jobset", "ray"),
-    "max_restarts_without_progress": (None, "ray"),
-    "grace": (None, "ray"),
-    "hostfile": (None, "mpi"),
-    "nodes": ("slurm", "mpi"),
-    "name": _ON[1:-1],
-    **dict.fromkeys(("print", "cache", "save_seconds", "option"), _ON[1:]),
-    **dict.fromkeys(("image", "accelerator", "volume"), ("kubernetes", "jobset")),
-    **dict.fromkeys(
-        ("all_output", "no_core_binding", "include", "exclude", "coordinator", "ssh"), (None,)
-    ),
+# Options of processes that are started from here.
+_HERE = {
+    "all_output",
+    "no_core_binding",
+    "logs",
+    "devices_per_process",
+    "grace",
+    "max_restarts_without_progress",
+    "hostfile",
+    "include",
+    "exclude",
+    "coordinator",
+    "ssh",
 }
-
-_SUBMITS = {"slurm": "sbatch", "mpi": "mpirun", "ray": "ray"}
 
 
 def _number(text: str, least: int, kind: Any, most: float = math.inf) -> Any:
@@ -144,7 +141,7 @@ def add(commands: Any) -> None:
     cluster = parser.add_argument_group("by a scheduler")
     cluster.add_argument(
         "--on",
-        choices=_ON[1:],
+        choices=tuple(SCHEDULERS),
         help="submit a job; kubernetes is an Indexed Job",
     )
     cluster.add_argument(
@@ -175,33 +172,27 @@ def add(commands: Any) -> None:
         help="an option of sbatch, mpirun, kubectl or ray job submit, like "
         "--option=--partition=gpu; may be repeated",
     )
-    cluster.add_argument("--image", help="container image (kubernetes, jobset)")
-    cluster.add_argument(
-        "--accelerator",
-        default="nvidia.com/gpu",
-        metavar="RESOURCE",
-        help="what --devices-per-process counts on Kubernetes (nvidia.com/gpu)",
-    )
-    cluster.add_argument(
-        "--volume",
-        action="append",
-        default=[],
-        metavar="CLAIM:/PATH",
-        help="a persistent volume claim for runs and cache (kubernetes, jobset); may be repeated",
-    )
+    own = {flag: how for each in SCHEDULERS.values() for flag, how in each.options.items()}
+    for flag, how in own.items():
+        cluster.add_argument(flag, **how)
     parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(given: argparse.Namespace) -> int:
-    # Where an option's value is --, argparse of Python 3.11 and 3.12 gives an empty list.
-    texts = (given.name, given.cache, given.hostfile, given.coordinator, given.ssh, given.image)
-    if [] in (*texts, given.logs, given.include, given.exclude, *given.option, *given.volume):
-        raise ConfigError("launch: -- is no value of an option")
-    for name, where in _FOR.items():
-        if given.on not in where and getattr(given, name) != given.default_of(name):
+    readers = {on: scheduler.names for on, scheduler in SCHEDULERS.items()}
+    read = _HERE if given.on is None else readers[given.on]
+    for name in sorted(_HERE.union(*readers.values())):
+        value = getattr(given, name)
+        if value == given.default_of(name):
+            continue
+        # Where an option's value is --, argparse of Python 3.12 gives an empty list.
+        if value == [] or (isinstance(value, list) and [] in value):
+            raise ConfigError("launch: -- is no value of an option")
+        if name not in read:
             option = f"--{name.replace('_', '-')}"
             if given.on is None:
-                raise ConfigError(f"{option}: needs --on {' or '.join(map(str, where))}")
+                where = " or ".join(on for on, names in readers.items() if name in names)
+                raise ConfigError(f"{option}: needs --on {where}")
             raise ConfigError(f"{option}: not used with --on {given.on}")
     return _supervise(given) if given.on is None else _submit(given)
 
@@ -210,53 +201,27 @@ def _submit(given: argparse.Namespace) -> int:
     """Print or submit the job of a scheduler."""
     if given.processes is None:
         raise ConfigError(f"--on {given.on}: needs --processes N, of all hosts")
-    restarts = _restarts(given)
-    on_kubernetes = given.on in ("kubernetes", "jobset")
-    command = command_of(given.words, None)
-    if on_kubernetes and command[0] == sys.executable:
-        command = ("python", *command[1:])
+    scheduler = SCHEDULERS[given.on]
     job = ClusterJob(
-        command,
+        command_of(given.words, None),
         given.processes,
         given.nodes,
         given.devices_per_process,
         name=given.name,
         folder=os.getcwd(),
         logs=os.path.abspath(given.logs or "logs"),
-        cache=given.cache if on_kubernetes else os.path.abspath(given.cache),
+        cache=os.path.abspath(given.cache),
         save_seconds=given.save_seconds,
         max_restarts=given.max_restarts,
         options=tuple(given.option),
     )
-    program = ["bash", "-s"]
-    if on_kubernetes:
-        from jaxspeed.launch.kubernetes import indexed_job, jobset
-
-        if given.image is None:
-            raise ConfigError(f"--on {given.on}: needs --image")
-        if not given.volume:
-            print("no --volume: checkpoints are lost with the pods", file=sys.stderr)
-        write = indexed_job if given.on == "kubernetes" else jobset
-        text = write(job, given.image, given.accelerator, given.volume)
-        program = ["kubectl", *given.option, "create", "-f", "-"]
-    elif given.on == "slurm":
-        text, program = slurm_script(job), ["sbatch"]
-        if not given.print:
-            Path(job.logs).mkdir(parents=True, exist_ok=True)  # SLURM opens its log there
-    elif given.on == "ray":
-        text = ray_script(job, restarts)
-    else:
-        text = mpi_script(job, given.hostfile)
+    text = scheduler.script(job, given)
     if given.print:
         sys.stdout.write(text)
         return 0
-    if shutil.which(needed := _SUBMITS.get(given.on, "kubectl")) is None:
-        raise ConfigError(f"{needed} is not installed here; --print shows the job")
-    return submit(program, text)
-
-
-def _restarts(given: argparse.Namespace) -> Restarts:
-    return Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
+    if shutil.which(scheduler.program) is None:
+        raise ConfigError(f"{scheduler.program} is not installed here; --print shows the job")
+    return submit(scheduler.command(job, given), text)
 
 
 def _supervise(given: argparse.Namespace) -> int:
@@ -264,7 +229,7 @@ def _supervise(given: argparse.Namespace) -> int:
     count = sum(job.processes for job in hosts.values())
     ranks = [host for host, job in hosts.items() for _ in range(job.processes)]
     display = Display(given.logs, given.all_output)
-    restarts = _restarts(given)
+    restarts = Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
 
     def start(events: Any, progress: str) -> LocalGroup | RemoteGroup:
         address = _coordinator(given.coordinator, list(hosts), Path(progress).parent)

@@ -7,7 +7,7 @@ from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
 from jaxspeed.config.lr_schedules import SCHEDULERS
-from jaxspeed.config.optimizers import OPTIMIZERS
+from jaxspeed.config.optimizers import LEAST_SIZE, OPTIMIZERS
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
 from jaxspeed.config.run_sections import SourceSection
@@ -129,11 +129,12 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         found = f'false with type "{optimizer.type}"'
         yield Problem("optimizer.params.adam_w_mode", found, works)
     offload = settings.zero_optimization.offload_optimizer
-    if offload.device == "cpu" and offload.where == "host" and "min_8bit_size" in params:
+    encoded = any(map(LEAST_SIZE.fullmatch, params))
+    if offload.device == "cpu" and offload.where == "host" and encoded:
         path, works = "zero_optimization.offload_optimizer.where", 'Needs "device".'
         found = f'"host", while optimizer.type is {optimizer.type}'
         yield Problem(path, found, works, ("optimizer.type",), fix={path: "device"})
-    if settings.bf16.enabled and settings.bf16.bf16_optimizer_states and "min_8bit_size" in params:
+    if settings.bf16.enabled and settings.bf16.bf16_optimizer_states and encoded:
         works = "Remove it: moments have 8 bits, and those of small parameters are fp32."
         yield Problem("bf16.bf16_optimizer_states", f"true with {optimizer.type}", works)
     if params.get("nesterov") and not (params["momentum"] > 0 and params["dampening"] == 0):

@@ -4,6 +4,7 @@ Where DeepSpeed's documentation and code disagree, the code is followed: the def
 Lamb and Lion, torch's SGD and Adagrad, and Muon with Adam for parameters that are no matrices.
 """
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -123,6 +124,7 @@ class MuonParams(TorchOnly):
     eps: NonNegative = honoured(1e-10, _EPS)
 
 
+LEAST_SIZE = re.compile(r"min_\d+bit_size")  # the parameter of optimizers with encoded moments
 _LEAST = honoured(
     4096,
     "Moments of parameters of fewer elements (per layer of a stack) stay in fp32; those of "

@@ -5,7 +5,12 @@
 
 from jaxspeed.lazy_names import lazy_names
 from jaxspeed.ops.attention import attention
-from jaxspeed.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from jaxspeed.ops.cross_entropy import (
+    TokenLogprobs,
+    cross_entropy,
+    linear_cross_entropy,
+    token_logprobs,
+)
 from jaxspeed.ops.embed import embed
 from jaxspeed.ops.norms import layer_norm, rms_norm
 from jaxspeed.ops.rope import (
@@ -30,6 +35,7 @@ __all__ = [
     "RopeScaling",
     "Rotation",
     "Scaling",
+    "TokenLogprobs",
     "YarnScaling",
     "attention",
     "cross_entropy",
@@ -43,4 +49,5 @@ __all__ = [
     "rotate_neighbours",
     "rotation",
     "saves_inputs",
+    "token_logprobs",
 ]

@@ -1,25 +1,49 @@
-"""Cross-entropy of logits, and fused linear cross-entropy in chunks of the vocabulary.
+"""Cross-entropy of logits; fused with the head, in chunks of the vocabulary, and by token.
 
 For one token with hidden state h, head W [vocab, embed] and target y, with l = W h + b:
 
     lse  = log sum_v exp(l_v)
     loss = lse - (1 - eps) l_y - eps mean_v(l_v) + z lse^2
 
-eps is the label smoothing and z the weight of the z-loss (PaLM, arXiv:2204.02311, section 5). Both
-functions return the *sum* over the tokens that count and their number, so that a mean over
-micro-batches and devices is taken once, at the end.
+eps is the label smoothing and z the weight of the z-loss (PaLM, arXiv:2204.02311, section 5). The
+cross-entropies return the *sum* over the tokens that count and their number, so that a mean over
+micro-batches and devices is taken once, at the end. `token_logprobs` returns l_y - lse for
+each token.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.free_axes import vocabulary_parts
-from jaxspeed.ops.vocabulary_parallel import chunks_of, logits_of, pick, sums_over_vocabulary
+from jaxspeed.ops.vocabulary_parallel import (
+    LOWEST_BELOW,
+    Statistic,
+    VocabularySums,
+    chunks_of,
+    logits_of,
+    pick,
+    sums_over_vocabulary,
+)
+
+WeightLayout = Literal["vocab_embed", "embed_vocab"]
+
+
+class TokenLogprobs(NamedTuple):
+    """What `token_logprobs` returns, each with the shape of its targets, or None if not requested.
+
+    `entropy` is that of the softmax in nats; `is_top` whether the target is the argmax.
+    """
+
+    logprobs: jax.Array
+    entropy: jax.Array | None = None
+    is_top: jax.Array | None = None
+    mean_logit: jax.Array | None = None
 
 
 def cross_entropy(
@@ -37,12 +61,11 @@ def cross_entropy(
         in fp32 (fp64 for fp64 logits). A label outside [0, classes) makes the sum NaN.
     """
     logits = logits.astype(_accumulator(logits))
-    return _finish(
+    also: list[Statistic] = ["logit_sum"] if label_smoothing else []
+    return _loss(
+        _sums_of_logits(logits, labels, also),
         labels,
         logits.shape[-1],
-        lse=jax.nn.logsumexp(logits, axis=-1),
-        target_logit=pick(logits, labels),
-        logit_sum=jnp.sum(logits, axis=-1) if label_smoothing else None,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -60,7 +83,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     soft_cap: float | None = None,
     chunk: int | None = None,
-    weight_layout: Literal["vocab_embed", "embed_vocab"] = "vocab_embed",
+    weight_layout: WeightLayout = "vocab_embed",
 ) -> tuple[jax.Array, jax.Array]:
     """`cross_entropy(hidden @ weight.T + bias, targets)`, without materializing all logits.
 
@@ -85,6 +108,102 @@ def linear_cross_entropy(
     Returns:
         (sum, weight) as `cross_entropy`.
     """
+    also: list[Statistic] = ["logit_sum"] if label_smoothing else []
+    sums, vocab = _vocabulary_sums(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        soft_cap=soft_cap,
+        chunk=chunk,
+        weight_layout=weight_layout,
+        also=also,
+    )
+    return _loss(
+        sums,
+        targets,
+        vocab,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+
+
+def token_logprobs(
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    *,
+    temperature: float | jax.Array = 1.0,
+    entropy: bool = False,
+    is_top: bool = False,
+    mean_logit: bool = False,
+    bias: jax.Array | None = None,
+    ignore_index: int = -100,
+    soft_cap: float | None = None,
+    chunk: int | None = None,
+    weight_layout: WeightLayout = "vocab_embed",
+) -> TokenLogprobs:
+    """Log-probability of each target, without materializing all logits; more on request.
+
+    Logits are (hidden @ weight.T + bias) / temperature. They are computed, recomputed and
+    communicated as in `linear_cross_entropy`, which sums -logprobs of temperature 1.
+
+    Args:
+        hidden, weight, targets, bias, soft_cap, chunk, weight_layout: as in `linear_cross_entropy`.
+            A cap comes before the temperature.
+        temperature: above 0; a number or a scalar array, which has no gradient.
+        entropy: also return the entropy of the softmax, in nats, with its gradient.
+        is_top: also return whether the target is the argmax, as bool.
+        mean_logit: also return the mean of the logits over the vocabulary, with its gradient.
+        ignore_index: tokens with this target are 0 (or False) in all results, without gradient.
+            The log-probability of any other target outside [0, vocab) is NaN.
+
+    Returns:
+        `TokenLogprobs`, in fp32 (fp64 for fp64 operands).
+    """
+    if jnp.ndim(temperature):
+        raise ModelError(f"temperature has shape {jnp.shape(temperature)}: it should be a scalar")
+    if not isinstance(temperature, jax.Array):
+        temperature = float(temperature)
+        if not temperature > 0:
+            raise ModelError(f"temperature is {temperature}: logits are divided by it, so above 0")
+    requests: dict[Statistic, bool] = {
+        "logit_sum": mean_logit,
+        "entropy": entropy,
+        "is_top": is_top,
+    }
+    sums, vocab = _vocabulary_sums(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        soft_cap=soft_cap,
+        temperature=temperature,
+        chunk=chunk,
+        weight_layout=weight_layout,
+        also=[name for name, asked in requests.items() if asked],
+    )
+    counted = targets != ignore_index
+    logprobs = _nan_if_unknown(sums.target_logit - sums.lse, targets, vocab)
+    mean = None if sums.logit_sum is None else sums.logit_sum / vocab
+    values = TokenLogprobs(logprobs, sums.entropy, sums.is_top, mean)
+    return jax.tree.map(lambda x: jnp.where(counted, x, jnp.zeros((), x.dtype)), values)
+
+
+def _vocabulary_sums(
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    *,
+    bias: jax.Array | None,
+    soft_cap: float | None,
+    chunk: int | None,
+    weight_layout: WeightLayout,
+    temperature: float | jax.Array = 1.0,
+    also: Collection[Statistic],
+) -> tuple[VocabularySums, int]:
+    """The sums over the vocabulary for each token, and the vocabulary's size."""
     if weight_layout == "embed_vocab":
         weight = weight.T
     elif weight_layout != "vocab_embed":
@@ -99,14 +218,8 @@ def linear_cross_entropy(
         )
     dtype, parts = _accumulator(hidden), vocabulary_parts()
     if parts == 1 and chunks_of(vocab, chunk)[0] == 1:  # a single chunk
-        logits = logits_of(hidden, weight, bias, dtype, soft_cap)
-        return cross_entropy(
-            logits,
-            targets,
-            ignore_index=ignore_index,
-            z_loss=z_loss,
-            label_smoothing=label_smoothing,
-        )
+        logits = logits_of(hidden, weight, bias, dtype, soft_cap, temperature)
+        return _sums_of_logits(logits, targets, also), vocab
     sums = sums_over_vocabulary(
         hidden,
         weight,
@@ -114,19 +227,29 @@ def linear_cross_entropy(
         targets,
         dtype=dtype,
         soft_cap=soft_cap,
+        temperature=temperature,
         chunk=chunk,
-        with_logit_sum=label_smoothing != 0,
         parts=parts,
+        also=also,
     )
-    return _finish(
-        targets,
-        vocab,
-        lse=sums.lse,
-        target_logit=sums.target_logit,
-        logit_sum=sums.logit_sum,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
+    return sums, vocab
+
+
+def _sums_of_logits(
+    logits: jax.Array, targets: jax.Array, also: Collection[Statistic]
+) -> VocabularySums:
+    """The sums over the vocabulary of logits [..., vocab]."""
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    entropy = None
+    if "entropy" in also:
+        log_p = jnp.maximum(logits - lse[..., None], LOWEST_BELOW)
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return VocabularySums(
+        lse,
+        pick(logits, targets),
+        jnp.sum(logits, axis=-1) if "logit_sum" in also else None,
+        entropy,
+        jnp.argmax(logits, axis=-1) == targets if "is_top" in also else None,
     )
 
 
@@ -135,28 +258,31 @@ def _accumulator(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _finish(
+def _loss(
+    sums: VocabularySums,
     targets: jax.Array,
     vocab: int,
     *,
-    lse: jax.Array,
-    target_logit: jax.Array,
-    logit_sum: jax.Array | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[jax.Array, jax.Array]:
     """The module's formula, summed over the tokens that count."""
-    loss = lse - (1 - label_smoothing) * target_logit
-    if logit_sum is not None and label_smoothing:
-        loss -= label_smoothing * logit_sum / vocab
+    loss = sums.lse - (1 - label_smoothing) * sums.target_logit
+    if sums.logit_sum is not None:
+        loss -= label_smoothing * sums.logit_sum / vocab
     if z_loss:
-        loss += z_loss * jnp.square(lse)
+        loss += z_loss * jnp.square(sums.lse)
     counted = targets != ignore_index
-    known = (targets >= 0) & (targets < vocab)
-    loss = jnp.where(counted, jnp.where(known, loss, jnp.nan), 0)
+    loss = jnp.where(counted, _nan_if_unknown(loss, targets, vocab), 0)
     # One sum, so that devices all-reduce both at once. (Two independent collectives can deadlock
     # the simulated devices of XLA:CPU.)
     both = jnp.stack([loss, counted.astype(loss.dtype)])
     total, weight = jnp.sum(both, axis=range(1, both.ndim))
     return total, weight
+
+
+def _nan_if_unknown(values: jax.Array, targets: jax.Array, vocab: int) -> jax.Array:
+    """Per-token values, with NaN where the target is outside of the vocabulary."""
+    known = (targets >= 0) & (targets < vocab)
+    return jnp.where(known, values, jnp.nan)

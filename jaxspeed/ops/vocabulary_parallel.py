@@ -4,6 +4,8 @@ The loss of a token with hidden state h needs of its logits l = W h + b only
 
     lse = log sum_v exp(l_v),   the target's l_y,   and for label smoothing  sum_v l_v
 
+and its entropy, with m the maximum of the logits, only  sum_v exp(l_v - m) (l_v - m)  besides.
+
 The head is scanned in chunks with an online log-sum-exp; the backward pass recomputes a chunk's
 logits. Where mesh axes shard the vocabulary (tensor, and pipe, whose stages share the head), each
 of their T devices has a T-th of the rows of W and does this for them; the T maxima and sums of a
@@ -14,7 +16,8 @@ its gradient of h is all-reduced once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +31,19 @@ from jaxspeed.placement.grad_barrier import grads_together
 # Columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU.
 AUTO_CHUNK = 8192
 LANES = 128  # a padded chunk is a multiple of this, the width of a TPU register
+LOWEST_BELOW = -1000  # of a logit below the maximum, so that p log p is finite; exp of it is 0
+
+Statistic = Literal["logit_sum", "entropy", "is_top"]
 
 
 class VocabularySums(NamedTuple):
-    """Sums over the vocabulary, for each token."""
+    """Sums over the vocabulary, for each token; a `Statistic` that is not requested is None."""
 
     lse: jax.Array
     target_logit: jax.Array
-    logit_sum: jax.Array  # zero if not requested
+    logit_sum: jax.Array | None = None
+    entropy: jax.Array | None = None
+    is_top: jax.Array | None = None  # whether the target is the argmax
 
 
 class _Running(NamedTuple):
@@ -44,7 +52,9 @@ class _Running(NamedTuple):
     top: jax.Array
     total: jax.Array
     target_logit: jax.Array
-    logit_sum: jax.Array
+    logit_sum: jax.Array | None
+    below: jax.Array | None  # sum_v exp(l_v - top) (l_v - top)
+    place: jax.Array | None  # of the target: 1 if it is the argmax, -1 if it is behind it, else 0
 
 
 def chunks_of(vocab: int, chunk: int | None = None) -> tuple[int, int]:
@@ -75,8 +85,9 @@ def sums_over_vocabulary(
     *,
     dtype: jnp.dtype,
     soft_cap: float | None = None,
+    temperature: float | jax.Array = 1.0,
     chunk: int | None = None,
-    with_logit_sum: bool = False,
+    also: Collection[Statistic] = (),
     parts: int = 1,
 ) -> VocabularySums:
     """The sums for hidden [..., embed], weight [vocab, embed], bias [vocab] and targets [...].
@@ -108,23 +119,39 @@ def sums_over_vocabulary(
         # step, the logits of all chunks would stay live until then (seen on TPU compiles).
         hidden, chunk_weight = grads_together(wide_hidden, chunk_weight)
         operand = hidden.astype(operand_dtype)
-        logits = logits_of(operand, chunk_weight, chunk_bias, dtype, soft_cap)
+        logits = logits_of(operand, chunk_weight, chunk_bias, dtype, soft_cap, temperature)
         here = (targets >= start) & (targets < start + chunk)
         target_logit = seen.target_logit + jnp.where(here, pick(logits, targets - start), 0)
-        logit_sum = seen.logit_sum
+        logit_sum, place = seen.logit_sum, seen.place
         real = start + jnp.arange(chunk) < real_rows
-        if with_logit_sum:
+        if logit_sum is not None:
             logit_sum += jnp.sum(jnp.where(real, logits, 0) if padding else logits, axis=-1)
         if padding:
             logits = jnp.where(real, logits, lowest)
         # The maximum only keeps exp in range: lse does not depend on it, so it has no gradient.
-        top = lax.stop_gradient(jnp.maximum(seen.top, jnp.max(logits, axis=-1)))
-        total = seen.total * jnp.exp(seen.top - top)
-        total += jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)
-        return _Running(top, total, target_logit, logit_sum), None
+        highest = jnp.max(logits, axis=-1)
+        top = lax.stop_gradient(jnp.maximum(seen.top, highest))
+        if place is not None:
+            argmax = start + jnp.argmax(logits, axis=-1)
+            behind = (argmax < targets).astype(dtype)
+            place = jnp.where(highest > seen.top, (argmax == targets) - behind, place)
+        total, below = _relative_to(top, seen)
+        lower = logits - top[..., None]
+        exps = jnp.exp(lower)
+        total += jnp.sum(exps, axis=-1)
+        if below is not None:
+            below += jnp.sum(exps * jnp.maximum(lower, LOWEST_BELOW), axis=-1)
+        return _Running(top, total, target_logit, logit_sum, below, place), None
 
     zeros = jnp.zeros(targets.shape, dtype)
-    start = _Running(jnp.full(targets.shape, lowest, dtype), zeros, zeros, zeros)
+    start = _Running(
+        jnp.full(targets.shape, lowest, dtype),
+        zeros,
+        zeros,
+        zeros if "logit_sum" in also else None,
+        zeros if "entropy" in also else None,
+        zeros if "is_top" in also else None,
+    )
     xs = (weights, biases, jnp.arange(n_chunks) * chunk)
     if n_chunks == 1:  # no scan, and no recomputation
         seen, _ = body(start, jax.tree.map(lambda x: x[0], xs))
@@ -132,7 +159,14 @@ def sums_over_vocabulary(
         seen, _ = lax.scan(jax.checkpoint(body), start, xs)
     if parts > 1:
         seen = _combined(seen)
-    return VocabularySums(seen.top + jnp.log(seen.total), seen.target_logit, seen.logit_sum)
+    log_total = jnp.log(seen.total)
+    return VocabularySums(
+        seen.top + log_total,
+        seen.target_logit,
+        seen.logit_sum,
+        None if seen.below is None else log_total - seen.below / seen.total,
+        None if seen.place is None else seen.place == 1,
+    )
 
 
 def _in_chunks(x: jax.Array, parts: int, rows: int, n_chunks: int, chunk: int) -> jax.Array:
@@ -157,8 +191,20 @@ def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
 def _combined(seen: _Running) -> _Running:
     """Combine the shards, [parts, ...], of a log-sum-exp."""
     top = jnp.max(seen.top, axis=0)
-    total = jnp.sum(seen.total * jnp.exp(seen.top - top), axis=0)
-    return _Running(top, total, jnp.sum(seen.target_logit, axis=0), jnp.sum(seen.logit_sum, axis=0))
+    total, below = _relative_to(top, seen)
+    # Of equal maxima the first is the argmax: a shard that has one before the target adds -1.
+    place = None if seen.place is None else jnp.where(seen.top == top, seen.place, 0)
+    sums = (total, seen.target_logit, seen.logit_sum, below, place)
+    return _Running(top, *jax.tree.map(lambda x: jnp.sum(x, axis=0), sums))
+
+
+def _relative_to(top: jax.Array, seen: _Running) -> tuple[jax.Array, jax.Array | None]:
+    """`total` and `below` for another `top`."""
+    scale = jnp.exp(seen.top - top)
+    total = seen.total * scale
+    if seen.below is None:
+        return total, None
+    return total, seen.below * scale + total * jnp.maximum(seen.top - top, LOWEST_BELOW)
 
 
 def logits_of(
@@ -167,8 +213,11 @@ def logits_of(
     bias: jax.Array | None,
     dtype: jnp.dtype,
     soft_cap: float | None = None,
+    temperature: float | jax.Array = 1.0,
 ) -> jax.Array:
-    """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`, capped.
+    """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`.
+
+    Then capped, and divided by the temperature.
 
     Hidden [parts, ..., embed] and weight [parts, columns, embed] are batched over parts.
 
@@ -188,7 +237,11 @@ def logits_of(
     if bias is not None:
         between = tuple(range(bias.ndim - 1, logits.ndim - 1))
         logits += jnp.expand_dims(bias.astype(dtype), between)
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    if isinstance(temperature, jax.Array):
+        return logits / lax.stop_gradient(temperature).astype(dtype)
+    return logits if temperature == 1 else logits / temperature
 
 
 def pick(logits: jax.Array, index: jax.Array) -> jax.Array:

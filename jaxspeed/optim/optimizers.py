@@ -6,6 +6,7 @@ the others.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxspeed.config.optimizers import LEAST_SIZE
 from jaxspeed.config.patterns import match
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim.groups import GroupLike, Match, PathRules
@@ -35,7 +37,7 @@ from jaxspeed.optim.transforms import (
 # Implementation choices of torch and DeepSpeed that do not change the formula.
 _IMPLEMENTATION_HINTS = frozenset(
     {"torch_adam", "set_grad_none", "fused", "foreach", "capturable", "differentiable"}
-    | {"fp32_optimizer_states", "min_8bit_size"}
+    | {"fp32_optimizer_states"}
 )
 # Unsupported variants of the formula. The config refuses them, and may pass them switched off.
 _NOT_BUILT = frozenset({"amsgrad", "maximize", "max_grad_norm"})
@@ -119,14 +121,16 @@ def base_learning_rates(type: str, params: Mapping[str, Any]) -> dict[str, float
 def _call(
     type: str, params: Mapping[str, Any]
 ) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
-    name = type.lower().removeprefix("paged").removesuffix("8bit")
+    name = re.sub(r"^paged|\d+bit$", "", type.lower())
     if name not in _OPTIMIZERS:
         known = "Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon"
         raise ConfigError(f"optimizer.type: unknown {type!r}; known: {known}")
     arguments = {
         key: value
         for key, value in params.items()
-        if key not in _IMPLEMENTATION_HINTS and (value or key not in _NOT_BUILT)
+        if key not in _IMPLEMENTATION_HINTS
+        and not LEAST_SIZE.fullmatch(key)
+        and (value or key not in _NOT_BUILT)
     }
     if name == "adamw":  # the name has priority, as in DeepSpeed's engine
         arguments["adam_w_mode"] = True

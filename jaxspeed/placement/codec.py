@@ -55,8 +55,13 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which checkpoints have it; `CODECS` finds it by this name."""
+        """The name under which checkpoints have it; `named` finds it."""
         ...
+
+    @classmethod
+    def named(cls, name: str) -> "Codec | None":
+        """The codec of this class, with its options, that has this name; None if none has."""
+        return None
 
     @property
     def views(self) -> Collection[str]:
@@ -103,6 +108,10 @@ class Plain(Codec):
     def name(self) -> str:
         return "plain"
 
+    @classmethod
+    def named(cls, name: str) -> "Plain | None":
+        return PLAIN if name == PLAIN.name else None
+
     def arrays(
         self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
@@ -117,7 +126,6 @@ class Plain(Codec):
 
 
 PLAIN = Plain()
-CODECS: dict[str, Codec] = {PLAIN.name: PLAIN}  # what checkpoints may name
 
 
 class AssignsCodecs(Protocol):

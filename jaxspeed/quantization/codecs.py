@@ -25,12 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.placement.codec import Codec, EncodedArray, Stored
+from jaxspeed.placement.codec import Codec, EncodedArray, Plain, Stored
 from jaxspeed.quantization.maps import FP4, NF4, borders, dynamic_map
+from jaxspeed.quantization.moments import DynamicBlocks
 
 GROUP = 256  # scales of the second level that share one
 _FP32, _UINT8 = jnp.dtype("float32"), jnp.dtype("uint8")
 Values = Literal["nf4", "fp4"]
+_OF_DIMS = r"(?: of (\d+) x (\d+) dims)?"
 _PER_LAYER = ("slice", "dynamic_slice", "squeeze")
 
 
@@ -83,6 +85,15 @@ class FourBit(MatrixCodec):
     def name(self) -> str:
         twice = " double" if self.double else ""
         return f"{self.values} blocks of {self.block}{twice}{self._dims}"
+
+    @classmethod
+    def named(cls, name: str) -> "FourBit | None":
+        found = re.fullmatch(rf"(nf4|fp4) blocks of (\d+)( double)?{_OF_DIMS}", name)
+        if found is None:
+            return None
+        values, block, double, inputs, outputs = found.groups("")
+        of = int(inputs or 1), int(outputs or 1)
+        return cls(*of, cast(Values, values), int(block), bool(double))
 
     def multiples(self, shape: Sequence[int]) -> Sequence[int]:
         inner = self.ins(shape)[1:]
@@ -209,6 +220,11 @@ class RowInt8(MatrixCodec):
     def name(self) -> str:
         return f"int8 rows{self._dims}"
 
+    @classmethod
+    def named(cls, name: str) -> "RowInt8 | None":
+        found = re.fullmatch(f"int8 rows{_OF_DIMS}", name)
+        return None if found is None else cls(*(int(n or 1) for n in found.groups()))
+
     def arrays(
         self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
@@ -303,23 +319,27 @@ def _each_of(stored: Stored, count: int, dims: Any) -> Stored:
     return {name: x.transpose(dims) if x.ndim == count else x for name, x in stored.items()}
 
 
-QUANTIZED = ("nf4", "fp4", "int8 rows")  # how their names start
-_NAME = re.compile(
-    r"(?:(nf4|fp4) blocks of (\d+)( double)?|int8 rows)(?: of (\d+) x (\d+) dims)?"
-    r"(?: in order (\d+(?: \d+)*))?"
-)
+# The codecs that checkpoints may name, by how their names start.
+CODECS: dict[str, type[Codec]] = {
+    "plain": Plain,
+    "nf4": FourBit,
+    "fp4": FourBit,
+    "int8 rows": RowInt8,
+    "8-bit": DynamicBlocks,
+}
 
 
-def codec_named(name: str) -> MatrixCodec | Reordered | None:
+def codec_named(name: str) -> Codec | None:
     """The codec of this name; None if it is not one of these."""
-    if (found := _NAME.fullmatch(name)) is None:
+    own, ordered, order = name.partition(" in order ")
+    starts = (kind for start, kind in CODECS.items() if own.startswith(start))
+    codec = next((codec for kind in starts if (codec := kind.named(own))), None)
+    if not ordered:
+        return codec
+    dims = order.split(" ")
+    if not isinstance(codec, MatrixCodec) or not all(map(str.isdecimal, dims)):
         return None
-    values, block, double, *dims, order = found.groups()
-    inputs, outputs = (int(n or 1) for n in dims)
-    codec: MatrixCodec = RowInt8(inputs, outputs)
-    if values is not None:
-        codec = FourBit(inputs, outputs, cast(Values, values), int(block), double is not None)
-    return Reordered(codec, tuple(map(int, order.split()))) if order else codec
+    return Reordered(codec, tuple(map(int, dims)))
 
 
 # -- codes and their values ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ unsigned one for second moments.
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,10 @@ class DynamicBlocks(Codec):
     def name(self) -> str:
         kind = "signed" if self.signed else "unsigned"
         return f"8-bit {kind}{' by layer' * bool(self.stacked)}"
+
+    @classmethod
+    def named(cls, name: str) -> "DynamicBlocks | None":
+        return next((codec for codec in MOMENT_CODECS if codec.name == name), None)
 
     def _rows(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """(dim, rows of it, number of the blocks that they are)."""
@@ -131,6 +135,12 @@ def rule_of_moments(leaves: Iterable[Leaf], least: int) -> MomentRule:
             and not is_embedding(leaf)
         }
     )
+
+
+# The rule of an optimizer whose parameter of this name is not 0: the least size that is encoded.
+MOMENT_RULES: dict[str, Callable[[Iterable[Leaf], int], AssignsCodecs]] = {
+    "min_8bit_size": rule_of_moments
+}
 
 
 def is_embedding(leaf: Leaf) -> bool:

@@ -22,7 +22,7 @@ from jaxspeed.optim import (
 from jaxspeed.placement import Leaf
 from jaxspeed.placement.codec import AssignsCodecs
 from jaxspeed.placement.precision import precision_of
-from jaxspeed.quantization.moments import rule_of_moments
+from jaxspeed.quantization.moments import MOMENT_RULES
 from jaxspeed.user_models.user_code import foreign
 
 
@@ -80,7 +80,11 @@ def optimizer_of(
             "initialize(optimizer=<an Optax transformation>)"
         )
 
-    least = section.params.get("min_8bit_size")
+    codecs = [
+        rule_of(leaves.values(), section.params[name])
+        for name, rule_of in MOMENT_RULES.items()
+        if section.params.get(name)
+    ]
     scheduler = config.scheduler
     schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
     transform = build_optimizer(
@@ -92,14 +96,13 @@ def optimizer_of(
         match=covers,
         stacked=lambda path: leaves[path].stacked if path in leaves else 0,
         inputs=lambda path: leaves[path].matrix_inputs if path in leaves else None,
-        moment_dtype=jnp.float32 if least else precision_of(config).opt,
+        moment_dtype=jnp.float32 if codecs else precision_of(config).opt,
     )
     base = base_learning_rates(section.type, section.params)
 
     def learning_rates(step: jax.Array) -> dict[str, jax.Array]:
         return {name: schedule.lr(step, lr) for name, lr in base.items()}
 
-    codecs = [rule_of_moments(leaves.values(), least)] if least else []
     return RunOptimizer(
         optax.with_extra_args_support(transform),
         config.gradient_clipping,

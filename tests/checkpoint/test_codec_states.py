@@ -9,9 +9,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.config.optimizers import OPTIMIZERS, AdamParams
+from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.errors import CheckpointError
 from jaxspeed.interop.exporting import export
-from jaxspeed.placement.codec import CODECS, CodecRule
+from jaxspeed.placement.codec import CodecRule
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.quantization.codecs import CODECS
+from jaxspeed.quantization.moments import MOMENT_RULES
 from tests.support.int8_blocks import rounded
 from tests.train.test_codecs import (
     BASE,
@@ -29,8 +34,8 @@ from tests.train.test_codecs import (
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    for codec in (INT8, FOURS, OF_HEAD.codec):
-        monkeypatch.setitem(CODECS, codec.name, codec)
+    for codec in (INT8, OF_HEAD.codec):
+        monkeypatch.setitem(CODECS, " ".join(codec.name.split()[:2]), type(codec))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +142,7 @@ def test_an_export_has_the_decoded_values(saved, tmp_path):
 
 def test_a_codec_that_is_not_there_is_named(saved, monkeypatch):
     _, folder = saved
-    monkeypatch.delitem(CODECS, INT8.name)
+    monkeypatch.delitem(CODECS, "int8 blocks")
     with pytest.raises(CheckpointError, match="by the codec 'int8 blocks of 2'; this version has"):
         restored(engine("stacked", 1, ()), folder)
 
@@ -148,3 +153,27 @@ def test_parameters_that_are_assigned_are_encoded():
     made.parameters = {"layers/1/w": ones}
     assert is_encoded(made.state.params["layers/1/w"])
     np.testing.assert_allclose(made.parameters["layers/1/w"], rounded(ones, INT8), rtol=1e-6)
+
+
+class Adam9bitParams(AdamParams):
+    min_9bit_size: int = 1
+
+
+def test_an_optimizer_with_a_codec_of_its_own_is_added_by_tables(monkeypatch, tmp_path):
+    """Its parameters, the rule of its moments, and the codec that a checkpoint names."""
+    monkeypatch.setitem(OPTIMIZERS, "Adam9bit", Adam9bitParams)
+    key = "optimizer.params.min_{}bit_size"  # in the source, VOCABULARY has what OPTIMIZERS has
+    monkeypatch.setitem(VOCABULARY, key.format(9), VOCABULARY[key.format(8)])
+    rules = {"min_9bit_size": lambda leaves, least: CodecRule("opt", "*/nu/**", FOURS)}
+    monkeypatch.setitem(MOMENT_RULES, *rules.popitem())
+    optimizer = {"type": "Adam9bit", "params": {"lr": 0.01}}
+    made = engine("stacked", 3, (), optimizer=optimizer)
+    made.train_batch(batch(1))
+    encoded = {path for path in flat_with_paths(made.state.opt) if path.endswith("/codes")}
+    assert encoded and all("/nu/" in path for path in encoded)
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(made.program, made.state, tag="first")
+    checkpoints.close()
+    other = engine("stacked", 3, (), optimizer=optimizer)
+    assert not restored(other, tmp_path).notes
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((other.state.opt, made.state.opt)))

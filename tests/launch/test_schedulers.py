@@ -14,6 +14,7 @@ import yaml
 from jaxspeed.cli.main import main
 from jaxspeed.errors import ExitCode
 from jaxspeed.launch.agent import decoded_job
+from jaxspeed.launch.scheduler_table import SCHEDULERS, Scheduler
 
 pytestmark = pytest.mark.fast
 
@@ -278,6 +279,46 @@ def test_a_ray_job_is_submitted_with_its_environment_and_driver(tmp_path, monkey
     assert (job.count, job.processes, job.devices, job.folder) == (4, 1, 1, str(tmp_path))
     assert job.command == (sys.executable, "-m", "jaxspeed", *TRAIN[1:])
     assert given["restarts"]["most"] == 2
+
+
+# -- one of another package --------------------------------------------------------------------
+
+
+QUEUE = {"--queue": {"default": "normal", "help": "the queue"}}
+
+
+class Pbs(Scheduler):
+    """PBS, with an option of its own."""
+
+    program = "qsub"
+    reads = ("nodes", "name")
+    options = QUEUE
+
+    def script(self, job, given):
+        return f"#PBS -N {job.name} -q {given.queue} -l nodes={job.nodes}\n{job.command[-1]}\n"
+
+    def command(self, job, given):
+        return ["qsub", *job.options]
+
+
+def test_a_scheduler_is_added_by_its_name_and_class(monkeypatch, tmp_path, capsys, printed):
+    monkeypatch.setitem(SCHEDULERS, "pbs", Pbs())
+    options = ["--queue", "long", "--nodes", "2", "--option=-V"]
+    script = printed("pbs", *options)
+    assert script == "#PBS -N jaxspeed -q long -l nodes=2\nconfigs/tiny.yaml\n"
+    stub(tmp_path, "qsub", "echo $@ > words; cat > given; exit 7")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert main(["launch", "--on", "pbs", "--processes", "4", *options, *TRAIN]) == 7
+    assert (tmp_path / "words").read_text() == "-V\n"
+    assert (tmp_path / "given").read_text() == script
+    for words, said in (
+        (["--on", "pbs", "--image", "x"], "--image: not used with --on pbs"),
+        (["--on", "slurm", "--queue", "long"], "--queue: not used with --on slurm"),
+        (["--queue", "long"], "--queue: needs --on pbs"),
+        (["--nodes", "2"], "--nodes: needs --on slurm or mpi or pbs"),
+    ):
+        assert main(["launch", "--processes", "4", *words, *TRAIN]) == ExitCode.CONFIG
+        assert said in capsys.readouterr().err
 
 
 # -- mistakes ----------------------------------------------------------------------------------

@@ -68,6 +68,13 @@ def chunked_loss(w: Any, b: Any) -> Any:
     return total / count
 
 
+def chunked_logprobs(w: Any, b: Any) -> Any:
+    asked = {"entropy": True, "is_top": True, "mean_logit": True}
+    found = ops.token_logprobs(b["x"], w["head"], b["y"], chunk=24, temperature=0.7, **asked)
+    values = (found.logprobs, found.entropy, found.mean_logit)
+    return sum(jnp.where(found.is_top, 2 * x, x).sum() for x in values)
+
+
 def masked(w: Any, b: Any) -> Any:
     hidden = jnp.where(b["y"][..., None] > 3, b["x"] @ w["up"], 0.5)
     return (hidden.reshape(BATCH, SEQ, 4, 8).swapaxes(1, 2).reshape(BATCH, 4, -1) ** 2).sum()
@@ -93,7 +100,7 @@ def of_pairs(w: Any, b: Any) -> Any:
     return jnp.square(hidden.reshape(BATCH, SEQ // 2, 2, EMBED).max(2)).sum()
 
 
-PER_TOKEN = [relu, gated, checkpointed, full_logits, chunked_loss, masked]
+PER_TOKEN = [relu, gated, checkpointed, full_logits, chunked_loss, chunked_logprobs, masked]
 PER_TOKEN += [with_constant, of_pairs]
 
 
@@ -318,7 +325,8 @@ def test_gradients_are_equal_where_samples_and_tokens_are_sharded(loss: Any) -> 
 REDUCED_ONCE = {relu: ("up", "down"), gated: ("gate", "up", "down"), tied: ("up",)}
 
 
-PER_TOKEN_WIDE = (relu, gated, checkpointed, full_logits, chunked_loss, written_per_token)
+PER_TOKEN_WIDE = (relu, gated, checkpointed, full_logits, chunked_loss, chunked_logprobs)
+PER_TOKEN_WIDE += (written_per_token,)
 
 
 @pytest.mark.parametrize("loss", PER_TOKEN_WIDE)

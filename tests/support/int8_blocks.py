@@ -25,6 +25,11 @@ class Int8Blocks(Codec):
     def name(self) -> str:
         return f"int8 blocks of {self.block}"
 
+    @classmethod
+    def named(cls, name: str) -> "Int8Blocks | None":
+        codec = cls(int(name.split()[-1]))
+        return codec if codec.name == name else None
+
     @property
     def views(self) -> Collection[str]:
         return ("slice", "dynamic_slice", "squeeze")
