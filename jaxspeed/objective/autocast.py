@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
+from jaxspeed.axes import PIPE
 from jaxspeed.config import Config
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.module_scopes import calls_in
@@ -317,7 +318,7 @@ def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
         return None
     full = frozenset(row.path for row in table if row.leaf.full_precision)
     gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)
-    sharded = frozenset(gathered) - full if table.mesh.shape["pipe"] == 1 else frozenset()
+    sharded = frozenset(gathered) - full if table.mesh.shape[PIPE] == 1 else frozenset()
     safe = config.torch_autocast.lower_precision_safe_modules
     is_safe = SafeModules(None if safe is None else tuple(safe))
     return Autocast(DTYPES[config.compute_dtype], full, sharded, is_safe)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxspeed.axes import TENSOR
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums
@@ -94,15 +95,15 @@ class WorkerStep:
     @cached_property
     def piece_specs(self) -> dict[str, PartitionSpec]:
         """Of each parameter's pieces: over `tensor` like the parameter, if it divides them all."""
-        tensor = self.program.mesh.shape["tensor"]
+        tensor = self.program.mesh.shape[TENSOR]
         found = {}
         if tensor == 1:
             return dict.fromkeys(self.splits, REPLICATED)
         for path, split in self.splits.items():
-            dim = sharded_dim(self.program.table[path].read.spec, "tensor")
+            dim = sharded_dim(self.program.table[path].read.spec, TENSOR)
             sizes = {1} if dim is None else {split.shape_of(piece)[dim] for piece in split.pieces}
             divides = all(size % tensor == 0 for size in sizes)
-            found[path] = PartitionSpec(*[None] * (dim or 0), "tensor") if divides else REPLICATED
+            found[path] = PartitionSpec(*[None] * (dim or 0), TENSOR) if divides else REPLICATED
         return found
 
     def _placed(self, piece: jax.Array, path: str) -> jax.Array:

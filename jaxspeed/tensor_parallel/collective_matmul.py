@@ -30,6 +30,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.axes import TENSOR
+
 
 @dataclass(frozen=True)
 class RingMatmul:
@@ -57,7 +59,7 @@ def ring_columns(
     weights: Sequence[Array],
     matmuls: Sequence[RingMatmul],
     *,
-    axis: str = "tensor",
+    axis: str = TENSOR,
     bidirectional: bool = False,
 ) -> list[Array]:
     """y_i = x . W_i for weights sharded on a free dim; x is gathered around the ring.
@@ -88,7 +90,7 @@ def ring_row(
     weight: Array,
     matmul: RingMatmul,
     *,
-    axis: str = "tensor",
+    axis: str = TENSOR,
     bidirectional: bool = False,
 ) -> Array:
     """y = h . W with the contracted dim sharded; y is reduce-scattered around the ring.

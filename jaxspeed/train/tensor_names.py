@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspeed.axes import EXPERT
+from jaxspeed.axes import EXPERT, TENSOR
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.objective.loss_program import LossProgram
@@ -71,7 +71,7 @@ def with_tensor_names(
     config: Config, mesh: Mesh, model: Model, loss_fn: Loss, example_batch: Any
 ) -> tuple[tuple[Leaf, ...], ShardingProposal | None]:
     """The model's leaves with names from the config or inference; the proposal, if inferred."""
-    axes, num_shards = config.parallel.logical_axes, mesh.shape["tensor"]
+    axes, num_shards = config.parallel.logical_axes, mesh.shape[TENSOR]
     leaves = with_own_axis_names(model.leaves, config.parallel.axis_names)
 
     @functools.cache
@@ -108,7 +108,7 @@ def with_tensor_names(
 
 
 def _names_tensor_dim(leaf: Leaf) -> bool:
-    return any(LOGICAL_RULES.get(name or "") == "tensor" for name in leaf.names)
+    return any(LOGICAL_RULES.get(name or "") == TENSOR for name in leaf.names)
 
 
 def _stacks_experts(leaf: Leaf) -> bool:
