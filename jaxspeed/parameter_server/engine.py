@@ -255,7 +255,7 @@ def engine_of(
     Arguments are those of `jaxspeed.initialize`.
     """
     model, loss_fn = resolve_model(config, model, loss_fn)
-    enable_compilation_cache(config)
+    enable_compilation_cache(config.run.compilation_cache)
     with paused_collector():
         program = build(
             config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options

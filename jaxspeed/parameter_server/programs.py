@@ -25,9 +25,10 @@ from jaxspeed.interop.exporting import other_names
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker import WorkerStep, wire_of
+from jaxspeed.parameter_server.worker import WorkerStep
 from jaxspeed.placement.mesh import build_mesh, checked_devices
 from jaxspeed.placement.paths import counted
+from jaxspeed.placement.precision import dtype_named
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.bucketed_update import bucket_paths
@@ -79,7 +80,7 @@ class ServedProgram(Program):
     def serving(self) -> ServerTraffic:
         """What a worker pulls and pushes: trained parameters as layers read them, and gradients."""
         trained = [row for row in self.table if row.leaf.trainable]
-        wire = wire_of(self.config)
+        wire = dtype_named(self.config.communication_data_type)
 
         def sent(row: Row) -> Any:
             assert row.grad is not None

@@ -11,12 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxspeed.axes import TENSOR
-from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.param_split import Splits
 from jaxspeed.placement.codec import pad, unpad
-from jaxspeed.placement.precision import DTYPES
+from jaxspeed.placement.precision import dtype_named
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.train.program import Program
@@ -44,7 +43,7 @@ class WorkerStep:
 
         Random numbers derive from the micro-batch's number, whichever worker computes it.
         """
-        wire = wire_of(self.program.config)
+        wire = dtype_named(self.program.config.communication_data_type)
 
         def gradients(
             pulled: Pulled, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
@@ -199,9 +198,3 @@ def refuse_mixed_samples(program: Program, workers: int, variables: Arrays, part
             f"{where}: the loss has several terms, which are averaged by their weights of the "
             'entire step, and a worker knows those of its own part; use "xla" or "ring"'
         )
-
-
-def wire_of(config: Config) -> Any:
-    """The dtype in which gradients are pushed; None: their own."""
-    wanted = config.communication_data_type
-    return DTYPES[wanted] if wanted else None
