@@ -380,19 +380,14 @@ def _part(x: Array, start: Array, length: int, dim: int) -> Array:
 def _on_ring(
     of_device: Callable[..., Any], ring: _Ring, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`of_device(ring with the device's rank, *arguments)` on each device.
-
-    The rank is passed as an array: with other axes automatic, `lax.axis_index` is a PartitionId,
-    which XLA moves out of the manual region and then rejects (jax 0.10.2, CPU).
-    """
-    run = jax.shard_map(
-        lambda rank, *args: of_device(ring._replace(rank=rank[0]), *args),
-        in_specs=(P(ring.axis), *in_specs),
+    """`of_device(ring with the device's rank, *arguments)` on each device."""
+    return jax.shard_map(
+        lambda *args: of_device(ring._replace(rank=lax.axis_index(ring.axis)), *args),
+        in_specs=in_specs,
         out_specs=out_specs,
         axis_names={ring.axis},
         check_vma=False,  # never differentiated; gathered results are replicated
     )
-    return lambda *args: run(jnp.arange(ring.size), *args)
 
 
 def _sharded(x: Any, dim: int | None, ring: _Ring) -> P:
