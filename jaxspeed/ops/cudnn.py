@@ -217,8 +217,7 @@ def _packed(
 def _repeated(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """Keys and values with as many heads as queries.
 
-    jax 0.10.2 multiplied the offsets of keys by the number of query heads, so that with fewer key
-    heads cuDNN read other documents' keys. 0.11.2 and 0.12.0.1 multiply by that of key heads; that
-    cuDNN's gradients are right then has not been seen on a GPU.
+    JAX multiplies the offsets of keys by the number of key heads (0.11.2, 0.12.0.1); that cuDNN's
+    gradients are right with fewer of them has not been seen on a GPU.
     """
     return [jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)]
