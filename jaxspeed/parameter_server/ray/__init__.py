@@ -6,10 +6,11 @@ that of its pieces (`server_state.py`). `pools.py` starts processes and handles 
 
 from jaxspeed.parameter_server.ray.build import ray_resources
 from jaxspeed.parameter_server.ray.cluster import connected
-from jaxspeed.parameter_server.ray.ray_engine import RayEngine, initialize
+from jaxspeed.parameter_server.ray.ray_engine import RayEngine, RayProgram, initialize
 
 __all__ = [
     "RayEngine",
+    "RayProgram",
     "connected",
     "initialize",
     "ray_resources",
