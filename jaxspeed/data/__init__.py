@@ -6,7 +6,7 @@ function of seed and step alone.
 """
 
 from jaxspeed.data.corpus import Corpus, build, known_shapes, tokenize
-from jaxspeed.data.feeder import Feeder, Place, placer
+from jaxspeed.data.feeder import Feeder, placer
 from jaxspeed.data.model_limits import ModelLimits, limits_of
 from jaxspeed.data.split import Split
 from jaxspeed.data.tokenizer import (
@@ -23,7 +23,6 @@ __all__ = [
     "Corpus",
     "Feeder",
     "ModelLimits",
-    "Place",
     "Split",
     "Tokenizer",
     "build",

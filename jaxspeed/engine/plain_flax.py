@@ -358,7 +358,10 @@ def _both(old: Any, new: Any) -> Any:
 def _recorded(
     loss_fn: Any, bound: Any, given: Any, sown: set[tuple[str, ...]], split: set[str]
 ) -> None:
-    """Run the loss; record where Linen modules sow and which streams lifted functions split."""
+    """Run the loss; record where Linen modules sow and which streams lifted functions split.
+
+    `nn.intercept_methods` does not see methods of `nn.Module` itself.
+    """
     sow, pack = nn.Module.sow, lift.pack
 
     def noted(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:

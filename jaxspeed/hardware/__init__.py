@@ -1,9 +1,8 @@
 """Hardware table (chips.yaml): peak FLOP/s, memory and links of each chip; plan targets."""
 
-from jaxspeed.hardware.chip import BUILT_IN, Chip, chip_for, chip_of_kind, read_chips
+from jaxspeed.hardware.chip import Chip, chip_for, chip_of_kind, read_chips
 
 __all__ = [
-    "BUILT_IN",
     "Chip",
     "chip_for",
     "chip_of_kind",

@@ -1,19 +1,12 @@
 """Analysis of compiled programs from their HLO text: bytes, FLOPs, collectives, replicated work."""
 
-from jaxspeed.hlo.buffers import Buffer, largest_buffers, loop_carry_bytes, loop_carry_shapes
-from jaxspeed.hlo.collectives import (
-    ACCUMULATION_SCOPE,
-    collectives,
-    unknown_loops,
-)
+from jaxspeed.hlo.buffers import largest_buffers, loop_carry_bytes, loop_carry_shapes
+from jaxspeed.hlo.collectives import collectives, unknown_loops
 from jaxspeed.hlo.compiled_report import CompiledReport, report
-from jaxspeed.hlo.cost import Cost, cost
+from jaxspeed.hlo.cost import cost
 
 __all__ = [
-    "ACCUMULATION_SCOPE",
-    "Buffer",
     "CompiledReport",
-    "Cost",
     "collectives",
     "cost",
     "largest_buffers",

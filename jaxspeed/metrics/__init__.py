@@ -17,12 +17,10 @@ from jaxspeed.metrics.mfu import (
 from jaxspeed.metrics.progress import Progress
 from jaxspeed.metrics.records import from_json, read_records
 from jaxspeed.metrics.sinks import (
-    RECORDS,
     CsvSink,
     JsonlSink,
     Sink,
     TensorBoardSink,
-    WandbSink,
     monitors_of,
     require_monitors,
     sinks_of,
@@ -31,7 +29,6 @@ from jaxspeed.metrics.sinks import (
 __all__ = [
     "NAMES",
     "PHASES",
-    "RECORDS",
     "CsvSink",
     "JsonlSink",
     "ModelFlops",
@@ -39,7 +36,6 @@ __all__ = [
     "Sink",
     "TensorBoardSink",
     "TimeLedger",
-    "WandbSink",
     "draw_loss",
     "from_json",
     "language_flops",

@@ -5,18 +5,16 @@ One worker (`worker.py`), one set of programs of a server (`server.py`), one set
 devices of this process (`local.py`), and processes on Ray (`ray/`).
 """
 
-from jaxspeed.parameter_server.programs import batch_of, build, build_served
+from jaxspeed.parameter_server.programs import batch_of, build
 from jaxspeed.parameter_server.schedules import WorkerSchedule
-from jaxspeed.parameter_server.staleness import Ledger, Push, Rule
+from jaxspeed.parameter_server.staleness import Ledger, Rule
 from jaxspeed.parameter_server.virtual_clock import VirtualClock
 
 __all__ = [
     "Ledger",
-    "Push",
     "Rule",
     "VirtualClock",
     "WorkerSchedule",
     "batch_of",
     "build",
-    "build_served",
 ]

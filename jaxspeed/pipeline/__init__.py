@@ -9,19 +9,11 @@ ticks that share one compiled loop body. The traced loss is split at its blocks 
 from jaxspeed.pipeline.cost_report import PipelineReport
 from jaxspeed.pipeline.gantt import gantt
 from jaxspeed.pipeline.pipeline import Pipeline
-from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, WorkTable, forward_only, schedule
-from jaxspeed.pipeline.tick_loops import Phase, Repeat, phases
+from jaxspeed.pipeline.schedule import schedule
 
 __all__ = [
-    "SCHEDULES",
-    "Phase",
     "Pipeline",
     "PipelineReport",
-    "Repeat",
-    "Schedule",
-    "WorkTable",
-    "forward_only",
     "gantt",
-    "phases",
     "schedule",
 ]

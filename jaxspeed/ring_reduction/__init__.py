@@ -10,32 +10,25 @@ from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
 from jaxspeed.ring_reduction.levels import (
     Levels,
     Ranks,
-    hierarchical_all_gather,
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
 from jaxspeed.ring_reduction.reduction import PER_DEVICE, Reduction
-from jaxspeed.ring_reduction.rings import Rings, rings_of
-from jaxspeed.ring_reduction.steps import Directions, Ring, ring_all_gather, ring_reduce_scatter
-from jaxspeed.ring_reduction.wire import WIRES, Wire
+from jaxspeed.ring_reduction.rings import rings_of
+from jaxspeed.ring_reduction.steps import Ring
+from jaxspeed.ring_reduction.wire import WIRES
 
 __all__ = [
     "PER_DEVICE",
     "WIRES",
     "Bucket",
     "BucketLeaf",
-    "Directions",
     "Levels",
     "Ranks",
     "Reduction",
     "Ring",
-    "Rings",
-    "Wire",
     "buckets_of",
-    "hierarchical_all_gather",
     "hierarchical_all_reduce",
     "hierarchical_reduce_scatter",
-    "ring_all_gather",
-    "ring_reduce_scatter",
     "rings_of",
 ]

@@ -187,7 +187,8 @@ def recorded_calls(seen: ModuleCalls) -> Iterator[None]:
     """Context in which what modules sow and ask for is added to `seen`.
 
     They ask for a stream by `has_rng`, and by `split_rngs` of a lifted transformation: where
-    `make_rng` falls back to `params`, it would draw from a stream that is not split.
+    `make_rng` falls back to `params`, it would draw from a stream that is not split. These are
+    replaced, since `nn.intercept_methods` sees methods of a model's classes, not of `nn.Module`.
     """
     sow, has_rng, pack = nn.Module.sow, nn.Module.has_rng, lift.pack
 

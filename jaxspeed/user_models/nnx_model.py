@@ -128,7 +128,10 @@ class NnxModel:
         return graphs[-1], shapes, reason
 
     def _left_in_evaluation(self, kind: type[nnx.Module]) -> bool:
-        """Whether the factory calls the model's `eval`, and no `train` after it."""
+        """Whether the factory calls the model's `eval`, and no `train` after it.
+
+        They leave nothing in a model without modes of its own, and nnx intercepts no methods.
+        """
         called: dict[int, str] = {}
         found: list[bool] = []
 
@@ -468,7 +471,8 @@ def _quick_streams() -> Iterator[None]:
     """Random streams that count up without a search of the entire trace.
 
     flax 0.12 asks a counter under trace for its sharding, and JAX writes an error with the tracer's
-    origin for the answer "none": the time to trace a factory was quadratic in its layers.
+    origin for the answer "none": the time to trace a factory was quadratic in its layers. The
+    method is replaced, since `nnx.Rngs` cannot be given another class of streams.
     """
 
     def draw(stream: Any) -> jax.Array:

@@ -87,7 +87,8 @@ def _own_constraints_dropped() -> Iterator[set[str]]:
     """Context in which constraints on other meshes do nothing; yields what they asked for.
 
     Names of a parameter's dims constrain nothing either, whose axes this mesh may have: `unbox` is
-    also called for an array that is not reshaped yet (DenseGeneral, flax 0.12.12).
+    also called for an array that is not reshaped yet (DenseGeneral, flax 0.12.12). These are
+    replaced: a constraint on another mesh is an error before it is an equation of a trace.
     """
     original = jax.lax.with_sharding_constraint
     dropped: set[str] = set()

@@ -6,7 +6,7 @@ written into arguments (`donation`), what a TPU keeps on the chip (`on_chip`) an
 `estimate`).
 """
 
-from jaxspeed.planner.memory.components import Component, Memory
+from jaxspeed.planner.memory.components import Memory
 from jaxspeed.planner.memory.estimate import memory_in, memory_of
 
 __all__ = ["Component", "Memory", "memory_in", "memory_of"]

@@ -6,11 +6,10 @@ Collectives (`infer_collectives`) and `host_transfers` on a target's `links` and
 
 from jaxspeed.planner.time.host_transfers import host_transfers
 from jaxspeed.planner.time.roofline import time_in, time_of
-from jaxspeed.planner.time.step_time import CommunicationGroup, Time
+from jaxspeed.planner.time.step_time import Time
 from jaxspeed.planner.trace.op_cost import device_flops
 
 __all__ = [
-    "CommunicationGroup",
     "Time",
     "device_flops",
     "host_transfers",
