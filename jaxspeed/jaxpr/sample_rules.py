@@ -19,29 +19,27 @@ from jax.extend.core import JaxprEqn
 from jaxspeed.errors import LIBRARIES
 from jaxspeed.jaxpr.dim_relations import DimRelations, relations, reshape_groups, same_place
 from jaxspeed.jaxpr.primitives import (
-    CONSTRAINT,
+    ADDITIONS,
+    ADDS_INTO,
+    COMPARISONS,
     ELEMENTWISE,
+    EXTREMA,
+    HOMOGENEOUS,
+    IN_PLACE,
     JOINS,
+    LINEAR,
+    MORE_ELEMENTWISE,
+    MULTIPLICATIONS,
+    OF_MATRICES,
     RESHAPES,
+    SAME,
     SCATTERS,
     SLICES,
+    SUMS,
 )
 from jaxspeed.jaxpr.sample_values import FREE, NONE, SUM, SampleValue, Values, either, mixed, union
 from jaxspeed.jaxpr.traverse import shape_of
 
-# The same elements, in another dtype or place.
-SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
-SAME |= {"reshard"}
-ADDITIONS = frozenset({"add", "add_any", "sub"})
-PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-MOVES = frozenset({"transpose", "broadcast_in_dim", "rev", "stack", "unstack"})
-MOVES |= {"gather", *SCATTERS, *SLICES, *JOINS, *RESHAPES}
-# f(c x, c y) = c f(x, y) for c > 0, or does not depend on c.
-HOMOGENEOUS = SAME | ADDITIONS | COMPARISONS | MOVES
-HOMOGENEOUS |= {"neg", "abs", "max", "min", "select_n", "clamp", "real", "imag", "sign", "sort"}
-HOMOGENEOUS |= {"reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "reduce_window_sum"}
-HOMOGENEOUS -= {"scatter-mul"}
 # What numbers of a lookup or an update refer to: dims of one row, those of the columns of indices,
 # and the indices' own dims of a batch.
 _GATHERS = ("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
@@ -55,24 +53,6 @@ INDEXED = {"gather": _GATHERS, **dict.fromkeys(SCATTERS, _SCATTERS)}
 STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 # Parameters that are sizes, which may be those of the samples.
 SIZES = {"shape", "new_sizes", "sizes", "limit_indices", "slice_sizes", "length"}
-# Linear in all operands together, besides those that `_is_linear` decides.
-LINEAR = SAME | {"neg", "real", "imag", "reduce_sum", "cumsum", "transpose", "broadcast_in_dim"}
-LINEAR |= {"rev", "slice", "split", "unstack", "psum", "psum2", "psum_invariant", *RESHAPES}
-SUMS = frozenset({"reduce_sum", "dot_general"})
-# Of equal elements, however many, one of them.
-OF_EQUAL = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", *SLICES})
-ADDS_INTO = "scatter-add"
-# Of the random keys; the leading dims are those of keys and seeds.
-KEYS = frozenset({"random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap"})
-KEYS |= {"random_clone"}
-MORE_ELEMENTWISE = frozenset(
-    """bessel_i0e bessel_i1e bitcast_convert_type clz complex conj igamma igammac lgamma
-    population_count real imag regularized_incomplete_beta shift_left shift_right_arithmetic
-    shift_right_logical zeta erfc polygamma mulhi igamma_grad_a random_gamma_grad eq_to le_to lt_to
-    zeros_like polynomial""".split()  # noqa: SIM905
-)
-# Of the matrices in the last two dims, for each index of the others.
-OF_MATRICES = frozenset({"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"})
 
 
 def place(eqn: JaxprEqn) -> str:
@@ -106,7 +86,7 @@ def relations_of(eqn: JaxprEqn) -> DimRelations | None:
     is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
     if is_elementwise and {len(x) for x in (*given, *made)} <= {0, len(made[0])}:
         return same_place(given, made)
-    if name.startswith(("psum", "pmax", "pmin", "pbroadcast", "pvary")):
+    if name in IN_PLACE:
         return same_place(given, made)
     if name in OF_MATRICES or name == "fft":
         lead = len(given[0]) - (2 if name in OF_MATRICES else len(eqn.params["fft_lengths"]))
@@ -185,7 +165,7 @@ def degree_of(
             # A reshape's merged dims may be those of a result.
             if name == "reshape" or (factor is not None and factor in made):
                 continue
-            if d in operands[i].varies | operands[i].drawn or name not in SUMS | OF_EQUAL:
+            if d in operands[i].varies | operands[i].drawn or name not in SUMS | EXTREMA | SLICES:
                 return None  # some elements of as many as there are samples, or their sum
             summed |= {factor} if name in SUMS else set()
         degree = len(summed)  # sums over as many equal elements as there are samples
@@ -197,7 +177,7 @@ def degree_of(
     degrees = [x.degree for x in operands if not x.zero]
     if not any(degrees):
         return degree
-    if name in PRODUCTS:
+    if name in MULTIPLICATIONS:
         return degree + sum(degrees)
     if name == "div":
         return operands[0].degree - operands[1].degree
@@ -224,7 +204,7 @@ def is_linear(name: str, operands: Values) -> bool:
         return not is_sum[0] and all(is_sum_or_zero[1:])
     if name == ADDS_INTO:
         return is_sum_or_zero[0] and is_sum_or_zero[2] and not is_sum[1]
-    if name in PRODUCTS:
+    if name in MULTIPLICATIONS:
         return sum(is_sum) == 1
     if name in ("div", "gather", "dynamic_slice"):
         return is_sum[0] and not any(is_sum[1:])

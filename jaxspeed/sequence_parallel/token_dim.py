@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
-from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
-from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of, writes_along
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE, SUMS
+from jaxspeed.jaxpr.sample_rules import is_linear, relations_of, writes_along
 from jaxspeed.jaxpr.sample_values import FREE, SUM, SampleValue
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, relations, same_place
-from jaxspeed.jaxpr.primitives import KERNELS, LOOPS, OPAQUE_TO_DIMS
+from jaxspeed.jaxpr.primitives import KERNELS, LOOPS, MANUAL_REGION, OPAQUE_TO_DIMS
 from jaxspeed.jaxpr.rewriter import Rewriting
 from jaxspeed.jaxpr.traverse import is_var, product_of, shape_of, transparent_bodies
 from jaxspeed.jaxpr.weight_uses import Origin, origins
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 
 # Kernels are not looked into; the other branch is a plain form (ops.attention).
-OPAQUE = ("shard_map", *KERNELS)
+OPAQUE = (MANUAL_REGION, *KERNELS)
 
 
 @dataclass

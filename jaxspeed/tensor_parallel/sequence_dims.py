@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
-from jaxspeed.jaxpr.primitives import JOINS, LOOPS, SLICES, WINDOWED
+from jaxspeed.jaxpr.primitives import JOINS, LOOPS, SLICES, WINDOW_REDUCTIONS
 from jaxspeed.jaxpr.traverse import JaxprEqn, Var, shape_of, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, relations_of
@@ -151,12 +151,12 @@ def continued(eqn: JaxprEqn, has_frames: bool = False) -> Iterator[tuple[Place, 
         for a, b in zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True):
             if given[0][a] != made[0][b]:
                 yield (0, a), (0, b)
-    if name not in (*SLICES, *JOINS, *WINDOWED):
+    if name not in (*SLICES, *JOINS, *WINDOW_REDUCTIONS):
         return
     for i, shape in enumerate(given):
         for j, out in enumerate(made):
             if len(shape) == len(out):
                 for d, (n, m) in enumerate(zip(shape, out, strict=True)):
                     # Of a slice, most of the sequence: the first token is not one.
-                    if n != m and (2 * m > n or name in WINDOWED):
+                    if n != m and (2 * m > n or name in WINDOW_REDUCTIONS):
                         yield (i, d), (j, d)
