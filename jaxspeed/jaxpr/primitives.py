@@ -13,6 +13,7 @@ def _names(text: str) -> frozenset[str]:
 
 INLINED = ("jit", "eval_jaxpr")  # the second from jax 0.12
 CHECKPOINTS = ("remat2",)
+PLAIN_CALLS = (*INLINED, *CHECKPOINTS)
 # Custom derivatives: an equation inserted into one pass would be missing in the other.
 CUSTOM_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call")
 CUSTOM_BATCHING = ("custom_vmap_call",)  # a Mosaic GPU kernel is in one
@@ -20,9 +21,10 @@ CUSTOM_BATCHING = ("custom_vmap_call",)  # a Mosaic GPU kernel is in one
 ATTENTION = "attention_call"
 # The function of `ops/two_passes.py` with a derivative of its own: that of what it computes.
 TWO_PASSES = "jaxspeed_attention"
-CALLS = (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE, *CUSTOM_BATCHING, ATTENTION)
+CALLS = (*PLAIN_CALLS, *CUSTOM_DERIVATIVE, *CUSTOM_BATCHING, ATTENTION)
 LOOPS = ("scan", "while")
 CONTROL = (*LOOPS, "cond")
+ENTERED = (*PLAIN_CALLS, *CONTROL)
 MANUAL_REGION = "shard_map"
 LINEAR_SOLVE = "custom_linear_solve"
 
@@ -116,11 +118,11 @@ IN_PLACE = _names(
 
 MULTIPLICATIONS = PRODUCTS | {"mul"}
 SUMS = _names("reduce_sum dot_general")
-MOVES = LAYOUTS | SCATTERS | SLICES | JOINS | RESHAPES | {"gather"}
 # f(c x, c y) = c f(x, y) for c > 0, or does not depend on c.
-HOMOGENEOUS = (SAME | ADDITIONS | COMPARISONS | MOVES) - {"scatter-mul"} | _names(
-    """neg abs max min select_n clamp real imag sign sort reduce_max reduce_min cumsum cummax cummin
-    reduce_window_sum"""
+_MOVES = LAYOUTS | (SCATTERS - {"scatter-mul"}) | SLICES | JOINS | RESHAPES
+HOMOGENEOUS = (SAME | ADDITIONS | COMPARISONS | _MOVES) | _names(
+    """gather neg abs max min select_n clamp real imag sign sort reduce_max reduce_min cumsum cummax
+    cummin reduce_window_sum"""
 )
 # Linear in all operands together; of others `sample_rules.is_linear` decides by operand.
 LINEAR = (SAME | RESHAPES) | _names(

@@ -40,6 +40,7 @@ from jaxspeed.jaxpr.primitives import (
 from jaxspeed.jaxpr.sample_values import FREE, NONE, SUM, SampleValue, Values, either, mixed, union
 from jaxspeed.jaxpr.traverse import shape_of
 
+_ELEMENTWISE = ELEMENTWISE | MORE_ELEMENTWISE | SAME
 # What numbers of a lookup or an update refer to: dims of one row, those of the columns of indices,
 # and the indices' own dims of a batch.
 _GATHERS = ("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
@@ -83,7 +84,7 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
 def relations_of(eqn: JaxprEqn) -> DimRelations | None:
     name = eqn.primitive.name
     given, made = (list(map(shape_of, vs)) for vs in (eqn.invars, eqn.outvars))
-    is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
+    is_elementwise = name in _ELEMENTWISE
     if is_elementwise and {len(x) for x in (*given, *made)} <= {0, len(made[0])}:
         return same_place(given, made)
     if name in IN_PLACE:
@@ -154,7 +155,7 @@ def degree_of(
     name, params, degree = eqn.primitive.name, eqn.params, 0
     pairs = [(shape_of(v), shape_of(w)) for v, w in zip(eqn.invars, twin.invars, strict=True)]
     grown = [(i, d) for i, (a, b) in enumerate(pairs) for d, n in enumerate(a) if n != b[d]]
-    is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
+    is_elementwise = name in _ELEMENTWISE
     if grown and not is_elementwise and all(x.kind is FREE for x in operands):
         found, summed = relations_of(eqn), set()
         if found is None:
