@@ -490,6 +490,8 @@ def scattered(how: Callable[..., Any]) -> Callable[[Draw], Operation]:
         rows: Shape = (table[0],) if batched else some_rows(draw) if how is not lax.scatter else ()
         kept = [d for d in range(int(batched), len(table)) if d not in dims]
         windows = [one_of(draw, [table[d], table[d], 1]) for d in kept]
+        if any(n < 0 for n in rows):  # the updates have one dim of samples
+            windows = [max(n, 1) for n in windows]
         places = some_places(draw, len(rows) + len(windows), len(windows))
         left, inner = list(rows), list(windows)
         shape = [
