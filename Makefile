@@ -11,7 +11,7 @@ WORKERS ?= 2
 # What `make test-oldest` runs, on the oldest JAX that is supported: the tests of the files that touch
 # JAX's inner parts, or its version (tests/test_package.py has which).
 OLDEST_TESTS = $(addprefix tests/, test_package.py test_known_jax_bugs.py \
-	checkpoint/test_several_processes.py engine/test_starting.py jaxpr/test_evaluate.py \
+	checkpoint/test_several_processes.py engine/test_starting.py jaxpr/test_evaluate.py jaxpr/test_primitives.py \
 	jaxpr/test_sample_independence.py jaxpr/test_traverse.py launch/test_environment.py \
 	moe/test_grouped_products.py objective/test_autocast.py ops/test_attention_call.py ops/test_gpu_attention.py \
 	ops/test_token_order.py planner/test_memory_layout.py \

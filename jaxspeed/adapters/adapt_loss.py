@@ -527,7 +527,7 @@ class _Walk(Rewriter[View | None]):
 
     def _scan(self, program: Rewriting[View | None], eqn: JaxprEqn) -> Sequence[View | None]:
         (body,) = bodies(eqn)
-        count, first = body.num_consts, body.num_consts + body.num_carry
+        count, first = body.num_consts, body.first_xs
         views = [program.state(v) for v in eqn.invars]
         inner: list[View | None] = []
         for i, view in enumerate(views):
@@ -627,7 +627,7 @@ class _Walk(Rewriter[View | None]):
         Results that are views are merged, but for those `kept`, which are unchanged inputs. Equal
         programs of equal views stay one: units are counted by it.
         """
-        first = body.num_consts + body.num_carry if eqn.primitive.name == "scan" else len(views)
+        first = body.first_xs if eqn.primitive.name == "scan" else len(views)
         key = id(body.jaxpr), *(view and (view[1:4], self._how(view)) for view in views)
         if key in self._entered:
             _, made, are_merged = self._entered[key]

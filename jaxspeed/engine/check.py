@@ -26,7 +26,7 @@ from jaxspeed.engine.check_report import (
 from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients, plain_init, plain_loss
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
-from jaxspeed.jaxpr.traverse import bodies
+from jaxspeed.jaxpr.traverse import equations
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.optim.loss_scale import DynamicRule
@@ -339,8 +339,8 @@ def _traced(program: Program, batch: Any) -> LossProgram:
 
 def _dtypes(jaxpr: Any) -> set[str]:
     """The dtypes of the values in a traced program."""
-    own = {str(v.aval.dtype) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")}
-    return own.union(*(_dtypes(body.jaxpr) for eqn in jaxpr.eqns for body in bodies(eqn)))
+    made = (v.aval for eqn in equations(jaxpr.eqns) for v in eqn.outvars)
+    return {str(aval.dtype) for aval in made if hasattr(aval, "dtype")}
 
 
 def reduced_by_one(program: Program) -> Reduced:

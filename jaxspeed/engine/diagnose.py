@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.evaluate import bindings, run_equation
+from jaxspeed.jaxpr.evaluate import bindings, run_equation, run_scan
 from jaxspeed.jaxpr.module_scopes import Call, calls_in
-from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
+from jaxspeed.jaxpr.traverse import equations, is_var, sliceable_bodies
 from jaxspeed.ops.moe.routing import LOGITS
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
@@ -131,23 +131,15 @@ def _run_eqn(
     (body,), within = bodies, _call(eqn, within)
     if name != "scan":
         return _run(body.jaxpr, body.consts, values, within)
-    first_xs = body.num_consts + body.num_carry
     labels: list[str] = []
 
-    def step(carry: Any, xs: Any) -> Any:
-        args = [*values[: body.num_consts], *carry, *xs]
+    def run(*args: Any) -> list[Any]:
         outs, flags = _run(body.jaxpr, body.consts, args, within)
         labels[:] = [label for label, _ in flags]
-        return outs[: body.num_carry], (outs[body.num_carry :], [flag for _, flag in flags])
+        return [*outs, *(flag for _, flag in flags)]
 
-    carry, (ys, flags) = jax.lax.scan(
-        step,
-        values[body.num_consts : first_xs],
-        values[first_xs:],
-        length=body.trips,
-        reverse=eqn.params["reverse"],
-    )
-    return [*carry, *ys], list(zip(labels, flags, strict=True))
+    made, count = run_scan(eqn, body, run, values), len(eqn.outvars)
+    return made[:count], list(zip(labels, made[count:], strict=True))
 
 
 def _call(eqn: Any, within: Call | None) -> Call | None:
@@ -187,10 +179,8 @@ def _leaving(jaxpr: Any, within: Call | None) -> dict[Any, str]:
 def _has_calls(jaxpr: Any, or_named: bool = False) -> bool:
     """Whether a program has module calls, or values that are flagged by name."""
     return any(
-        calls_in(str(eqn.source_info.name_stack))
-        or (or_named and _is_named(eqn))
-        or any(_has_calls(body.jaxpr, or_named) for body in sliceable_bodies(eqn))
-        for eqn in jaxpr.eqns
+        calls_in(str(eqn.source_info.name_stack)) or (or_named and _is_named(eqn))
+        for eqn in equations(jaxpr.eqns, sliceable_bodies)
     )
 
 

@@ -27,7 +27,7 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
     SLICES,
     TOKEN_ORDER,
-    WINDOWED,
+    WINDOW_REDUCTIONS,
 )
 
 Factor = int
@@ -366,7 +366,7 @@ RULES: dict[str, Rule] = {
     "split": _along("axis"),
     "top_k": _along("axis"),
     TOKEN_ORDER: _along("dim"),
-    **dict.fromkeys(WINDOWED, _window),
+    **dict.fromkeys(WINDOW_REDUCTIONS, _window),
     "pad": _pad,
     **dict.fromkeys(SLICES, _slice),
     **dict.fromkeys(PAIRWISE, _pairwise),

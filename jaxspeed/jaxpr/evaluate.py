@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend import core as jex
 
 from jaxspeed.jaxpr.primitives import INLINED
 from jaxspeed.jaxpr.slicing import free_variables, sub_jaxpr
-from jaxspeed.jaxpr.traverse import called, is_real, is_var, like, open_jaxpr
+from jaxspeed.jaxpr.traverse import Body, called, is_real, is_var, like, open_jaxpr
 
 
 def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
@@ -27,6 +28,21 @@ def run_equation(jaxpr: Any, eqn: Any, value_of: Callable[[Any], Any]) -> list[A
     """The results of one equation of a jaxpr; `value_of` gives the values of variables."""
     free = free_variables([eqn])
     return as_function(sub_jaxpr(jaxpr, [eqn], free, eqn.outvars))(*map(value_of, free))
+
+
+def run_scan(
+    scan: Any, body: Body, run: Callable[..., Sequence[Any]], values: Sequence[Any]
+) -> list[Any]:
+    """The results of a scan with `run` for its body; further results of `run` are stacked."""
+    consts, carry = values[: body.num_consts], values[body.num_consts : body.first_xs]
+
+    def trip(carried: Any, xs: Any) -> tuple[Any, Any]:
+        outs = run(*consts, *carried, *xs)
+        return outs[: body.num_carry], outs[body.num_carry :]
+
+    how = {key: scan.params[key] for key in ("length", "reverse", "unroll")}
+    carried, stacked = lax.scan(trip, list(carry), list(values[body.first_xs :]), **how)
+    return [*carried, *stacked]
 
 
 def derivative(eqn: Any, *, by_tangents: bool = False) -> Any:

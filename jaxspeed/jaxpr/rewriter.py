@@ -17,13 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.jaxpr.primitives import (
-    CHECKPOINTS,
-    CONTROL,
-    CUSTOM_BATCHING,
-    CUSTOM_DERIVATIVE,
-    INLINED,
-)
+from jaxspeed.jaxpr.primitives import CUSTOM_BATCHING, CUSTOM_DERIVATIVE, ENTERED
 from jaxspeed.jaxpr.slicing import renamed, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
     Body,
@@ -58,7 +52,7 @@ class Rewriter[State]:
         contain a primitive with a rule; both of their passes are rewritten.
     """
 
-    enters: ClassVar[Collection[str]] = (*INLINED, *CHECKPOINTS, *CONTROL, *CUSTOM_BATCHING)
+    enters: ClassVar[Collection[str]] = (*ENTERED, *CUSTOM_BATCHING)
     custom_derivatives: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -138,8 +132,8 @@ class Rewriter[State]:
     def nested(self, program: "Rewriting[State]", eqn: JaxprEqn) -> list[State]:
         """Write a call, a loop or branches, with the inner programs rewritten."""
         found = bodies(eqn)
-        first, consts, carry = found[0].first, found[0].num_consts, found[0].num_carry
-        carried = range(first + consts, first + consts + carry)
+        first, carry = found[0].first, found[0].num_carry
+        carried = range(first + found[0].num_consts, first + found[0].first_xs)
         atoms = [
             program.as_traced(v, eqn) if i < first or i in carried else program.atom(v)
             for i, v in enumerate(eqn.invars)
@@ -168,15 +162,14 @@ class Rewriter[State]:
 
         made = with_functions(eqn, new)
         program.emit(made, atoms, retyped=made is not eqn)
-        program.inner[program.position] = inner
         results = zip(*([p.state(v) for v in p.jaxpr.outvars] for p in inner), strict=True)
         return [self.derived(each, v) for v, each in zip(eqn.outvars, results, strict=True)]
 
     def body_states(self, program: "Rewriting[State]", eqn: JaxprEqn, body: Body) -> list[State]:
         """The states of the inputs of an inner program."""
-        carried = {*map(id, body.carried)}
+        carried = {*body.carried}
         return [
-            self.unknown(inner) if id(inner) in carried else program.state(v)
+            self.unknown(inner) if inner in carried else program.state(v)
             for v, inner in zip(body.operands, body.jaxpr.invars, strict=True)
         ]
 
@@ -244,8 +237,6 @@ class Rewriting[State]:
     ) -> None:
         self.rewriter, self.jaxpr, self.scope = rewriter, jaxpr, scope
         self.eqns: list[JaxprEqn] = []
-        # By the position of an equation, the inner programs that were entered.
-        self.inner: dict[int, list[Rewriting[State]]] = {}
         self.position = 0  # of the equation that is being written
         self.done: set[int] = set()  # positions of those that are written
         self._atoms: dict[Var, Atom] = {}

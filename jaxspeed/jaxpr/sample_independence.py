@@ -21,23 +21,25 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import (
+    ADDITIONS,
+    ADDS_INTO,
     CALLS,
     COLLECTIVES,
     CUSTOM_DERIVATIVE,
     KERNELS,
+    KEYS,
+    LINEAR_SOLVE,
+    MANUAL_REGION,
     PAIRWISE,
     RANDOM,
     RESHAPES,
+    SAME,
+    SUMS,
     TWO_PASSES,
 )
 from jaxspeed.jaxpr.sample_derivatives import gradient_of, unlike
 from jaxspeed.jaxpr.sample_rules import (
-    ADDITIONS,
-    ADDS_INTO,
     INDEXED,
-    KEYS,
-    SAME,
-    SUMS,
     axes_of,
     degree_of,
     elements,
@@ -541,11 +543,11 @@ class Analysis:
 
 
 _PROGRAMS = {
-    "shard_map": Analysis._shard_map,
+    MANUAL_REGION: Analysis._shard_map,
     "cond": Analysis._cond,
     "while": Analysis._while,
     "scan": Analysis._scan,
-    "custom_linear_solve": Analysis._linear_solve,
+    LINEAR_SOLVE: Analysis._linear_solve,
     **dict.fromkeys(KERNELS, Analysis._opaque),
 }
 

@@ -19,30 +19,29 @@ from jax.extend.core import JaxprEqn
 from jaxspeed.errors import LIBRARIES
 from jaxspeed.jaxpr.dim_relations import DimRelations, relations, reshape_groups, same_place
 from jaxspeed.jaxpr.primitives import (
+    ADDITIONS,
+    ADDS_INTO,
     ARG_REDUCTIONS,
-    CONSTRAINT,
+    COMPARISONS,
     ELEMENTWISE,
+    EXTREMA,
+    HOMOGENEOUS,
+    IN_PLACE,
     JOINS,
+    LINEAR,
+    MORE_ELEMENTWISE,
+    MULTIPLICATIONS,
+    OF_MATRICES,
     RESHAPES,
+    SAME,
     SCATTERS,
     SLICES,
+    SUMS,
 )
 from jaxspeed.jaxpr.sample_values import FREE, NONE, SUM, SampleValue, Values, either, mixed, union
 from jaxspeed.jaxpr.traverse import shape_of
 
-# The same elements, in another dtype or place.
-SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
-SAME |= {"reshard"}
-ADDITIONS = frozenset({"add", "add_any", "sub"})
-PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-MOVES = frozenset({"transpose", "broadcast_in_dim", "rev", "stack", "unstack"})
-MOVES |= {"gather", *SCATTERS, *SLICES, *JOINS, *RESHAPES}
-# f(c x, c y) = c f(x, y) for c > 0, or does not depend on c.
-HOMOGENEOUS = SAME | ADDITIONS | COMPARISONS | MOVES
-HOMOGENEOUS |= {"neg", "abs", "max", "min", "select_n", "clamp", "real", "imag", "sign", "sort"}
-HOMOGENEOUS |= {"reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "reduce_window_sum"}
-HOMOGENEOUS -= {"scatter-mul"}
+_ELEMENTWISE = ELEMENTWISE | MORE_ELEMENTWISE | SAME
 # What numbers of a lookup or an update refer to: dims of one row, those of the columns of indices,
 # and the indices' own dims of a batch.
 _GATHERS = ("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
@@ -56,24 +55,6 @@ INDEXED = {"gather": _GATHERS, **dict.fromkeys(SCATTERS, _SCATTERS)}
 STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 # Parameters that are sizes, which may be those of the samples.
 SIZES = {"shape", "new_sizes", "sizes", "limit_indices", "slice_sizes", "length"}
-# Linear in all operands together, besides those that `_is_linear` decides.
-LINEAR = SAME | {"neg", "real", "imag", "reduce_sum", "cumsum", "transpose", "broadcast_in_dim"}
-LINEAR |= {"rev", "slice", "split", "unstack", "psum", "psum2", "psum_invariant", *RESHAPES}
-SUMS = frozenset({"reduce_sum", "dot_general"})
-# Of equal elements, however many, one of them.
-OF_EQUAL = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", *SLICES})
-ADDS_INTO = "scatter-add"
-# Of the random keys; the leading dims are those of keys and seeds.
-KEYS = frozenset({"random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap"})
-KEYS |= {"random_clone"}
-MORE_ELEMENTWISE = frozenset(
-    """bessel_i0e bessel_i1e bitcast_convert_type clz complex conj igamma igammac lgamma
-    population_count real imag regularized_incomplete_beta shift_left shift_right_arithmetic
-    shift_right_logical zeta erfc polygamma mulhi igamma_grad_a random_gamma_grad eq_to le_to lt_to
-    zeros_like polynomial""".split()  # noqa: SIM905
-)
-# Of the matrices in the last two dims, for each index of the others.
-OF_MATRICES = frozenset({"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"})
 
 
 def place(eqn: JaxprEqn) -> str:
@@ -104,10 +85,10 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
 def relations_of(eqn: JaxprEqn) -> DimRelations | None:
     name = eqn.primitive.name
     given, made = (list(map(shape_of, vs)) for vs in (eqn.invars, eqn.outvars))
-    is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
+    is_elementwise = name in _ELEMENTWISE
     if is_elementwise and {len(x) for x in (*given, *made)} <= {0, len(made[0])}:
         return same_place(given, made)
-    if name.startswith(("psum", "pmax", "pmin", "pbroadcast", "pvary")):
+    if name in IN_PLACE:
         return same_place(given, made)
     if name in OF_MATRICES or name == "fft":
         lead = len(given[0]) - (2 if name in OF_MATRICES else len(eqn.params["fft_lengths"]))
@@ -175,7 +156,7 @@ def degree_of(
     name, params, degree = eqn.primitive.name, eqn.params, 0
     pairs = [(shape_of(v), shape_of(w)) for v, w in zip(eqn.invars, twin.invars, strict=True)]
     grown = [(i, d) for i, (a, b) in enumerate(pairs) for d, n in enumerate(a) if n != b[d]]
-    is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
+    is_elementwise = name in _ELEMENTWISE
     if grown and not is_elementwise and all(x.kind is FREE for x in operands):
         found, summed = relations_of(eqn), set()
         if found is None:
@@ -186,7 +167,7 @@ def degree_of(
             # A reshape's merged dims may be those of a result.
             if name == "reshape" or (factor is not None and factor in made):
                 continue
-            if d in operands[i].varies | operands[i].drawn or name not in SUMS | OF_EQUAL:
+            if d in operands[i].varies | operands[i].drawn or name not in SUMS | EXTREMA | SLICES:
                 return None  # some elements of as many as there are samples, or their sum
             summed |= {factor} if name in SUMS else set()
         degree = len(summed)  # sums over as many equal elements as there are samples
@@ -198,7 +179,7 @@ def degree_of(
     degrees = [x.degree for x in operands if not x.zero]
     if not any(degrees):
         return degree
-    if name in PRODUCTS:
+    if name in MULTIPLICATIONS:
         return degree + sum(degrees)
     if name == "scatter-mul":  # some elements are multiplied, and the others are not
         return None if operands[1].degree else operands[0].degree
@@ -227,7 +208,7 @@ def is_linear(name: str, operands: Values) -> bool:
         return not is_sum[0] and all(is_sum_or_zero[1:])
     if name == ADDS_INTO:
         return is_sum_or_zero[0] and is_sum_or_zero[2] and not is_sum[1]
-    if name in PRODUCTS:
+    if name in MULTIPLICATIONS:
         return sum(is_sum) == 1
     if name in ("div", "gather", "dynamic_slice"):
         return is_sum[0] and not any(is_sum[1:])
@@ -285,7 +266,7 @@ def _along(
         if dim in dims and not (broadcast and f is None and shape_of(v)[dim] == 1)
     }
     made = {f for of_dims in found.results for f in of_dims}
-    summed = name in SUMS | OF_EQUAL | ARG_REDUCTIONS | {"squeeze"}
+    summed = name in SUMS | EXTREMA | SLICES | ARG_REDUCTIONS | {"squeeze"}
     if name in SCATTERS or name == "dynamic_update_slice":
         # Alike along the dims that an update covers, as x.at[:, 0].set(1) along the first.
         covered = {*found.operands[2 if name in SCATTERS else 1]}

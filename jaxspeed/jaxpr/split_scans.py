@@ -124,7 +124,7 @@ class _SplitScans(Rewriter[Joined | None]):
 
     def _scan(self, program: Rewriting[Joined | None], eqn: JaxprEqn) -> list[Joined | None]:
         (body,) = bodies(eqn)
-        count, first = body.num_carry, body.num_consts + body.num_carry
+        count, first = body.num_carry, body.first_xs
         found = [program.state(v) for v in eqn.invars]
         own = [x for x in found[first:] if x and x.dim == 0]
         if not own:

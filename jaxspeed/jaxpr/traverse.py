@@ -3,7 +3,7 @@
 Differences between versions of jax in how an equation stores a program are handled only here.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxspeed.jaxpr.primitives import CALLS, CHECKPOINTS, CONTROL, INLINED, KERNELS, PRODUCTS
+from jaxspeed.jaxpr.primitives import CALLS, CONTROL, INLINED, KERNELS, PLAIN_CALLS, PRODUCTS
 
 __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]  # the types of programs
 
@@ -105,7 +105,17 @@ class Body:
     @property
     def carried(self) -> Sequence[Any]:
         """The inputs that are carried from trip to trip."""
-        return self.jaxpr.invars[self.num_consts : self.num_consts + self.num_carry]
+        return self.jaxpr.invars[self.num_consts : self.first_xs]
+
+    def passed[T](self, values: Mapping[Any, T]) -> dict[Any, T]:
+        """By input, the values of the operands that have one."""
+        pairs = zip(self.jaxpr.invars, self.operands, strict=True)
+        return {iv: values[v] for iv, v in pairs if is_var(v) and v in values}
+
+    @property
+    def first_xs(self) -> int:
+        """The index of the first input that is scanned."""
+        return self.num_consts + self.num_carry
 
 
 def bodies(eqn: Any) -> list[Body]:
@@ -141,7 +151,7 @@ def transparent_bodies(eqn: Any) -> list[Body]:
 
 def sliceable_bodies(eqn: Any) -> list[Body]:
     """The bodies that can be split into segments: not those of custom derivatives and `while`."""
-    names = (*INLINED, *CHECKPOINTS, "scan", "cond")
+    names = (*PLAIN_CALLS, "scan", "cond")
     return bodies(eqn) if eqn.primitive.name in names and not is_marked(eqn) else []
 
 
@@ -176,14 +186,17 @@ def product_of(eqn: Any) -> Any | None:
     if not is_marked(eqn):
         return None
 
-    def within(jaxpr: Any) -> Iterator[Any]:
-        for inner in jaxpr.eqns:
-            if inner.primitive.name in PRODUCTS:
-                yield inner
-            for body in bodies(inner):
-                yield from within(body.jaxpr)
+    return next(e for e in equations([eqn]) if e.primitive.name in PRODUCTS)
 
-    return next(within(bodies(eqn)[0].jaxpr))
+
+def equations(
+    eqns: Iterable[Any], entered: Callable[[Any], Iterable[Body]] = bodies
+) -> Iterator[Any]:
+    """Equations, each before those of its inner programs that are `entered`."""
+    for eqn in eqns:
+        yield eqn
+        for body in entered(eqn):
+            yield from equations(body.jaxpr.eqns, entered)
 
 
 def runs(eqn: Any, names: Container[str]) -> bool:
@@ -262,7 +275,7 @@ def _forwarded_by(body: Body) -> list[int | None]:
     In a loop: an unchanged carry, or the slices of an input, stacked again.
     """
     place = {v: i for i, v in enumerate(body.jaxpr.invars)}
-    scanned = range(body.num_consts + body.num_carry, len(place))
+    scanned = range(body.first_xs, len(place))
 
     def operand(number: int, found: Any) -> int | None:
         same = (body.num_consts + number,) if number < body.num_carry else scanned

@@ -8,9 +8,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxspeed.jaxpr.frames import ForwardAnalysis, Frame
 from jaxspeed.jaxpr.primitives import GROUPED_PRODUCT
-from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
-from jaxspeed.jaxpr.traverse import Jaxpr, JaxprEqn, Var, product_of, transparent_bodies
+from jaxspeed.jaxpr.traverse import Jaxpr, Var, is_var, product_of
 
 Weights = frozenset[Any]  # their names
 Origin = Weights | None  # None: it depends on more than weights and constants
@@ -44,41 +44,27 @@ def joint_origin(origins: Iterable[Origin]) -> Origin:
     return found
 
 
-class ByWeight(Rewriter[Origin]):
-    """A rewriter of programs that knows the weights of each value; by itself it changes nothing."""
+class Origins(ForwardAnalysis[Origin]):
+    """The weights of each value of a program and of its inner programs."""
 
-    def constant(self, atom: Atom) -> Origin:
+    def constant(self, atom: Any) -> Origin:
         return frozenset()
 
-    def unknown(self, atom: Atom) -> Origin:
-        return None
+    def operation(self, frame: Frame, position: int, operands: Sequence[Origin]) -> list[Origin]:
+        return [joint_origin(operands)] * len(frame.jaxpr.eqns[position].outvars)
 
-    def derived(self, states: Sequence[Origin], out: Var) -> Origin:
+    def inputs(self, frame: Frame, operands: Sequence[Origin]) -> list[Origin]:
+        """Of what a loop carries nothing is known."""
+        carried = range(frame.body.num_consts, frame.body.first_xs)
+        given = operands[frame.body.first :]
+        return [None if i in carried else origin for i, origin in enumerate(given)]
+
+    def joined(self, states: Sequence[Origin]) -> Origin:
         return joint_origin(states)
 
 
-class _Reading(ByWeight):
-    """Also through functions with a custom derivative."""
-
-    def enter(self, program: Rewriting[Origin], eqn: JaxprEqn) -> bool:
-        return bool(transparent_bodies(eqn))
-
-    def custom_derivative(self, program: Rewriting[Origin], eqn: JaxprEqn) -> list[Origin]:
-        return self.nested(program, eqn)
-
-
-class _ReadingFlat(ByWeight):
-    """Of a call all results are computed from all operands."""
-
-    enters = ()
-
-
-def origins(jaxpr: Jaxpr, names: Mapping[Var, Hashable]) -> Rewriting[Origin]:
-    """The weights of each value of a program and of its inner programs; `names` of its inputs."""
-    return _Reading().write(jaxpr, _of_inputs(jaxpr, names))
-
-
-def _of_inputs(jaxpr: Jaxpr, names: Mapping[Var, Hashable]) -> list[Origin]:
+def of_inputs(jaxpr: Jaxpr, names: Mapping[Var, Hashable]) -> list[Origin]:
+    """The origins of a program's inputs, by the `names` of those that are weights."""
     return [frozenset([names[v]]) if v in names else None for v in jaxpr.invars]
 
 
@@ -106,10 +92,16 @@ def weight_uses(
 
     Also the weights of each equation, by position, that is computed from them alone.
     """
-    program = _ReadingFlat().write(jaxpr, _of_inputs(jaxpr, names))
+    known: dict[Any, Origin] = dict.fromkeys(jaxpr.constvars, frozenset())
+    known.update(zip(jaxpr.invars, of_inputs(jaxpr, names), strict=True))
+
+    def origin(atom: Any) -> Origin:
+        return known.get(atom) if is_var(atom) else frozenset()
+
     uses, derived = [], {}
     for position, eqn in enumerate(jaxpr.eqns):
-        found = [program.state(v) for v in eqn.invars]
+        found = [origin(v) for v in eqn.invars]
+        known.update(dict.fromkeys(eqn.outvars, joint_origin(found)))
         weights = joint_origin(x for x in found if x is not None) or frozenset()
         beside = tuple(v for v, x in zip(eqn.invars, found, strict=True) if x is None)
         if weights and not beside:
@@ -117,6 +109,6 @@ def weight_uses(
         elif weights:
             is_product = product_of(eqn) is not None or eqn.primitive.name == GROUPED_PRODUCT
             uses.append(WeightUse(position, weights, beside, is_product))
-    results = [program.state(v) for v in jaxpr.outvars]
+    results = map(origin, jaxpr.outvars)
     uses += [WeightUse(len(jaxpr.eqns), x, (), False) for x in results if x]
     return uses, derived

@@ -19,7 +19,7 @@ A sharded parameter of a safe module, if only lowered operations read it, become
 low dtype: it is all-gathered, and its gradient reduce-scattered, in that dtype.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -33,13 +33,11 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.primitives import (
     CASTS,
-    CHECKPOINTS,
     CONSTRAINT,
-    CONTROL,
     CUSTOM_DERIVATIVE,
     ELEMENTWISE,
+    ENTERED,
     IDENTITIES,
-    INLINED,
     JOINS,
     LOOPS,
     PAIRWISE,
@@ -49,7 +47,7 @@ from jaxspeed.jaxpr.primitives import (
     SLICES,
 )
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
-from jaxspeed.jaxpr.traverse import Body, bodies, is_var
+from jaxspeed.jaxpr.traverse import Body, bodies, equations, is_var
 from jaxspeed.objective.safe_modules import SafeModules
 from jaxspeed.placement.table import PlacementTable
 
@@ -138,19 +136,12 @@ def lowers(eqn: jex.JaxprEqn, autocast: Autocast) -> bool:
 def asks_for_full_precision(jaxpr: Any) -> bool:
     """Whether a program has products, and sets the precision of all of them to HIGHEST."""
 
-    def products(jaxpr: Any) -> Iterator[Any]:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in LOWER:
-                yield eqn.params.get("precision")
-            for body in bodies(eqn):
-                yield from products(body.jaxpr)
-
-    found = list(products(jaxpr))
-    return bool(found) and all(map(_asks_for_highest, found))
+    products = [e for e in equations(jaxpr.eqns) if e.primitive.name in LOWER]
+    return bool(products) and all(_asks_for_highest(e.params.get("precision")) for e in products)
 
 
 class _Rewriter(Rewriter[_Value]):
-    enters = (*INLINED, *CHECKPOINTS, *CONTROL)
+    enters = ENTERED
     custom_derivatives = True
 
     def __init__(self, settings: Autocast) -> None:
@@ -177,9 +168,7 @@ class _Rewriter(Rewriter[_Value]):
         self, program: Rewriting[_Value], eqn: jex.JaxprEqn, body: Body
     ) -> list[_Value]:
         """A loop has slices of its operands; what it carries is another value after each trip."""
-        slices = (
-            body.num_consts + body.num_carry if eqn.primitive.name in LOOPS else len(eqn.invars)
-        )
+        slices = body.first_xs if eqn.primitive.name in LOOPS else len(eqn.invars)
         states = super().body_states(program, eqn, body)
         return [
             _Value.of(v, x.parameter, x.neutral and i < slices)
@@ -292,9 +281,7 @@ class _Rewriter(Rewriter[_Value]):
         )
 
     def _holds_products(self, eqn: jex.JaxprEqn) -> bool:
-        return self._is_lowered(eqn) or any(
-            self._holds_products(e) for body in bodies(eqn) for e in body.jaxpr.eqns
-        )
+        return any(map(self._is_lowered, equations([eqn])))
 
 
 def _is_single(atom: Any) -> bool:

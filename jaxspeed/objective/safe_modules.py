@@ -2,14 +2,14 @@
 
 import difflib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspeed.config import match
 from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.module_scopes import Call, calls_in
-from jaxspeed.jaxpr.traverse import bodies
+from jaxspeed.jaxpr.traverse import equations
 from jaxspeed.placement.paths import listed
 
 log = logging.getLogger("jaxspeed")
@@ -37,7 +37,8 @@ class SafeModules:
 
         A class of torch may be absent: such lists are shared by models.
         """
-        calls = set(_calls(jaxpr))
+        stacks = (str(eqn.source_info.name_stack) for eqn in equations(jaxpr.eqns))
+        calls = {call for stack in stacks for call in calls_in(stack)}
         idle = [name for name in self.names or () if not any(_is_of(c, name) for c in calls)]
         # The body of a scan has no paths.
         scanned = {name for name in idle if any(match(name, path) for path in parameters)}
@@ -64,10 +65,3 @@ def _is_of(call: Call, module: str) -> bool:
     """Whether a call is of a module: a class, by its name in Flax or torch, or a path pattern."""
     name = module.rpartition(".")[2]
     return call.kind in _FLAX.get(name, (name,)) or match(module, call.path)
-
-
-def _calls(jaxpr: Any) -> Iterator[Call]:
-    for eqn in jaxpr.eqns:
-        yield from calls_in(str(eqn.source_info.name_stack))
-        for body in bodies(eqn):
-            yield from _calls(body.jaxpr)

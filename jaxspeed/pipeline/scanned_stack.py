@@ -53,7 +53,7 @@ def scanned_blocks(jaxpr: Any, stack: Mapping[Any, str]) -> RepeatedBlocks:
     scan = _the_scan([e for e in readers if e not in casts], stacked, stack)
     (body,) = bodies(scan)
     assert not len(body.consts), "constants of a scan are arguments of it"
-    first_xs = body.num_consts + body.num_carry
+    first_xs = body.first_xs
     others = tuple(e for e in jaxpr.eqns if e is not scan and e not in casts)
     if read_by(jaxpr.replace(eqns=list(others))) & set(scan.outvars[body.num_carry :]):
         raise ModelError(

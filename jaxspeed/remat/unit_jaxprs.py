@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxspeed.jaxpr.slicing import dependents, free_variables, sub_jaxpr
-from jaxspeed.jaxpr.traverse import bodies, is_real, is_var, sliceable_bodies
+from jaxspeed.jaxpr.traverse import equations, is_real, is_var, sliceable_bodies
 from jaxspeed.zero3 import Units
 from jaxspeed.zero3.segments import EvalContext, split_at_units
 
@@ -28,7 +28,8 @@ class UnitJaxpr:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of its activations (`checkpoint_name`)."""
-        return tuple(dict.fromkeys(_names(self.jaxpr)))
+        named = (e for e in equations(self.jaxpr.eqns) if e.primitive.name == "name")
+        return tuple(dict.fromkeys(eqn.params["name"] for eqn in named))
 
 
 def unit_jaxprs(
@@ -66,11 +67,3 @@ def _inside(
         real = [iv for iv, v in pairs if is_var(v) and v in active]
         inner = [iv for iv, v in pairs[body.num_consts :] if is_var(v) and v in moving]
         yield from _units(body.jaxpr, inner, real, units, times * body.trips)
-
-
-def _names(jaxpr: Any) -> Iterator[str]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            yield eqn.params["name"]
-        for body in bodies(eqn):
-            yield from _names(body.jaxpr)

@@ -306,7 +306,7 @@ class Region:
                 self.dims[v] = self.dims[given]
         for each in inner.eqns:
             if any(is_var(v) and v in self.dims for v in each.invars):
-                if each.primitive.name in ("jit", "pjit"):
+                if each.primitive.name == "jit":
                     outs = self._within(each, position)
                 else:
                     outs = self.results(each, position)

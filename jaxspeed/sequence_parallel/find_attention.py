@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax import lax
 
-from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.jaxpr.evaluate import as_function, run_scan
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, LOOPS
 from jaxspeed.jaxpr.rewriter import Atom
 from jaxspeed.jaxpr.sample_rules import place
@@ -188,7 +187,7 @@ def _of_inputs(
     found: dict[Atom, Expression] = {}
     outer: dict[Atom, Var] = {}
     name = eqn.primitive.name
-    walked = body.num_consts + body.num_carry
+    walked = body.first_xs
     kept = range(body.num_consts) if name in LOOPS else range(len(body.operands))
     inside = {body.operands[i]: body.jaxpr.invars[i] for i in kept if is_var(body.operands[i])}
 
@@ -208,19 +207,11 @@ def _of_inputs(
 
 def _scan(eqn: JaxprEqn, body: Body, jaxpr: Jaxpr, more: Sequence[Atom]) -> JaxprEqn:
     """A scan of a program with more constants, its last inputs."""
-    run, count = as_function(jaxpr, body.consts), body.num_carry
+    run = as_function(jaxpr, body.consts)
 
     def scan(*args: Any) -> list[Any]:
         given, added = args[: len(eqn.invars)], args[len(eqn.invars) :]
-        consts, left = given[: body.num_consts], given[body.num_consts :]
-
-        def step(carry: Any, slices: Any) -> tuple[Any, Any]:
-            outs = run(*consts, *carry, *slices, *added)
-            return outs[:count], outs[count:]
-
-        params = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-        carry, stacked = lax.scan(step, list(left[:count]), list(left[count:]), **params)
-        return [*carry, *stacked]
+        return run_scan(eqn, body, lambda *inputs: run(*inputs, *added), given)
 
     operands = [*eqn.invars, *more]
     shapes = [

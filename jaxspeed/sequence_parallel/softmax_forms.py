@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
+from jaxspeed.jaxpr.primitives import CASTS, CUSTOM_DERIVATIVE, IDENTITIES, RESHAPES
 from jaxspeed.jaxpr.traverse import JaxprEqn, bodies, is_var
 from jaxspeed.sequence_parallel.index_expressions import (
     Const,
@@ -76,10 +76,7 @@ class Shares:
 
 
 State = Scores | Maximum | Shifted | Exponentials | Sum | Result | Shares | None
-_KEEPING = frozenset(
-    """convert_element_type copy name stop_gradient transpose reshape squeeze expand_dims
-    broadcast_in_dim""".split()  # noqa: SIM905
-)
+_KEEPING = CASTS | IDENTITIES | RESHAPES | {"transpose", "broadcast_in_dim"}
 
 
 def softmax_form(
@@ -102,7 +99,7 @@ def _evaluate(
     for eqn in eqns:
         if not any(is_var(v) and v in states for v in eqn.invars):
             continue
-        if eqn.primitive.name in (*CUSTOM_DERIVATIVE, "jit", "pjit"):
+        if eqn.primitive.name in (*CUSTOM_DERIVATIVE, "jit"):
             (body,) = bodies(eqn)
             given = dict(zip(body.jaxpr.invars, body.operands, strict=True))
             for v, atom in given.items():

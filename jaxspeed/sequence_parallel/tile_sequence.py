@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.axes import SEQ, TENSOR
 from jaxspeed.jaxpr.flops import nbytes
-from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED, RAGGED_PRODUCTS
+from jaxspeed.jaxpr.primitives import PLAIN_CALLS, RAGGED_PRODUCTS
 from jaxspeed.jaxpr.rewriter import LEAVE, Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import free_variables
 from jaxspeed.jaxpr.traverse import (
@@ -45,7 +45,7 @@ from jaxspeed.sequence_parallel.sharded_gradients import (
     TokenShards,
     sharded_products,
 )
-from jaxspeed.sequence_parallel.token_dim import AlongTokens, MixesTokensError, Tokens
+from jaxspeed.sequence_parallel.token_dim import Along, MixesTokensError, Tokens
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, propagate_dims
 
 # By default, sequences of more tokens per device are divided where the results of products inside a
@@ -110,19 +110,18 @@ def _dim_of_tokens(propagated: PropagatedDims) -> Tokens | None:
     """The dim of tokens: the one, besides that of samples, with most bytes of products."""
     classes, found = propagated.classes, dict[Any, int]()
     sizes: dict[Any, int] = {}
-    for frame in propagated.frames():
-        for eqn in frame.jaxpr.eqns:
-            given = [v for v in eqn.invars if not frame.is_weight(v)]
-            if product_of(eqn) is None or len(given) != 1:
-                continue
-            among = {classes.of(node) for node in frame.of(given[0]) if node is not None}
-            for node, size in zip(frame.of(eqn.outvars[0]), shape_of(eqn.outvars[0])):
-                if node is not None and not propagated.is_sample(node):
-                    which = classes.of(node)
-                    if which in among:
-                        bytes_there = frame.times * nbytes(eqn.outvars[0].aval)
-                        found[which] = found.get(which, 0) + bytes_there
-                        sizes[which] = min(sizes.get(which, size), size)
+    for frame, _, eqn in propagated.top.equations():
+        given = [v for v in eqn.invars if not frame.is_weight(v)]
+        if product_of(eqn) is None or len(given) != 1:
+            continue
+        among = {classes.of(node) for node in frame.of(given[0]) if node is not None}
+        for node, size in zip(frame.of(eqn.outvars[0]), shape_of(eqn.outvars[0])):
+            if node is not None and not propagated.is_sample(node):
+                which = classes.of(node)
+                if which in among:
+                    bytes_there = frame.times * nbytes(eqn.outvars[0].aval)
+                    found[which] = found.get(which, 0) + bytes_there
+                    sizes[which] = min(sizes.get(which, size), size)
     if not found:
         return None
     most = max(found, key=lambda which: found[which])
@@ -132,7 +131,7 @@ def _dim_of_tokens(propagated: PropagatedDims) -> Tokens | None:
 class _Tiling(Rewriter[None]):
     """Write groups as loops; the scope of a program is its frame."""
 
-    enters = (*INLINED, *CHECKPOINTS, "scan", "cond")
+    enters = (*PLAIN_CALLS, "scan", "cond")
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class _Tiling(Rewriter[None]):
         """
         eqns = frame.jaxpr.eqns
         kinds = {i: self._kind(frame, i) for i in positions}
-        if AlongTokens.TOKEN not in kinds.values():
+        if Along.TOKEN not in kinds.values():
             return [*positions]
         maker = {v: i for i in positions for v in eqns[i].outvars}
         level: dict[int, int] = {}  # of the results of each
@@ -193,16 +192,16 @@ class _Tiling(Rewriter[None]):
         for i in positions:
             before = [maker[v] for v in eqns[i].invars if is_var(v) and v in maker]
             base = max((level[j] for j in before), default=0)
-            free = kinds[i] is not AlongTokens.TOKEN and set(before) <= set(first)
+            free = kinds[i] is not Along.TOKEN and set(before) <= set(first)
             if free:
                 first.append(i)
                 level[i] = 0
             else:
-                token = kinds[i] is AlongTokens.TOKEN
+                token = kinds[i] is Along.TOKEN
                 level[i] = base + (not token)
                 levels.setdefault(base, ([], []))[not token].append(i)
         steps: list[int | TokenGroup] = [*first]
-        fills = {i for i in first if kinds[i] is AlongTokens.FILL}
+        fills = {i for i in first if kinds[i] is Along.FILL}
         for number in sorted(levels):
             own, mixing = levels[number]
             group, rest = self._group(frame, own, fills)
@@ -210,10 +209,10 @@ class _Tiling(Rewriter[None]):
             steps += mixing
         return steps if any(isinstance(step, TokenGroup) for step in steps) else [*positions]
 
-    def _kind(self, frame: CallFrame, position: int) -> AlongTokens:
+    def _kind(self, frame: CallFrame, position: int) -> Along:
         eqn = frame.jaxpr.eqns[position]
         if eqn.primitive.name == "name" and eqn.params["name"] in self.tiles.kept:
-            return AlongTokens.MIXES
+            return Along.MIXES
         return self.tokens.kind(frame, position)
 
     def _group(

@@ -6,45 +6,63 @@ custom derivatives and loops over something else. A program of such equations ca
 part of the tokens, with the sizes that some operations have among their parameters adapted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
-from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
-from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, INLINED, PAIRWISE
-from jaxspeed.jaxpr.sample_rules import SUMS, is_linear, relations_of, writes_along
+from jaxspeed.jaxpr.dim_relations import DimRelations
+from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation, run_scan
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, CUSTOM_DERIVATIVE, PAIRWISE, PLAIN_CALLS, SUMS
+from jaxspeed.jaxpr.sample_rules import is_linear, relations_of, writes_along
 from jaxspeed.jaxpr.sample_values import FREE, SUM, SampleValue
 from jaxspeed.jaxpr.slicing import dependents, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
-    Body,
     Jaxpr,
     JaxprEqn,
     is_real,
     is_var,
     like,
     shape_of,
-    transparent_bodies,
 )
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
+
+# Evaluated by the equations of what they run.
+_EVALUATED = (*PLAIN_CALLS, *CUSTOM_DERIVATIVE, "scan")
 
 
 class MixesTokensError(Exception):
     """A derivative is not per token, although its function is."""
 
 
-class AlongTokens(Enum):
-    """What an equation does along the dim of tokens."""
+class Along(Enum):
+    """What an equation does along the dims of tokens."""
 
-    APART = "has no such dim"
-    FILL = "repeats one value for each token"
-    TOKEN = "is per token"
-    MIXES = "mixes tokens, or is not known"
+    APART = auto()  # it has none
+    BORN = auto()  # its results have them, its operands do not
+    FILL = auto()  # of these: one value for all tokens
+    TOKEN = auto()  # per token
+    EACH = auto()  # result i is operand i
+    SUM = auto()  # results without them, in any order of the tokens
+    INNER = auto()  # it runs programs that are looked into
+    MIXES = auto()  # anything else
+
+
+def token_factor(
+    eqn: JaxprEqn,
+    found: DimRelations,
+    reads: Sequence[Collection[int]],
+    makes: Sequence[Collection[int]],
+) -> int | None:
+    """The factor of the dims of tokens of operands and results, if an equation is per token."""
+    pairs = zip((*reads, *makes), (*found.operands, *found.results), strict=True)
+    factors = {own[d] for dims, own in pairs for d in dims}
+    mixes = not factors.isdisjoint((None, *found.mixed)) or writes_along(eqn, found, reads[0])
+    return factors.pop() if len(factors) == 1 and not mixes else None
 
 
 @dataclass(frozen=True)
@@ -67,33 +85,32 @@ class Tokens:
     def dim(self, frame: CallFrame, atom: Any) -> int | None:
         return next(iter(self.dims(frame, atom)), None)
 
-    def kind(self, frame: CallFrame, position: int) -> AlongTokens:
+    def kind(self, frame: CallFrame, position: int) -> Along:
         """The kind of an equation."""
         eqn = frame.jaxpr.eqns[position]
         reads = [self.dims(frame, v) for v in eqn.invars]
         makes = [self.dims(frame, v) for v in eqn.outvars]
         inner = frame.inner.get(position, [])
         within = [self.kind(f, i) for f in inner for i in range(len(f.jaxpr.eqns))]
-        if not any((*reads, *makes)) and AlongTokens.MIXES not in within:
-            return AlongTokens.APART
+        if not any((*reads, *makes)) and Along.MIXES not in within:
+            return Along.APART
         # Of an equation for several values, those without tokens depend on none.
         least = 0 if inner or eqn.primitive.name in PAIRWISE else 1
         once = all(least <= len(dims) <= 1 for dims in makes) and all(len(d) <= 1 for d in reads)
         pairs = [*zip(eqn.invars, reads, strict=True), *zip(eqn.outvars, makes, strict=True)]
         parts = any(shape_of(v)[d] % self.size for v, dims in pairs for d in dims)
         if eqn.effects or not once or parts:  # parts: fewer than tokens, as of pairs of them
-            return AlongTokens.MIXES
+            return Along.MIXES
         if inner:
-            known = _is_transparent(eqn) and not _runs_over(eqn, reads, makes)
+            (body, *others) = (f.body for f in inner)
+            known = eqn.primitive.name in _EVALUATED and not others
+            if eqn.primitive.name == "scan":  # over slices of something else
+                known = (0,) not in (*reads[body.first_xs :], *makes[body.num_carry :])
             known = known and not any(self.dims(f, v) for f in inner for v in f.jaxpr.constvars)
-            return (
-                AlongTokens.TOKEN
-                if known and AlongTokens.MIXES not in within
-                else AlongTokens.MIXES
-            )
+            return Along.TOKEN if known and Along.MIXES not in within else Along.MIXES
         found = relations_of(eqn)
         if found is None:
-            return AlongTokens.MIXES
+            return Along.MIXES
         each = [*zip(pairs, (*found.operands, *found.results), strict=True)]
         factors = {own[d] for (_, dims), own in each for d in dims}
         if any(
@@ -101,19 +118,14 @@ class Tokens:
             for (v, dims), own in each
             for d, f in enumerate(own)
         ):
-            return AlongTokens.MIXES  # a constant of all tokens, whose dims are of no class
+            return Along.MIXES  # a constant of all tokens, whose dims are of no class
         if not any(reads):
-            return (
-                AlongTokens.FILL if eqn.primitive.name == "broadcast_in_dim" else AlongTokens.MIXES
-            )
+            return Along.FILL if eqn.primitive.name == "broadcast_in_dim" else Along.MIXES
         if eqn.primitive.name == "gather" and not reads[0]:
-            return AlongTokens.MIXES  # a lookup, of a table that may be stored sharded
+            return Along.MIXES  # a lookup, of a table that may be stored sharded
         if eqn.primitive.name in PAIRWISE:
-            return AlongTokens.TOKEN
-        if writes_along(eqn, found, reads[0]):
-            return AlongTokens.MIXES  # at an index of all tokens
-        one = len(factors) == 1 and None not in factors and not factors & found.mixed
-        return AlongTokens.TOKEN if one else AlongTokens.MIXES
+            return Along.TOKEN
+        return Along.MIXES if token_factor(eqn, found, reads, makes) is None else Along.TOKEN
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -149,7 +161,7 @@ class Tokens:
         if name in CUSTOM_DERIVATIVE and self.differentiated:
             return self._with_derivative(frame, eqn, values, count)
         if inner := frame.inner.get(position):
-            (body,) = transparent_bodies(eqn)
+            body = inner[0].body
 
             def run(*args: Any) -> list[Any]:
                 return self._program(inner[0], body.consts, args, count)
@@ -157,7 +169,7 @@ class Tokens:
             if name in CHECKPOINTS:
                 how = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
                 return jax.checkpoint(run, **how)(*values)
-            return _scanned(eqn, body, run, values) if name == "scan" else run(*values)
+            return run_scan(eqn, body, run, values) if name == "scan" else run(*values)
         made = eqn.primitive.bind(*values, **self._resized(frame, eqn, count))
         return made if eqn.primitive.multiple_results else [made]
 
@@ -274,7 +286,7 @@ class Tokens:
                 kinds = (SUM if on else FREE for on in of_sums)
                 known = not with_tokens and is_linear(name, [SampleValue(kind) for kind in kinds])
             else:
-                known = sums if is_sum else tokens.kind(top, position) is not AlongTokens.MIXES
+                known = sums if is_sum else tokens.kind(top, position) is not Along.MIXES
             if not known:
                 raise MixesTokensError(name)
             if is_sum or any(of_sums):
@@ -301,34 +313,3 @@ def _traced(function: Any, inputs: Sequence[Any]) -> tuple[Jaxpr, Sequence[Any]]
     """The program of a function of arrays like `inputs`, and its constants."""
     closed = jax.make_jaxpr(function)(*like(inputs))
     return closed.jaxpr, closed.consts
-
-
-def _is_transparent(eqn: JaxprEqn) -> bool:
-    """Whether what an equation runs is evaluated by its own equations."""
-    name = eqn.primitive.name
-    return name in (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE, "scan") and (
-        len(transparent_bodies(eqn)) == 1
-    )
-
-
-def _runs_over(
-    eqn: JaxprEqn, reads: Sequence[tuple[int, ...]], makes: Sequence[tuple[int, ...]]
-) -> bool:
-    """Whether a scan slices or stacks arrays along their dim of tokens."""
-    if eqn.primitive.name != "scan":
-        return False
-    (body,) = transparent_bodies(eqn)
-    return (0,) in (*reads[body.num_consts + body.num_carry :], *makes[body.num_carry :])
-
-
-def _scanned(eqn: JaxprEqn, body: Body, run: Any, values: Sequence[Any]) -> list[Any]:
-    consts, carry = body.num_consts, body.num_carry
-
-    def step(carried: Any, xs: Any) -> tuple[Any, Any]:
-        outs = run(*values[:consts], *carried, *xs)
-        return outs[:carry], outs[carry:]
-
-    rest = values[consts:]
-    how = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-    carried, stacked = lax.scan(step, list(rest[:carry]), list(rest[carry:]), **how)
-    return [*carried, *stacked]

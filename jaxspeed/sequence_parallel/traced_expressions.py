@@ -335,7 +335,6 @@ _LAYOUT: Mapping[str, Callable[[JaxprEqn, Expression], Expression | None]] = {
     "transpose": _transpose,
     "squeeze": _squeeze,
     "reshape": _reshape,
-    "expand_dims": _reshape,
     "slice": _slice,
 }
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from jaxspeed.axes import SEQ, TENSOR
 from jaxspeed.errors import ConfigError
-from jaxspeed.jaxpr.primitives import ATTENTION, CONTROL, CUSTOM_DERIVATIVE, RANDOM
+from jaxspeed.jaxpr.primitives import ATTENTION, CONTROL, CUSTOM_DERIVATIVE, ENTERED, RANDOM
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.sample_rules import place, relations_of
-from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, shape_of, transparent_bodies
+from jaxspeed.jaxpr.traverse import Body, Jaxpr, JaxprEqn, Var, is_var, shape_of
 from jaxspeed.ops import splash
 from jaxspeed.ops.attention_call import AttentionForm, attention_call, body_of, form_of
 from jaxspeed.ops.free_axes import free_axes
@@ -27,7 +27,6 @@ from jaxspeed.ops.token_order import in_token_order
 from jaxspeed.sequence_parallel.choose_form import choose_form
 from jaxspeed.sequence_parallel.settings import SequenceSettings
 from jaxspeed.sequence_parallel.zigzag_proof import (
-    ENTERED,
     Along,
     ContiguousError,
     OrderProof,
@@ -70,8 +69,7 @@ def in_zigzag(
     dims = SequenceDims(propagated, positions, free_axes()[SEQ])
     attentions = [
         (frame, eqn)
-        for frame in propagated.frames()
-        for eqn in frame.jaxpr.eqns
+        for frame, _, eqn in propagated.top.equations()
         if eqn.primitive.name == ATTENTION and dims.of(frame, eqn.invars[0]) == 1
     ]
     if not attentions and settings.layout == "auto":
@@ -251,11 +249,11 @@ class _Zigzag(Rewriter[_Order]):
         self, program: Rewriting[_Order], frame: CallFrame, eqn: JaxprEqn, held: Sequence[_Order]
     ) -> list[_Order | None]:
         orders: list[_Order | None] = [None] * len(held)
-        (body, *_), inner = transparent_bodies(eqn), frame.inner[program.position]
+        inner = frame.inner[program.position]
         is_call = eqn.primitive.name not in CONTROL
-        for i in range(len(body.operands)):
-            at = body.first + i
-            if not self.analysis.of(frame, eqn.invars[at]):
+        for i, v in enumerate(inner[0].body.operands):
+            at = inner[0].body.first + i
+            if not self.analysis.of(frame, v):
                 continue
             needed = any(
                 each.jaxpr.invars[i] in self.analysis.plans[id(each)].needed for each in inner

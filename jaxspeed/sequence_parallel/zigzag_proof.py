@@ -13,7 +13,6 @@ dim relations: it gives the same numbers in both orders.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import Any
 
 import jax
@@ -22,36 +21,31 @@ from jaxspeed.jaxpr.dim_relations import reshape_groups
 from jaxspeed.jaxpr.evaluate import derivative
 from jaxspeed.jaxpr.primitives import (
     ATTENTION,
-    CHECKPOINTS,
-    CONTROL,
     CUSTOM_DERIVATIVE,
-    INLINED,
-    LOOPS,
+    ENTERED,
     PAIRWISE,
     REDUCTIONS,
     SCATTERS,
 )
-from jaxspeed.jaxpr.sample_rules import place, relations_of, writes_along
+from jaxspeed.jaxpr.sample_rules import place, relations_of
 from jaxspeed.jaxpr.slicing import free_variables, read_by
 from jaxspeed.jaxpr.traverse import (
     JaxprEqn,
     Var,
     is_real,
     is_var,
-    open_jaxpr,
     product_of,
     shape_of,
-    transparent_bodies,
 )
 from jaxspeed.ops.attention_call import form_of
 from jaxspeed.ops.token_order import ANY_ORDER, in_token_order
+from jaxspeed.sequence_parallel.token_dim import Along, token_factor
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
 
 # Reductions of which the order of the elements does not matter.
 _SUMS = (REDUCTIONS - {"reduce"}) | {"dot_general"} | (SCATTERS - {"scatter"})
-ENTERED = (*INLINED, *CHECKPOINTS, *CONTROL)
 
 
 class ContiguousError(Exception):
@@ -99,19 +93,6 @@ class TokenDims:
             at = dim + (count > 1)
             x = in_token_order(x, at, self.devices, zigzag=zigzag).reshape(shape)
         return x
-
-
-class Along(Enum):
-    """What an equation does along the dims of tokens."""
-
-    APART = auto()  # it has none
-    BORN = auto()  # its results have them, its operands do not
-    FILL = auto()  # of these: one value for all tokens
-    TOKEN = auto()  # per token
-    EACH = auto()  # result i is operand i
-    SUM = auto()  # results without them, in any order of the tokens
-    INNER = auto()  # it runs programs that are looked into
-    MIXES = auto()  # anything else
 
 
 @dataclass
@@ -190,17 +171,16 @@ class OrderProof:
     def _through(self, plan: OrderPlan, frame: CallFrame, position: int, where: str) -> None:
         eqn = frame.jaxpr.eqns[position]
         where = place(eqn) or where
-        found = transparent_bodies(eqn)
         given = [plan.needed.get(v) for v in eqn.outvars]
-        first, count = found[0], found[0].num_carry
+        first = frame.inner[position][0].body
         while True:
             inside = [self.plan(inner, given, where) for inner in frame.inner[position]]
             each = [next((x for x in whys if x), None) for whys in zip(*inside, strict=True)]
-            carry = slice(first.num_consts, first.num_consts + count)
+            carry = slice(first.num_consts, first.first_xs)
             carried = [b or a for a, b in zip(each[carry], given, strict=False)]
-            if carried == given[:count]:
+            if carried == given[: first.num_carry]:
                 break
-            given[:count] = carried
+            given[: first.num_carry] = carried
         each[carry] = carried
         for inner in frame.inner[position]:  # branches and trips share the orders of their inputs
             pairs = zip(inner.jaxpr.invars, each, strict=True)
@@ -262,16 +242,14 @@ class OrderProof:
         )
         if not tokens and not inside:
             return Along.APART
-        if len(transparent_bodies(eqn)) != len(inner):
+        body = inner[0].body
+        if len(eqn.params.get("branches", inner)) != len(inner):
             return Along.MIXES  # a branch with a kernel
-        (body, *_) = transparent_bodies(eqn)
-        walked, stacked = body.num_consts + body.num_carry, body.num_carry
-        if eqn.primitive.name in LOOPS:
-            over = any(0 in dims for dims in (*reads[body.first :][walked:], *makes[stacked:]))
-            if over:
-                return Along.MIXES  # over time
+        xs, stacked = reads[body.first + body.first_xs :], makes[body.num_carry :]
+        if inner[0].in_loop and any(0 in dims for dims in (*xs, *stacked)):
+            return Along.MIXES  # over time
         if eqn.primitive.name == "while":
-            condition, _ = open_jaxpr(eqn.params["cond_jaxpr"])
+            condition = inner[0].condition
             carry = condition.invars[-body.num_carry :] if body.num_carry else []
             read = read_by(condition)
             of_carry = zip(carry, makes, strict=True)
@@ -321,25 +299,15 @@ class OrderProof:
         name = eqn.primitive.name if product is None else product.primitive.name
         if found is None:
             return Along.MIXES
-        pairs = [
-            (factors, dims, v)
-            for factors, dims, v in zip(
-                (*found.operands, *found.results),
-                (*reads, *makes),
-                (*eqn.invars, *eqn.outvars),
-                strict=True,
-            )
-        ]
-        factors = {factors[d]: count for factors, dims, _ in pairs for d, count in dims.items()}
-        if None in factors or len(factors) != 1 or {*factors} & found.mixed:
+        factor = token_factor(eqn, found, reads, makes)
+        every, values = (*reads, *makes), (*eqn.invars, *eqn.outvars)
+        if factor is None or len({n for dims in every for n in dims.values()}) != 1:
             return Along.MIXES
-        ((factor, count),) = factors.items()
-        for own, dims, v in pairs:  # along it there are tokens everywhere, or one value for all
+        # Along it there are tokens everywhere, or one value for all.
+        for v, dims, own in zip(values, every, (*found.operands, *found.results), strict=True):
             there = {d for d, f in enumerate(own) if f == factor and shape_of(v)[d] != 1}
-            if is_var(v) and (there != {*dims} or any(n != count for n in dims.values())):
+            if is_var(v) and there != {*dims}:
                 return Along.MIXES
-        if writes_along(eqn, found, reads[0]):
-            return Along.MIXES
         if any(makes):
             return Along.TOKEN if all(makes) else Along.MIXES
         return Along.SUM if name in _SUMS else Along.MIXES

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspeed.jaxpr.primitives import CASTS, LOOPS, RESHAPES
-from jaxspeed.jaxpr.traverse import consts_and_carry, is_real, is_var, shape_of
+from jaxspeed.jaxpr.frames import ForwardAnalysis
+from jaxspeed.jaxpr.primitives import CASTS, RESHAPES
+from jaxspeed.jaxpr.traverse import is_real, is_var, shape_of
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, tie_results
 
@@ -49,7 +51,7 @@ class _State:
     own: Nodes | None = None  # of a weight: nodes in the classes of weights alone
 
 
-class ArrayRoles:
+class ArrayRoles(ForwardAnalysis[_State]):
     """The roles of all arrays of a propagated program.
 
     A class of dims that are sharded together may have two dims of one parameter. Which of the two a
@@ -58,26 +60,27 @@ class ArrayRoles:
     """
 
     def __init__(self, propagated: PropagatedDims) -> None:
+        super().__init__()
         self.propagated = propagated
         self._ids = itertools.count()
-        self._by_frame: dict[int, dict[Any, _State]] = {}
         self._own = DimEquivalence()
-        self._parameters: dict[Node, set[tuple[str, int]]] = {}
+        # By the representative node of a class: the parameter dims in it.
+        self._parameters: defaultdict[Node, set[tuple[str, int]]] = defaultdict(set)
         top = propagated.top
-        given = []
+        given, places = [], []
         for v in top.jaxpr.invars:
             made_from = top.sources(v)
             own = self._own.new(shape_of(v)) if made_from else None
             for path in made_from:
-                for dim, node in enumerate(own or ()):
-                    if node is not None:
-                        self._parameters[node] = {(path, dim)}
+                places += [(node, (path, dim)) for dim, node in enumerate(own or ())]
             given.append(_State(next(self._ids), bool(made_from), own))
-        self._read(top, given)
-        self._merge_parameters()
+        self.run(top, given)
+        for node, place in places:
+            if node is not None:
+                self._parameters[self._own.of(node)].add(place)
 
     def operand(self, frame: CallFrame, atom: Any) -> Operand:
-        known, of = self._of(frame, atom), self.propagated.classes.of
+        known, of = self.of(frame, atom), self.propagated.classes.of
         shape = shape_of(atom)
         own = known.own or (None,) * len(shape)
         return Operand(
@@ -90,71 +93,53 @@ class ArrayRoles:
             tuple(self._dims_of(node) for node in own),
         )
 
-    def id(self, frame: CallFrame, atom: Any) -> int:
-        return self._of(frame, atom).id
-
-    def trained(self, frame: CallFrame, atom: Any) -> bool:
-        return self._of(frame, atom).trained
-
-    def _of(self, frame: CallFrame, atom: Any) -> _State:
-        return self._by_frame[id(frame)][atom] if is_var(atom) else _State(-1)
-
     def _dims_of(self, node: Node | None) -> frozenset[tuple[str, int]]:
-        if node is None:
-            return frozenset()
-        return frozenset(self._parameters.get(self._own.of(node), ()))
+        return frozenset() if node is None else frozenset(self._parameters[self._own.of(node)])
 
-    def _merge_parameters(self) -> None:
-        """Merge the parameter dims of each class under its representative node."""
-        found: dict[Node, set[tuple[str, int]]] = {}
-        for node, dims in self._parameters.items():
-            found.setdefault(self._own.of(node), set()).update(dims)
-        self._parameters = found
+    def constant(self, atom: Any) -> _State:
+        return _State(next(self._ids) if is_var(atom) else -1)
 
-    def _read(self, frame: CallFrame, given: Sequence[_State]) -> list[_State]:
-        known = self._by_frame[id(frame)] = dict(zip(frame.jaxpr.invars, given, strict=True))
-        known.update((v, _State(next(self._ids))) for v in frame.jaxpr.constvars)
-        for position, eqn in enumerate(frame.jaxpr.eqns):
-            read = [self._of(frame, v) for v in eqn.invars]
-            inner = frame.inner.get(position)
-            if inner is None:
-                made = self._operation(frame, eqn, read)
-            elif eqn.primitive.name in LOOPS:
-                made = self._loop(inner[0], eqn, read)
-            else:
-                branches = [self._read(f, read[len(read) - len(f.jaxpr.invars) :]) for f in inner]
-                made = [self._either(outs) for outs in zip(*branches, strict=True)]
-            known.update(zip(eqn.outvars, made, strict=True))
-        return [self._of(frame, v) for v in frame.jaxpr.outvars]
-
-    def _operation(self, frame: CallFrame, eqn: Any, read: Sequence[_State]) -> list[_State]:
-        trained = any(x.trained for x in read) and eqn.primitive.name != "stop_gradient"
+    def operation(
+        self, frame: CallFrame, position: int, operands: Sequence[_State]
+    ) -> Sequence[_State]:
+        eqn = frame.jaxpr.eqns[position]
+        trained = any(x.trained for x in operands) and eqn.primitive.name != "stop_gradient"
         owns: Sequence[Nodes | None] = [None] * len(eqn.outvars)
         if any(frame.sources(v) for v in eqn.outvars):  # weights
-            given = [x.own or (None,) * len(shape_of(v)) for x, v in zip(read, eqn.invars)]
+            given = [x.own or (None,) * len(shape_of(v)) for x, v in zip(operands, eqn.invars)]
             owns = tie_results(eqn, given, self._own)
         view = eqn.primitive.name in VIEWS
         return [
-            _State(read[0].id if view else next(self._ids), trained and is_real(v), own)
+            _State(operands[0].id if view else next(self._ids), trained and is_real(v), own)
             for v, own in zip(eqn.outvars, owns, strict=True)
         ]
 
-    def _loop(self, body: CallFrame, eqn: Any, read: Sequence[_State]) -> list[_State]:
-        """Each trip reads other arrays. A carry is trained if any operand is."""
-        trained = any(x.trained for x in read)
-        inputs = read[len(read) - len(body.jaxpr.invars) :]
-        consts, carry = consts_and_carry(eqn)
-        given = []
-        for i, (x, v) in enumerate(zip(inputs, body.jaxpr.invars, strict=True)):
-            own = x.own if body.sources(v) else None
-            if own is not None and i >= consts + carry:
+    def inputs(self, frame: CallFrame, operands: Sequence[_State]) -> Sequence[_State]:
+        """Each trip of a loop reads other arrays. A carry is trained if any operand is."""
+        given = super().inputs(frame, operands)
+        if not frame.in_loop:
+            return given
+        trained = any(x.trained for x in operands)
+        walked = frame.body.first_xs
+        inside = []
+        for i, (x, v) in enumerate(zip(given, frame.jaxpr.invars, strict=True)):
+            own = x.own if frame.sources(v) else None
+            if own is not None and i >= walked:
                 own = own[1:]  # a layer of a stack
-            carried = trained and consts <= i < consts + carry
-            given.append(_State(next(self._ids), (x.trained or carried) and is_real(v), own))
-        self._read(body, given)
-        return [_State(next(self._ids), trained and is_real(v)) for v in eqn.outvars]
+            carried = trained and frame.body.num_consts <= i < walked
+            inside.append(_State(next(self._ids), (x.trained or carried) and is_real(v), own))
+        return inside
 
-    def _either(self, outs: Sequence[_State]) -> _State:
-        if len(outs) == 1:
-            return outs[0]
-        return _State(next(self._ids), any(x.trained for x in outs))
+    def results(
+        self, inner: Sequence[CallFrame], operands: Sequence[_State], branches: Sequence[Any]
+    ) -> Sequence[_State]:
+        if inner[0].in_loop:
+            trained = any(x.trained for x in operands)
+            outs = inner[0].call.outvars
+            return [_State(next(self._ids), trained and is_real(v)) for v in outs]
+        return super().results(inner, operands, branches)
+
+    def joined(self, states: Sequence[_State]) -> _State:
+        if len(states) == 1:
+            return states[0]
+        return _State(next(self._ids), any(x.trained for x in states))

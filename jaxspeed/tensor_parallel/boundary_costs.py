@@ -91,11 +91,10 @@ def boundary_costs(
     counter = _Counter(tensor)
     for matmul in found:
         _of_matmul(counter, matmul)
-    for frame in propagated.frames():
-        for position, eqn in enumerate(frame.jaxpr.eqns):
-            if position not in frame.inner and eqn.primitive.name not in PRODUCTS:
-                _of_ends(counter, propagated, arrays, frame, position, eqn)
-                _of_broadcasts(counter, arrays, frame, eqn)
+    for frame, position, eqn in propagated.top.equations():
+        if position not in frame.inner and eqn.primitive.name not in PRODUCTS:
+            _of_ends(counter, propagated, arrays, frame, position, eqn)
+            _of_broadcasts(counter, arrays, frame, eqn)
     return BoundaryCosts(counter.sends, counter.splits)
 
 
@@ -130,7 +129,7 @@ def _of_ends(
     for i, dim in frame.ended.get(position, ()):
         atom = eqn.invars[i]
         node = frame.of(atom)[dim]
-        if node is None or not arrays.trained(frame, atom) or (i == 0 and dim in indexed):
+        if node is None or not arrays.of(frame, atom).trained or (i == 0 and dim in indexed):
             continue
         if name.startswith(("reduce_", "arg")) and not name.startswith("reduce_window"):
             one = counter.forward(ALL_REDUCE, name, times, *map(_full, eqn.outvars))
@@ -139,7 +138,7 @@ def _of_ends(
             if name in SPLITS and not frame.is_weight(atom):
                 counter.splits[of(node)] = counter.splits.get(of(node), 0) + len(eqn.outvars)
         counter.add(of(node), one)
-    trained = [v for v in eqn.invars if arrays.trained(frame, v)]
+    trained = [v for v in eqn.invars if arrays.of(frame, v).trained]
     if not trained or name == "gather":
         return
     for i, dim in frame.began.get(position, ()):
@@ -148,7 +147,7 @@ def _of_ends(
             continue
         if name == "broadcast_in_dim":
             one = counter.backward(ALL_REDUCE, name, times, _full(trained[0]))
-            counter.add_gradient(of(node), arrays.id(frame, trained[0]), one)
+            counter.add_gradient(of(node), arrays.of(frame, trained[0]).id, one)
         else:
             result = _full(eqn.outvars[i])
             counter.add(of(node), counter.backward(ALL_GATHER, name, times, result))
@@ -163,12 +162,12 @@ def _of_broadcasts(counter: _Counter, arrays: ArrayRoles, frame: CallFrame, eqn:
     of = arrays.propagated.classes.of
     for atom in eqn.invars:
         sizes = shape_of(atom)
-        if len(sizes) != rank or sizes == shape_of(result) or not arrays.trained(frame, atom):
+        if len(sizes) != rank or sizes == shape_of(result) or not arrays.of(frame, atom).trained:
             continue
         for size, node in zip(sizes, frame.of(result), strict=True):
             if size == 1 and node is not None:
                 one = counter.backward(ALL_REDUCE, "broadcast", frame.times, _full(atom))
-                counter.add_gradient(of(node), arrays.id(frame, atom), one)
+                counter.add_gradient(of(node), arrays.of(frame, atom).id, one)
 
 
 def _full(atom: Any) -> Sent:

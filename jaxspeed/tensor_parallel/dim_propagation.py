@@ -3,59 +3,62 @@
 Dims that an operation relates (`jaxpr.dim_relations`) are tied. If it needs all of a dim, or mixes
 along it, the dim ends there: the compiler has to gather a sharded one. An operation without a rule
 is element-wise if its shapes allow it, and ties nothing otherwise.
-
-A function is propagated through once per call, so that two layers that share one traced `relu` do
-not share their dims.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, relations, same_place
-from jaxspeed.jaxpr.primitives import KERNELS, LOOPS, OPAQUE_TO_DIMS
-from jaxspeed.jaxpr.rewriter import Rewriting
-from jaxspeed.jaxpr.traverse import is_var, product_of, shape_of, transparent_bodies
-from jaxspeed.jaxpr.weight_uses import Origin, origins
+from jaxspeed.jaxpr.frames import ForwardAnalysis, Frame
+from jaxspeed.jaxpr.primitives import KERNELS, MANUAL_REGION, OPAQUE_TO_DIMS
+from jaxspeed.jaxpr.traverse import (
+    Body,
+    equations,
+    is_var,
+    product_of,
+    shape_of,
+    transparent_bodies,
+)
+from jaxspeed.jaxpr.weight_uses import Origins, of_inputs
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 
 # Kernels are not looked into; the other branch is a plain form (ops.attention).
-OPAQUE = ("shard_map", *KERNELS)
+OPAQUE = (MANUAL_REGION, *KERNELS)
 
 
-@dataclass
-class CallFrame:
-    """One call of a function of the program."""
+@dataclass(eq=False)
+class CallFrame(Frame):
+    """A call, with what is known of its values by two analyses: their weights, and their dims."""
 
-    jaxpr: Any
-    times: int  # runs per pass: the product of the trips of the enclosing scans
-    weights: Rewriting[Origin]  # which values depend only on parameters and constants
-    nodes: dict[Any, Nodes] = field(default_factory=dict)
-    inner: dict[int, list["CallFrame"]] = field(default_factory=dict)  # by an equation's position
     # By the position of an equation without inner programs: (operand, dim) of the dims whose class
     # is in none of its results, and (result, dim) of those whose class is in no operand.
-    ended: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    began: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    ended: dict[int, list[tuple[int, int]]] = field(init=False, default_factory=dict)
+    began: dict[int, list[tuple[int, int]]] = field(init=False, default_factory=dict)
+    weights: Origins = field(kw_only=True)
+    dims: ForwardAnalysis[Nodes] = field(kw_only=True)
+
+    def entered(self, eqn: Any) -> list[Body]:
+        """Of branches those without kernels, if there are any."""
+        found = super().entered(eqn)
+        if len(found) > 1:
+            found = [body for body in found if not has_opaque(body.jaxpr)] or found
+        return found
+
+    @property
+    def nodes(self) -> Mapping[Any, Nodes]:
+        return self.dims.states[self]
 
     def of(self, atom: Any) -> Nodes:
-        if is_var(atom):
-            return self.nodes[atom]
-        return (None,) * len(getattr(atom.aval, "shape", ()))
+        return self.dims.of(self, atom)
 
     def sources(self, atom: Any) -> frozenset[str]:
         """The parameters that a weight is computed from; empty if it depends on the batch."""
-        return self.weights.state(atom) or frozenset()
+        return self.weights.of(self, atom) or frozenset()
 
     def is_weight(self, atom: Any) -> bool:
         """Whether an atom depends only on parameters and constants."""
-        return self.weights.state(atom) is not None
-
-    def walk(self) -> Iterator["CallFrame"]:
-        """This frame and all frames inside it."""
-        yield self
-        for frames in self.inner.values():
-            for frame in frames:
-                yield from frame.walk()
+        return self.weights.of(self, atom) is not None
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,6 @@ class PropagatedDims:
     top: CallFrame
     parameters: Mapping[str, Nodes]
     samples: Node | None = None  # of the first dims of the batch
-
-    def frames(self) -> Iterator[CallFrame]:
-        return self.top.walk()
 
     def is_sample(self, node: Node | None) -> bool:
         """Whether a dim is that of the batch's samples."""
@@ -84,13 +84,14 @@ def propagate_dims(
     """
     classes = DimEquivalence()
     paths = {v: path for path, v in parameters.items()}
-    frame = CallFrame(jaxpr, 1, origins(jaxpr, paths))
+    frame = CallFrame(jaxpr, weights=Origins(), dims=_Propagation(classes))
+    frame.weights.run(frame, of_inputs(jaxpr, paths))
     operands = [classes.new(shape_of(v)) for v in jaxpr.invars]
     by_var = dict(zip(jaxpr.invars, operands, strict=True))
     samples = [nodes[0] for v in batch if (nodes := by_var.get(v)) and nodes[0] is not None]
     for node in samples[1:]:
         classes.tie(samples[0], node)
-    _walk(frame, operands, classes)
+    frame.dims.run(frame, operands)
     nodes = {path: by_var[v] for path, v in parameters.items()}
     return PropagatedDims(classes, frame, nodes, samples[0] if samples else None)
 
@@ -147,60 +148,50 @@ def _missing(
     ]
 
 
-def _walk(frame: CallFrame, operands: Sequence[Nodes], classes: DimEquivalence) -> list[Nodes]:
-    """Fill a frame from its inputs; return the nodes of its outputs."""
-    jaxpr = frame.jaxpr
-    frame.nodes.update((v, classes.new(shape_of(v))) for v in jaxpr.constvars)
-    frame.nodes.update(zip(jaxpr.invars, operands, strict=True))
-    for position, eqn in enumerate(jaxpr.eqns):
-        given = [frame.of(v) for v in eqn.invars]
-        if transparent_bodies(eqn):
-            outs = _through(frame, position, given, classes)
-        else:
-            outs = tie_results(eqn, given, classes)
-            if ended := _missing(given, outs, classes):
-                frame.ended[position] = ended
-            if began := _missing(outs, given, classes):
-                frame.began[position] = began
-        frame.nodes.update(zip(eqn.outvars, outs, strict=True))
-    return [frame.of(v) for v in jaxpr.outvars]
+class _Propagation(ForwardAnalysis[Nodes]):
+    def __init__(self, classes: DimEquivalence) -> None:
+        super().__init__()
+        self.classes = classes
 
+    def constant(self, atom: Any) -> Nodes:
+        shape = shape_of(atom)
+        return self.classes.new(shape) if is_var(atom) else (None,) * len(shape)
 
-def _through(
-    frame: CallFrame, position: int, given: Sequence[Nodes], classes: DimEquivalence
-) -> list[Nodes]:
-    """The nodes of the results of an equation with inner programs.
+    def operation(
+        self, frame: CallFrame, position: int, operands: Sequence[Nodes]
+    ) -> Sequence[Nodes]:
+        outs = tie_results(frame.jaxpr.eqns[position], operands, self.classes)
+        if ended := _missing(operands, outs, self.classes):
+            frame.ended[position] = ended
+        if began := _missing(outs, operands, self.classes):
+            frame.began[position] = began
+        return outs
 
-    A loop's condition is skipped: its result is a scalar.
-    """
-    eqn = frame.jaxpr.eqns[position]
-    pairs = list(zip(transparent_bodies(eqn), frame.weights.inner[position], strict=True))
-    if len(pairs) > 1:  # branches without kernels, if there are any
-        pairs = [pair for pair in pairs if not has_opaque(pair[0].jaxpr)] or pairs
-    frames = [CallFrame(b.jaxpr, frame.times * b.trips, weights) for b, weights in pairs]
-    frame.inner[position] = frames
-    first, _ = pairs[0]
-    loop = first if eqn.primitive.name in LOOPS else None
-    operands = list(given[first.first :])
-    if loop:
-        walked = loop.num_consts + loop.num_carry
-        operands[walked:] = [nodes[1:] for nodes in operands[walked:]]
-    outs, *others = [_walk(inner, operands, classes) for inner in frames]
-    for other in others:
-        for a, b in zip(outs, other, strict=True):
-            classes.tie_all(a, b)
-    if loop:
-        for a, b in zip(outs[: loop.num_carry], operands[loop.num_consts :], strict=False):
-            classes.tie_all(a, b)
-        stacked = zip(eqn.outvars[loop.num_carry :], outs[loop.num_carry :])
-        outs[loop.num_carry :] = [(classes.new(shape_of(v)[:1])[0], *o) for v, o in stacked]
-    return outs
+    def inputs(self, frame: CallFrame, operands: Sequence[Nodes]) -> Sequence[Nodes]:
+        """A loop slices what it scans; its condition is skipped, whose result is a scalar."""
+        given = list(super().inputs(frame, operands))
+        if frame.in_loop:
+            walked = frame.body.first_xs
+            given[walked:] = [nodes[1:] for nodes in given[walked:]]
+        return given
+
+    def results(
+        self, inner: Sequence[CallFrame], operands: Sequence[Nodes], branches: Sequence[Any]
+    ) -> Sequence[Nodes]:
+        frame, (outs, *others) = inner[0], branches
+        for other in others:
+            for a, b in zip(outs, other, strict=True):
+                self.classes.tie_all(a, b)
+        if frame.in_loop:
+            carry = frame.body.num_carry
+            for a, b in zip(outs[:carry], operands[frame.body.first + frame.body.num_consts :]):
+                self.classes.tie_all(a, b)
+            stacked = zip(frame.call.outvars[carry:], outs[carry:], strict=True)
+            outs[carry:] = [(self.classes.new(shape_of(v)[:1])[0], *o) for v, o in stacked]
+        return outs
 
 
 def has_opaque(jaxpr: Any) -> bool:
     """Whether a function runs a kernel or a manual region, whose dims are not propagated."""
-    return any(
-        eqn.primitive.name in OPAQUE
-        or any(has_opaque(body.jaxpr) for body in transparent_bodies(eqn))
-        for eqn in jaxpr.eqns
-    )
+    every = equations(jaxpr.eqns, transparent_bodies)
+    return any(eqn.primitive.name in OPAQUE for eqn in every)

@@ -31,7 +31,7 @@ def infer_experts(propagated: PropagatedDims) -> dict[str, int]:
         if matmul.kind == "dot" and not list(matmul.weights)
         for cls in matmul.classes("contracted", 0)
     }
-    for frame in propagated.frames():
+    for frame in propagated.top.walk():
         for position, ended in frame.ended.items():
             eqn = frame.jaxpr.eqns[position]
             if eqn.primitive.name == "reduce_sum":

@@ -242,7 +242,7 @@ def _conflicts(
     of = propagated.classes.of
     met = {
         frozenset(cls for node in nodes if node is not None and (cls := of(node)) in open_)
-        for frame in propagated.frames()
+        for frame in propagated.top.walk()
         for nodes in frame.nodes.values()
     }
     for together in met:

@@ -21,7 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.axes import EXPERT, SEQ, TENSOR, product, sample_axes
 from jaxspeed.jaxpr.evaluate import derivative
-from jaxspeed.jaxpr.primitives import ATTENTION, CUSTOM_DERIVATIVE, PRODUCTS, SCATTERS
+from jaxspeed.jaxpr.primitives import (
+    ATTENTION,
+    CUSTOM_DERIVATIVE,
+    PRODUCTS,
+    SCATTERS,
+    WINDOW_SELECTIONS,
+)
 from jaxspeed.jaxpr.rewriter import LEAVE, Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import (
     Body,
@@ -57,7 +63,6 @@ from jaxspeed.tensor_parallel.dim_propagation import CallFrame, propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims, continued
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram, dims_sharded_over
 from jaxspeed.tensor_parallel.windows import (
-    SELECTIONS,
     WINDOWED,
     WINDOWS_SCOPE,
     dims_of_features,
@@ -282,7 +287,7 @@ class _Boundaries(Rewriter[bool]):
     def _per_device(self, frame: CallFrame, eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
         """A windowed operation, each device on its part; None leaves it as it is."""
         windows, sequence = windows_of(eqn), self.layouts.sequence
-        if not windows or eqn.primitive.name in SELECTIONS or is_marked(eqn):
+        if not windows or eqn.primitive.name in WINDOW_SELECTIONS or is_marked(eqn):
             return None
         arrays: list[Any] = [*eqn.invars, *eqn.outvars]
         tensor = [self.program.sharded_dim(frame, v) for v in arrays]

@@ -64,8 +64,7 @@ def matmuls_of(propagated: PropagatedDims, arrays: ArrayRoles | None = None) -> 
     arrays = arrays or ArrayRoles(propagated)
     return [
         matmul
-        for frame in propagated.frames()
-        for eqn in frame.jaxpr.eqns
+        for frame, _, eqn in propagated.top.equations()
         if eqn.primitive.name in _KINDS and (matmul := _matmul(arrays, frame, eqn))
     ]
 

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from jaxspeed.jaxpr.dim_relations import reshape_groups
-from jaxspeed.jaxpr.primitives import JOINS, LOOPS, SLICES, WINDOWED
-from jaxspeed.jaxpr.traverse import JaxprEqn, Var, shape_of, transparent_bodies
+from jaxspeed.jaxpr.primitives import JOINS, LOOPS, SLICES, WINDOW_REDUCTIONS
+from jaxspeed.jaxpr.traverse import JaxprEqn, Var, consts_and_carry, shape_of
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims, relations_of
 
@@ -89,27 +89,25 @@ class SequenceDims:
     def _pairs(self) -> list[tuple[Node, Node]]:
         """Pairs of dims of which the second continues the first."""
         found = []
-        for frame in self.propagated.frames():
-            for position, eqn in enumerate(frame.jaxpr.eqns):
-                for (i, a), (j, b) in continued(eqn, position in frame.inner):
-                    these, those = frame.of(eqn.invars[i])[a], frame.nodes[eqn.outvars[j]][b]
-                    if these is not None and those is not None:
-                        found.append((these, those))
+        for frame, position, eqn in self.propagated.top.equations():
+            for (i, a), (j, b) in continued(eqn, position in frame.inner):
+                these, those = frame.of(eqn.invars[i])[a], frame.nodes[eqn.outvars[j]][b]
+                if these is not None and those is not None:
+                    found.append((these, those))
         return found
 
     @cached_property
     def _reshapes(self) -> list[tuple[list[Node], list[Node]]]:
         """The dims that reshapes merge and split."""
         found = []
-        for frame in self.propagated.frames():
-            for eqn in frame.jaxpr.eqns:
-                if eqn.primitive.name != "reshape":
-                    continue
-                x, y = frame.of(eqn.invars[0]), frame.nodes[eqn.outvars[0]]
-                for old, new in reshape_groups(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])):
-                    if len(old) != len(new) and 1 in (len(old), len(new)):
-                        pair = [x[d] for d in old], [y[d] for d in new]
-                        found.append(pair)
+        for frame, _, eqn in self.propagated.top.equations():
+            if eqn.primitive.name != "reshape":
+                continue
+            x, y = frame.of(eqn.invars[0]), frame.nodes[eqn.outvars[0]]
+            for old, new in reshape_groups(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])):
+                if len(old) != len(new) and 1 in (len(old), len(new)):
+                    pair = [x[d] for d in old], [y[d] for d in new]
+                    found.append(pair)
         return found  # type: ignore[return-value]  # reshape_groups has no dims of size 1
 
     def _through(
@@ -135,10 +133,9 @@ def continued(eqn: JaxprEqn, has_frames: bool = False) -> Iterator[tuple[Place, 
     given, made = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
     if has_frames:
         if name in LOOPS:
-            (body,) = transparent_bodies(eqn)
-            walked, stacked = body.num_consts + body.num_carry, body.num_carry
-            for i in range(walked, len(given)):
-                yield from (((i, 0), (j, 0)) for j in range(stacked, len(made)))
+            consts, carry = consts_and_carry(eqn)
+            for i in range(consts + carry, len(given)):
+                yield from (((i, 0), (j, 0)) for j in range(carry, len(made)))
         return
     if (found := relations_of(eqn)) is not None:
         for i, factors in enumerate(found.operands):
@@ -151,12 +148,12 @@ def continued(eqn: JaxprEqn, has_frames: bool = False) -> Iterator[tuple[Place, 
         for a, b in zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True):
             if given[0][a] != made[0][b]:
                 yield (0, a), (0, b)
-    if name not in (*SLICES, *JOINS, *WINDOWED):
+    if name not in (*SLICES, *JOINS, *WINDOW_REDUCTIONS):
         return
     for i, shape in enumerate(given):
         for j, out in enumerate(made):
             if len(shape) == len(out):
                 for d, (n, m) in enumerate(zip(shape, out, strict=True)):
                     # Of a slice, most of the sequence: the first token is not one.
-                    if n != m and (2 * m > n or name in WINDOWED):
+                    if n != m and (2 * m > n or name in WINDOW_REDUCTIONS):
                         yield (i, d), (j, d)

@@ -85,14 +85,13 @@ class ShardedProgram:
         The first dim of a leaving operation's result that is neither the samples' nor a weight's.
         """
         found = set()
-        for frame in self.propagated.frames():
-            for eqn in frame.jaxpr.eqns:
-                if self.leaves(frame, eqn):
-                    dim = self._sequence_of(frame, eqn)
-                    if dim is not None:
-                        node = frame.nodes[eqn.outvars[0]][dim]
-                        assert node is not None
-                        found.add(self.propagated.classes.of(node))
+        for frame, _, eqn in self.propagated.top.equations():
+            if self.leaves(frame, eqn):
+                dim = self._sequence_of(frame, eqn)
+                if dim is not None:
+                    node = frame.nodes[eqn.outvars[0]][dim]
+                    assert node is not None
+                    found.add(self.propagated.classes.of(node))
         return frozenset(found)
 
     def _sequence_of(self, frame: CallFrame, eqn: Any) -> int | None:

@@ -20,12 +20,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxspeed.axes import SEQ, TENSOR
+from jaxspeed.jaxpr.primitives import WINDOW_SELECTIONS
 from jaxspeed.jaxpr.traverse import product_of
 
 CONVOLUTION = "conv_general_dilated"
 MAXIMA = {"reduce_window_max": -jnp.inf, "reduce_window_min": jnp.inf}  # and what pads them
-SELECTIONS = ("select_and_scatter_add", "select_and_gather_add")  # derivatives of maxima
-WINDOWED = (CONVOLUTION, *MAXIMA, *SELECTIONS)
+WINDOWED = (CONVOLUTION, *MAXIMA, *WINDOW_SELECTIONS)
 WINDOWS_SCOPE = "sequence_windows"  # of what exchanges positions
 
 

@@ -114,18 +114,13 @@ def _walk(
             # A scan along another dim than the first reads the parameter with that dim in front.
             origin = {**origin, eqn.outvars[0]: origin[eqn.invars[0]]}
         for body in sliceable_bodies(eqn):
-            inner = {
-                iv: origin[v]
-                for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
-                if is_var(v) and v in origin
-            }
             # A shared trace has the same calls, although a pass may have rewritten it twice.
             own = (calls_in(str(e.source_info.name_stack)) for e in body.jaxpr.eqns)
             trace = next((found[0].serial for found in own if found), id(body.jaxpr))
             before = visits[trace]
             visits[trace] += 1
             nested = (*again, before) if before else again
-            _walk(body.jaxpr, inner, times * body.trips, seen, visits, nested)
+            _walk(body.jaxpr, body.passed(origin), times * body.trips, seen, visits, nested)
 
 
 def _candidates(seen: Sequence[TracedCall]) -> list[list[TracedCall]]:

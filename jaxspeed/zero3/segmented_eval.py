@@ -15,7 +15,7 @@ import jax
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, evaluate, run_equation
 from jaxspeed.jaxpr.inline_calls import with_checkpoints_inlined
-from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED, PLAIN_CALLS
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
 from jaxspeed.jaxpr.slicing import dependents, free_variables, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
@@ -23,6 +23,7 @@ from jaxspeed.jaxpr.traverse import (
     Jaxpr,
     JaxprEqn,
     consts_and_carry,
+    equations,
     forwarded_operands,
     is_real,
     is_var,
@@ -229,7 +230,7 @@ class _AliasesResolved(Rewriter[None]):
 
     def other(self, program: Rewriting[None], eqn: JaxprEqn) -> list[None]:
         program.emit(eqn)
-        if eqn.primitive.name in (*INLINED, *CHECKPOINTS) and sliceable_bodies(eqn):
+        if eqn.primitive.name in PLAIN_CALLS and sliceable_bodies(eqn):
             operands = zip(eqn.outvars, forwarded_operands(eqn), strict=True)
             same = {out: program.atom(eqn.invars[i]) for out, i in operands if i is not None}
             program.replace(same.keys(), same.values())
@@ -243,8 +244,8 @@ def _run_body(
     body: Body, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> list[Any]:
     passed = dict(zip(body.jaxpr.invars, body.operands, strict=True))
-    inner = {iv: storage[v] for iv, v in passed.items() if is_var(v) and v in storage}
-    return run_segmented(body.jaxpr, body.consts, values, inner, context.inside(passed, moving))
+    inside = context.inside(passed, moving)
+    return run_segmented(body.jaxpr, body.consts, values, body.passed(storage), inside)
 
 
 def _call(
@@ -272,8 +273,7 @@ def _checkpointed_branches(
 ) -> Sequence[Any]:
     """A checkpoint of a `cond` within a unit: the branch that runs gathers what it reads."""
     (body,) = sliceable_bodies(eqn)
-    passed = zip(body.jaxpr.invars, body.operands, strict=True)
-    stored = {iv: storage[v] for iv, v in passed if is_var(v) and v in storage}
+    stored = body.passed(storage)
 
     def run(*args: Any) -> list[Any]:
         env = bindings(body.jaxpr, body.consts, args)
@@ -357,14 +357,11 @@ def _stays_a_loop(trips: int, unroll: int = 1) -> bool:
 
 def _repeats_units(jaxpr: Jaxpr, units: Units) -> bool:
     """Whether each trip of a scan runs units itself, and not by an inner scan."""
-    return any(
-        units.of(eqn) is not None
-        or (
-            eqn.primitive.name != "scan"
-            and any(_repeats_units(body.jaxpr, units) for body in sliceable_bodies(eqn))
-        )
-        for eqn in jaxpr.eqns
-    )
+
+    def entered(eqn: JaxprEqn) -> list[Body]:
+        return [] if eqn.primitive.name == "scan" else sliceable_bodies(eqn)
+
+    return any(units.of(eqn) is not None for eqn in equations(jaxpr.eqns, entered))
 
 
 def _scan_of_groups(

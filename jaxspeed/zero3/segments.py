@@ -8,11 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
+from jaxspeed.jaxpr.primitives import PLAIN_CALLS
 from jaxspeed.jaxpr.traverse import (
     Jaxpr,
     JaxprEqn,
     consts_and_carry,
+    equations,
     is_var,
     sliceable_bodies,
 )
@@ -76,7 +77,8 @@ def split_at_units(jaxpr: Jaxpr, context: EvalContext, storage: Storage) -> list
         serial = context.units.of(eqn)
         if serial is not None:
             return serial
-        nested = _holds_unit(eqn, context.units) or _scans_over(eqn, views)
+        inner = equations([eqn], sliceable_bodies)
+        nested = any(context.units.of(e) is not None for e in inner) or _scans_over(eqn, views)
         return ("nested", index) if nested else None
 
     def run(k: Any, eqns: list[JaxprEqn]) -> Segment:
@@ -121,28 +123,17 @@ def _together(segments: list[Segment], every: int) -> list[Segment]:
     return done
 
 
-def _holds_unit(eqn: JaxprEqn, units: Units) -> bool:
-    return any(
-        units.of(inner) is not None or _holds_unit(inner, units)
-        for body in sliceable_bodies(eqn)
-        for inner in body.jaxpr.eqns
-    )
-
-
 def _holds_lookup(eqn: JaxprEqn, storage: Storage, context: EvalContext) -> bool:
     """Whether an equation is, or calls, a lookup that does not need the table gathered."""
     if eqn.primitive.name == "gather":
         table = eqn.invars[0]
         return is_var(table) and table in storage and looks_up(eqn, storage[table], context.samples)
-    if eqn.primitive.name not in (*INLINED, *CHECKPOINTS) or not sliceable_bodies(eqn):
-        return False
-    (body,) = sliceable_bodies(eqn)
-    passed = {
-        iv: storage[v]
-        for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
-        if is_var(v) and v in storage
-    }
-    return bool(passed) and any(_holds_lookup(e, passed, context) for e in body.jaxpr.eqns)
+    return eqn.primitive.name in PLAIN_CALLS and any(
+        _holds_lookup(inner, passed, context)
+        for body in sliceable_bodies(eqn)
+        if (passed := body.passed(storage))
+        for inner in body.jaxpr.eqns
+    )
 
 
 def _possible_views(jaxpr: Jaxpr, storage: Storage) -> set[Any]:

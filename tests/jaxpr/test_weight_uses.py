@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspeed.jaxpr.weight_uses import origins, weight_uses
+from jaxspeed.jaxpr.frames import Frame
+from jaxspeed.jaxpr.weight_uses import Origins, of_inputs, weight_uses
 
 pytestmark = pytest.mark.fast
 
@@ -50,8 +51,9 @@ def test_what_a_product_reads_beside_its_weight():
 
 def of_results(function):
     jaxpr = jax.make_jaxpr(function)(A, B, X).jaxpr
-    program = origins(jaxpr, dict(zip(jaxpr.invars, "ab", strict=False)))
-    found = (program.state(v) for v in jaxpr.outvars)
+    frame, weights = Frame(jaxpr), Origins()
+    weights.run(frame, of_inputs(jaxpr, dict(zip(jaxpr.invars, "ab", strict=False))))
+    found = (weights.of(frame, v) for v in jaxpr.outvars)
     return [None if x is None else "".join(sorted(x)) for x in found]
 
 

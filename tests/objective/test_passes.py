@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxspeed
 from jaxspeed.jaxpr.rewriter import Rewriter
 from jaxspeed.jaxpr.traverse import as_product, bodies, product_of
-from jaxspeed.jaxpr.weight_uses import ByWeight, weight_uses
+from jaxspeed.jaxpr.weight_uses import joint_origin, weight_uses
 from jaxspeed.objective import passes
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.mesh import build_mesh
@@ -66,12 +66,18 @@ def scaled(matmul):
     return function
 
 
-class ScaleDown(ByWeight):
-    """Scales the products of the weights named `down`."""
+class ScaleDown(Rewriter):
+    """Scales the products of the weights named `down`; a state is a value's weights."""
 
     def __init__(self):
         super().__init__()
         self.rules = {"dot_general": self.product}
+
+    def constant(self, atom):
+        return frozenset()
+
+    def derived(self, states, out):
+        return joint_origin(states)
 
     def product(self, program, eqn):
         of_weights = [program.state(v) for v in eqn.invars]

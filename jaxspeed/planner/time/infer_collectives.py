@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from jaxspeed.axes import PIPE
 from jaxspeed.communication import Communication, dtype_text
 from jaxspeed.jaxpr.primitives import (
+    ADDITIONS,
+    COLLECTIVES,
     CONSTRAINT,
     GROUPED_PRODUCTS,
     PALLAS,
+    PLACES,
     REDUCTIONS,
     RESHAPES,
     SCATTERS,
@@ -32,18 +35,9 @@ from jaxspeed.planner.trace.partitioning import merged_dims, relations_of, ties_
 from jaxspeed.planner.trace.tiles import Sizes
 from jaxspeed.planner.trace.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
-_SUMS_OF_SUMS = {"add", "add_any", "sub"}
 _PASS = {CONSTRAINT, *RESHAPES, "convert_element_type", "name", "transpose", "neg"}
-_EXPLICIT = {  # primitives of manual regions, and their collectives
-    "psum": "all-reduce", "psum2": "all-reduce", "psum_invariant": "all-reduce",
-    "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all", "ragged_all_to_all": "all-to-all",
-    "ppermute": "collective-permute", "pbroadcast": "all-reduce",
-}  # fmt: skip
 _PARTIAL = {"dot_general", "gather", *REDUCTIONS, *SCATTERS}  # give partial sums of sharded dims
-_FREE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
+_FREE = {*PLACES, ENTER, LEAVE}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +95,7 @@ class _Inference:
                 continue
             if op.bodies:
                 self._loop(op)
-            elif op.name in _EXPLICIT:
+            elif op.name in COLLECTIVES:
                 self._explicit(op)
             # In a region that is manual over all sharded axes.
             elif op.name in PALLAS or op.name in GROUPED_PRODUCTS:
@@ -208,7 +202,7 @@ class _Inference:
         like = len({frozenset(a) for a in axes}) == 1
         arrays = [v for v in op.values if v.shape]
         passes = op.name in _PASS and len(read) == 1
-        adds_up = op.name in _SUMS_OF_SUMS and len(read) == len(set(arrays)) > 1 and like
+        adds_up = op.name in ADDITIONS and len(read) == len(set(arrays)) > 1 and like
         if alone and out is not None and (passes or adds_up):
             original = self.pending[read[0]][1]
             for v in read:
@@ -279,7 +273,7 @@ class _Inference:
         named = params.get("axes", params.get("axis_name", params.get("axis", ())))
         axes = set(named if isinstance(named, (tuple, list, set, frozenset)) else (named,))
         axes = {a for a in axes if isinstance(a, str)}
-        kind = _EXPLICIT[op.name]
+        kind = COLLECTIVES[op.name]
         for v, out in zip(op.ins, op.outs, strict=False):
             if v is not None:  # of an all-gather the operand is a shard: `_send` multiplies
                 self._send(kind, axes, out if kind == "reduce-scatter" else v, op)

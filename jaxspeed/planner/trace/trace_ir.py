@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS, PALLAS
+from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS, MANUAL_REGION, PALLAS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 from jaxspeed.ops.mask import NOT_ESTIMATED
 
@@ -131,7 +131,7 @@ class _Converter:
             elif name == "cond" and (branch := self._taken(eqn, chosen)) is not None:
                 outs = self._inline(params["branches"][branch], ins[1:], ops)
                 env.update(zip(eqn.outvars, outs, strict=True))
-            elif name in CALLS or name == "shard_map":
+            elif name in CALLS or name == MANUAL_REGION:
                 outside = self.backward, self.rematerialized, self.scopes
                 self.backward |= _is_backward(eqn)
                 self.rematerialized |= bool(params.get("differentiated"))
@@ -203,7 +203,7 @@ class _Converter:
             recomputed = [self.value(v) for v in eqn.invars]
             ops.append(Op("optimization_barrier", {}, ins, recomputed))
             return self._inline(inner, recomputed, ops)
-        if eqn.primitive.name != "shard_map":
+        if eqn.primitive.name != MANUAL_REGION:
             return self._inline(inner, ins, ops)
         placed = [self.value(v) for v in eqn.invars]
         ops.append(Op(PLACED, {"specs": params["in_specs"]}, ins, placed))
