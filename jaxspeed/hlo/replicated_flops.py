@@ -145,10 +145,10 @@ class _Flow:
     def _branches(self, instruction: Instruction, operands: list[Tree]) -> Tree:
         keys = ("branch_computations", "true_computation", "false_computation")
         names = [name for key in keys for name in instruction.called(key)]
-        made: Tree = VaryingValue(_axes(operands[0]))
+        joined: Tree = VaryingValue(_axes(operands[0]))
         for name, operand in zip(names, operands[1:], strict=True):
-            made = _join(made, self.visit(self.module.computations[name], [operand]))
-        return made
+            joined = _join(joined, self.visit(self.module.computations[name], [operand]))
+        return joined
 
     def _communicated(self, instruction: Instruction, kind: str, axes: Axes) -> Axes:
         if kind == "collective-permute":
@@ -186,10 +186,14 @@ class _Flow:
             return tuple((device,) for device in range(devices))
         if opcode == "constant":
             return self._constant(instruction)
-        given = [value.known for value in operands if isinstance(value, VaryingValue)]
-        if len(given) != len(operands) or not given or any(rows is None for rows in given):
+        operand_values = [value.known for value in operands if isinstance(value, VaryingValue)]
+        if (
+            len(operand_values) != len(operands)
+            or not operand_values
+            or any(rows is None for rows in operand_values)
+        ):
             return None
-        arrays = [np.asarray(rows) for rows in given]
+        arrays = [np.asarray(rows) for rows in operand_values]
         if opcode == "dynamic-slice" and len(arrays) == 2:
             table, start = arrays
             size = instruction.arrays[0].elements
