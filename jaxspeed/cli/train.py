@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run, at_start=restart_with_glibc_settings)
 
 
-def restart_with_glibc_settings(given: argparse.Namespace) -> None:
+def restart_with_glibc_settings(args: argparse.Namespace) -> None:
     """Restart this process, once, with the settings of glibc that make steps on a CPU faster.
 
     XLA:CPU allocates and frees the temporary arrays of each step: with pages of 4 KB the kernel
@@ -65,10 +65,10 @@ def restart_with_glibc_settings(given: argparse.Namespace) -> None:
     to those who ask; --keep-temporaries has glibc keep the memory instead.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if given.keep_temporaries:
+    if args.keep_temporaries:
         if KEEP_TEMPORARIES in tunables:
             return
-        _check_kept(given)
+        _check_kept(args)
         setting = KEEP_TEMPORARIES
     elif HUGE_PAGES.partition("=")[0] in tunables or "[madvise]" not in _text(_HUGE_PAGES_SETTING):
         return
@@ -78,14 +78,14 @@ def restart_with_glibc_settings(given: argparse.Namespace) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _check_kept(given: argparse.Namespace) -> None:
+def _check_kept(args: argparse.Namespace) -> None:
     """Raise a ConfigError where glibc would not keep the memory."""
-    if given.engine == "ray":
+    if args.engine == "ray":
         raise ConfigError("--keep-temporaries: not with --engine ray, whose processes Ray starts")
     library, version = platform.libc_ver()
     if library != "glibc" or tuple(map(int, version.split("."))) < (2, 35):
-        found = " ".join(filter(None, (library, version))) or "another library"
-        raise ConfigError(f"--keep-temporaries: needs glibc 2.35 or newer; here is {found}")
+        installed = " ".join(filter(None, (library, version))) or "another library"
+        raise ConfigError(f"--keep-temporaries: needs glibc 2.35 or newer; here is {installed}")
     reserved = _text(_RESERVED_GIGABYTES).strip()
     if reserved != "0":  # "": the processor has no pages of 1 GB, and glibc ignores the setting
         raise ConfigError(
@@ -101,41 +101,41 @@ def _text(file: Path) -> str:
         return ""
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     # Python's collector pauses until the first step, and does not visit later what was made until
     # then: 300,000 objects, all but 20 of which live as long as the run.
     gc.disable()
     try:
-        return _on_ray(given) if given.engine == "ray" else _here(given)
+        return _on_ray(args) if args.engine == "ray" else _here(args)
     finally:
         gc.unfreeze()
         gc.enable()
 
 
-def _here(given: argparse.Namespace) -> int:
-    if given.ray_address:
+def _here(args: argparse.Namespace) -> int:
+    if args.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
-    config = loaded(given)
+    config = loaded(args)
     from jaxspeed.run import source_of
 
-    return _train(given, source_of(config, name=given.config))
+    return _train(args, source_of(config, name=args.config))
 
 
-def _on_ray(given: argparse.Namespace) -> int:
-    config = loaded(given, ["parallel.data_reduction=parameter_server"])
+def _on_ray(args: argparse.Namespace) -> int:
+    config = loaded(args, ["parallel.data_reduction=parameter_server"])
     from jaxspeed.parameter_server.ray import connected, ray_resources
     from jaxspeed.run import RaySource, source_of
 
     ray_resources(config)  # before anything starts
-    with connected(given.ray_address):
-        return _train(given, source_of(config, name=given.config, kind=RaySource))
+    with connected(args.ray_address):
+        return _train(args, source_of(config, name=args.config, kind=RaySource))
 
 
-def _train(given: argparse.Namespace, source: "Source") -> int:
+def _train(args: argparse.Namespace, source: "Source") -> int:
     from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.run import FinalSample, open_run, show_ending, show_opening
 
-    console = out(stderr=given.json)
+    console = out(stderr=args.json)
     trainer = open_run(source, console)
     try:
         trainer.sample = FinalSample(trainer.engine, trainer.corpus)
@@ -143,31 +143,31 @@ def _train(given: argparse.Namespace, source: "Source") -> int:
         gc.freeze()
         gc.enable()
         trainer.run()
-        result = show_ending(console, trainer, again=_again(given, trainer))
+        result = show_ending(console, trainer, again=_again(args, trainer))
     finally:
         trainer.close()
         trainer.engine.close()
-    if given.json and is_first():
+    if args.json and is_first():
         print_json(result)
     if trainer.stopped_by is None:
         return 0
     return INTERRUPTED if trainer.stopped_by == signal.SIGINT.name else ExitCode.PREEMPTED
 
 
-def _again(given: argparse.Namespace, trainer: "Trainer") -> str:
+def _again(args: argparse.Namespace, trainer: "Trainer") -> str:
     """The command that resumes this run; for a finished one, with more steps."""
-    words = [*program(), "train", given.config]
-    if given.engine == "ray":
+    words = [*program(), "train", args.config]
+    if args.engine == "ray":
         words += ["--engine", "ray"]
-    if given.keep_temporaries:
+    if args.keep_temporaries:
         words.append("--keep-temporaries")
     for word in ("output", "devices", "ray_address"):
-        if getattr(given, word):
-            words += [f"--{word.replace('_', '-')}", getattr(given, word)]
-    overrides = [one for one in given.overrides if not one.startswith("run.steps=")]
+        if getattr(args, word):
+            words += [f"--{word.replace('_', '-')}", getattr(args, word)]
+    overrides = [override for override in args.overrides if not override.startswith("run.steps=")]
     steps = trainer.steps if trainer.stopped_by else 2 * trainer.steps
-    if steps != trainer.config.given["run"]["steps"] or len(overrides) < len(given.overrides):
+    if steps != trainer.config.given["run"]["steps"] or len(overrides) < len(args.overrides):
         overrides.append(f"run.steps={steps}")
-    words += [part for one in given.auto or () for part in ("--auto", one)]
-    words += [part for one in overrides for part in ("--set", one)]
+    words += [part for key in args.auto or () for part in ("--auto", key)]
+    words += [part for override in overrides for part in ("--set", override)]
     return shlex.join(words)
