@@ -84,14 +84,16 @@ class Communication:
         return self.bytes * self.runs
 
 
-def ring_bytes(one: Communication) -> float:
+def ring_bytes(communication: Communication) -> float:
     """The bytes that a device sends in all runs, if the group forms a ring."""
-    return ring_share(one.payload, one.kind, one.group_size)
+    return ring_share(communication.payload, communication.kind, communication.group_size)
 
 
-def ring_elements(one: Communication) -> float:
+def ring_elements(communication: Communication) -> float:
     """`ring_bytes` in elements."""
-    return ring_share(one.elements * one.runs, one.kind, one.group_size)
+    return ring_share(
+        communication.elements * communication.runs, communication.kind, communication.group_size
+    )
 
 
 def ring_share(payload: int, kind: str, devices: int) -> float:

@@ -100,9 +100,9 @@ _STEP = (
 _UNPACKED = ("initialize returns the engine alone", _CONFIG)
 
 
-def explained(call: str, found: tuple[str, tuple[str, ...]]) -> UsageError:
+def explained(call: str, advice: tuple[str, tuple[str, ...]]) -> UsageError:
     """The error of a call, with the lines to write."""
-    why, lines = found
+    why, lines = advice
     text = "".join(f"\n    {line}" for line in lines)
     return UsageError(f"{call} is DeepSpeed's; here {why}. Write{text}\n(docs/from-deepspeed.md)")
 
@@ -112,9 +112,9 @@ def explain_arguments[**P, R](initialize: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(initialize)
     def checked(*args: P.args, **named: P.kwargs) -> R:
-        given = [*named, *("args" for first in args[:1] if isinstance(first, argparse.Namespace))]
+        used = [*named, *("args" for first in args[:1] if isinstance(first, argparse.Namespace))]
         for name in ARGUMENTS:
-            if name in given:
+            if name in used:
                 raise explained(f"initialize({name}=...)", ARGUMENTS[name])
         return initialize(*args, **named)
 

@@ -15,9 +15,9 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name in module_of:
-            found = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
-            setattr(sys.modules[package], name, found)  # the next use finds it without this
-            return found
+            attribute = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+            setattr(sys.modules[package], name, attribute)  # the next use finds it without this
+            return attribute
         if importlib.util.find_spec(f"{package}.{name}"):
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -22,12 +22,12 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    config = loaded(given)
+def run(args: argparse.Namespace) -> int:
+    config = loaded(args)
     from jaxspeed.run import check_run, source_of
 
-    report = check_run(source_of(config, name=given.config), layers=given.layers)
-    if given.json:
+    report = check_run(source_of(config, name=args.config), layers=args.layers)
+    if args.json:
         print_json({"ok": report.ok, "gradient": report.gradient, **asdict(report)})
     else:
         out().print(report)

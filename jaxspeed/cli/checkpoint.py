@@ -73,8 +73,8 @@ def add(commands: Any) -> None:
         verb.set_defaults(run=function)
 
 
-def _folder(given: argparse.Namespace) -> str:
-    folder = str(given.folder)
+def _folder(args: argparse.Namespace) -> str:
+    folder = str(args.folder)
     if "://" not in folder:  # of an object store
         inside = Path(folder) / "checkpoints"
         folder = str(inside if inside.is_dir() else Path(folder))
@@ -86,36 +86,36 @@ def _folder(given: argparse.Namespace) -> str:
     return folder
 
 
-def _tag(given: argparse.Namespace, folder: str) -> str | None:
+def _tag(args: argparse.Namespace, folder: str) -> str | None:
     """The given tag, if there is such a checkpoint."""
     from jaxspeed.checkpoint import Checkpointer
 
     tags = [info.tag for info in Checkpointer(folder).list() if info.time]
     if not tags:
         raise ConfigError(f"{folder}: holds no checkpoint")
-    if given.tag is not None and given.tag not in tags:
-        raise ConfigError(f"{folder}: has no checkpoint {given.tag}; it holds {', '.join(tags)}")
-    return given.tag if given.tag is None else str(given.tag)
+    if args.tag is not None and args.tag not in tags:
+        raise ConfigError(f"{folder}: has no checkpoint {args.tag}; it holds {', '.join(tags)}")
+    return args.tag if args.tag is None else str(args.tag)
 
 
-def _list(given: argparse.Namespace) -> int:
-    folder = _folder(given)
+def _list(args: argparse.Namespace) -> int:
+    folder = _folder(args)
     from rich.table import Table
 
     from jaxspeed.checkpoint import Checkpointer
     from jaxspeed.placement.show import bytes_text
 
-    found = Checkpointer(folder).list()
-    if given.json:
-        print_json([asdict(info) for info in found])
+    checkpoints = Checkpointer(folder).list()
+    if args.json:
+        print_json([asdict(info) for info in checkpoints])
         return 0
-    if not found:
+    if not checkpoints:
         out().print("no checkpoints")
         return 0
     table = Table(box=None)
     for name in ("tag", "step", "size", "written", ""):
         table.add_column(name, justify="left" if name in ("tag", "") else "right")
-    for info in found:
+    for info in checkpoints:
         when = datetime.datetime.fromtimestamp(info.time).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(
             info.tag,
@@ -128,15 +128,15 @@ def _list(given: argparse.Namespace) -> int:
     return 0
 
 
-def _show(given: argparse.Namespace) -> int:
-    folder = _folder(given)
+def _show(args: argparse.Namespace) -> int:
+    folder = _folder(args)
     from rich.table import Table
 
     from jaxspeed.checkpoint import show
     from jaxspeed.placement.show import bytes_text, mesh_text
 
-    info = show(folder, _tag(given, folder))
-    if given.json:
+    info = show(folder, _tag(args, folder))
+    if args.json:
         print_json(asdict(info))
         return 0
     console = out()
@@ -171,7 +171,7 @@ def _frozen(info: "CheckpointInfo") -> str:
     return f"{count} ({nbytes}) not saved: those of {info.base.folder}"
 
 
-def _model_of(given: argparse.Namespace) -> tuple["Config", Any]:
+def _model_of(args: argparse.Namespace) -> tuple["Config", Any]:
     """The config of the run's model, or the one that is given, and the model.
 
     Raises:
@@ -182,14 +182,14 @@ def _model_of(given: argparse.Namespace) -> tuple["Config", Any]:
     from jaxspeed.run.claim import WHOSE
     from jaxspeed.user_models.config_model import resolve_model
 
-    run = _run(given)
-    config = given.config
+    run = _run(args)
+    config = args.config
     if config is None:
         try:
             config = {"model": json.loads((run / WHOSE).read_text())["model"]}
         except (OSError, ValueError, KeyError):
             raise ConfigError(
-                f"{given.folder}: is not a run's folder; name the model with --config"
+                f"{args.folder}: is not a run's folder; name the model with --config"
             ) from None
         if config["model"] is None:
             raise NoHFForm(f"{run}: its config names no model; engine.save_pretrained exports it")
@@ -197,7 +197,7 @@ def _model_of(given: argparse.Namespace) -> tuple["Config", Any]:
     return loaded, resolve_model(loaded)[0]
 
 
-def _hf_form(given: argparse.Namespace) -> tuple["HFForm", str | None, "Weights | None"]:
+def _hf_form(args: argparse.Namespace) -> tuple["HFForm", str | None, "Weights | None"]:
     """The form of that model, its base's folder, and the weights in it.
 
     Raises:
@@ -206,31 +206,31 @@ def _hf_form(given: argparse.Namespace) -> tuple["HFForm", str | None, "Weights 
     from jaxspeed.data.tokenizer import BESIDE
     from jaxspeed.interop.exporting import hf_form
 
-    config, model = _model_of(given)
+    config, model = _model_of(args)
     base = config.model.pretrained if config.model else None
-    form = hf_form(config, model, [_run(given) / name for name in BESIDE])
+    form = hf_form(config, model, [_run(args) / name for name in BESIDE])
     return form, base, getattr(model, "weights", None)
 
 
-def _run(given: argparse.Namespace) -> Path:
-    run = Path(given.folder)
+def _run(args: argparse.Namespace) -> Path:
+    run = Path(args.folder)
     return run.parent if run.name == "checkpoints" else run
 
 
-def _verify(given: argparse.Namespace) -> int:
-    folder = _folder(given)
+def _verify(args: argparse.Namespace) -> int:
+    folder = _folder(args)
     from jaxspeed.checkpoint import Checkpointer, verify
 
-    asked = _tag(given, folder)
+    asked = _tag(args, folder)
     infos = Checkpointer(folder).list()
     tags = [asked] if asked else [info.tag for info in infos if info.time]
     problems = {tag: verify(folder, tag) for tag in tags}
-    if given.json:
+    if args.json:
         print_json(problems)
         return 1 if any(problems.values()) else 0
     console = out()
-    for tag, found in problems.items():
-        shown = "; ".join(problem.removeprefix(f"{tag}: ") for problem in found)
+    for tag, tag_problems in problems.items():
+        shown = "; ".join(problem.removeprefix(f"{tag}: ") for problem in tag_problems)
         console.print(f"{tag}: {shown or 'intact'}", highlight=False, markup=False, soft_wrap=True)
     for info in infos:
         if not info.time:
@@ -238,35 +238,33 @@ def _verify(given: argparse.Namespace) -> int:
     return 1 if any(problems.values()) else 0
 
 
-def _export(given: argparse.Namespace) -> int:
-    folder = _folder(given)
-    if given.merge and given.format not in (None, "hf"):
-        raise ConfigError(
-            f"--merge writes Hugging Face's format; leave out --format {given.format}"
-        )
+def _export(args: argparse.Namespace) -> int:
+    folder = _folder(args)
+    if args.merge and args.format not in (None, "hf"):
+        raise ConfigError(f"--merge writes Hugging Face's format; leave out --format {args.format}")
     from jaxspeed.interop import export, export_adapter
     from jaxspeed.interop.exporting import NoHFForm
     from jaxspeed.placement.show import bytes_text
 
-    how = {"tag": _tag(given, folder), "dtype": given.dtype, "ema": given.ema}
+    how = {"tag": _tag(args, folder), "dtype": args.dtype, "ema": args.ema}
     form = base = None
-    is_native = not given.merge and given.format in (None, "native")
-    if is_native and given.config is not None:
-        how["weights"] = getattr(_model_of(given)[1], "weights", None)
+    is_native = not args.merge and args.format in (None, "native")
+    if is_native and args.config is not None:
+        how["weights"] = getattr(_model_of(args)[1], "weights", None)
     elif not is_native:
         # Keys of adapters may be the paths of parameters.
-        with contextlib.suppress(*([NoHFForm] if given.format == "peft" else [])):
-            form, base, how["weights"] = _hf_form(given)
-    if given.format == "peft":
-        summary = export_adapter(folder, given.out, form=form, base=base, **how)
+        with contextlib.suppress(*([NoHFForm] if args.format == "peft" else [])):
+            form, base, how["weights"] = _hf_form(args)
+    if args.format == "peft":
+        summary = export_adapter(folder, args.out, form=form, base=base, **how)
     else:
-        summary = export(folder, given.out, form=form, merge=given.merge, **how)
-    if given.json:
+        summary = export(folder, args.out, form=form, merge=args.merge, **how)
+    if args.json:
         print_json(asdict(summary))
         return 0
     console = out()
     console.print(
-        f"{summary.tag}: {summary.tensors} tensors, {bytes_text(summary.bytes)}, in {given.out}: "
+        f"{summary.tag}: {summary.tensors} tensors, {bytes_text(summary.bytes)}, in {args.out}: "
         f"{', '.join(map(str, summary.files))}",
         highlight=False,
         soft_wrap=True,

@@ -89,11 +89,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="DIR", help="the run's folder (overrides run.output)")
 
 
-def overrides_of(given: argparse.Namespace) -> list[str]:
-    devices = [f"run.devices={given.devices}"] if getattr(given, "devices", None) else []
-    folder = getattr(given, "output", None)
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    devices = [f"run.devices={args.devices}"] if getattr(args, "devices", None) else []
+    folder = getattr(args, "output", None)
     output = [f"run.output={json.dumps(folder)}"] if folder else []
-    return [*given.overrides, *output, *devices]
+    return [*args.overrides, *output, *devices]
 
 
 def hidden_size(tree: Mapping[str, Any]) -> int | None:
@@ -103,13 +103,13 @@ def hidden_size(tree: Mapping[str, Any]) -> int | None:
     return hidden_size_of()(tree)
 
 
-def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
+def loaded(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     """The command's config with its overrides."""
     from jaxspeed.config import load_config
 
-    overrides = [*overrides_of(given), *more]
-    options: dict[str, Any] = {"auto": given.auto, "strict": given.strict}
-    return load_config(given.config, overrides, hidden_size=hidden_size, **options)
+    overrides = [*overrides_of(args), *more]
+    options: dict[str, Any] = {"auto": args.auto, "strict": args.strict}
+    return load_config(args.config, overrides, hidden_size=hidden_size, **options)
 
 
 def out(stderr: bool = False) -> "Console":

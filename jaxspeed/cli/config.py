@@ -43,40 +43,40 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from jaxspeed.config import Config, examine, fix_config
     from jaxspeed.config.explain import explain
     from jaxspeed.config.parse import LAST_COMMA
     from jaxspeed.config.problems import config_error
 
-    if given.schema:
+    if args.schema:
         print_json(Config.json_schema())
         return 0
-    if given.config is None:
-        given.parser.error("CONFIG is missing (or --schema)")
+    if args.config is None:
+        args.parser.error("CONFIG is missing (or --schema)")
     options: dict[str, Any] = {
-        "auto": given.auto,
-        "strict": given.strict,
+        "auto": args.auto,
+        "strict": args.strict,
         "hidden_size": hidden_size,
     }
-    examined = examine(given.config, overrides_of(given), **options)
+    examined = examine(args.config, overrides_of(args), **options)
     if not examined.is_read:
         raise config_error(examined.problems, examined.origin)
     fixed: list[Any] = []
-    if given.fix:
-        refuse_unwritable("--fix", given.fix)
+    if args.fix:
+        refuse_unwritable("--fix", args.fix)
         commas = [problem for problem in examined.problems if problem.found == LAST_COMMA]
         tree, fixed = fix_config(examined.given, **options)
         fixed = [*commas, *fixed]
-        _write(Path(given.fix), tree)
+        _write(Path(args.fix), tree)
         examined = examine(tree, **options)
     rows = explain(examined)
-    if given.json:
+    if args.json:
         print_json([row._asdict() for row in rows])
         for line in _changes(fixed):
             print(f"fixed: {line}", file=sys.stderr)
     else:
-        _show(rows, examined, fixed, given.fix)
+        _show(rows, examined, fixed, args.fix)
     return 2 if examined.problems else 0
 
 

@@ -58,17 +58,17 @@ def _natural(text: str) -> int:
     return int(text)
 
 
-def _show(given: argparse.Namespace) -> int:
-    config = loaded(given)
+def _show(args: argparse.Namespace) -> int:
+    config = loaded(args)
     from jaxspeed.data import limits_of, read_tokenizer
     from jaxspeed.data.shown_samples import as_json, show_data
     from jaxspeed.interop.pretrained import data_section
     from jaxspeed.user_models.config_model import family_sizes
 
     limits = limits_of(family_sizes(config))
-    tokenizer = read_tokenizer(given.output) if given.output else None
-    shown = show_data(data_section(config), limits, tokenizer, given.n)
-    if given.json:
+    tokenizer = read_tokenizer(args.output) if args.output else None
+    shown = show_data(data_section(config), limits, tokenizer, args.n)
+    if args.json:
         print_json(as_json(shown))
     else:
         _print_samples(shown)
@@ -106,43 +106,45 @@ def _print_samples(shown: "ShownData") -> None:
     rows = [*shown.counts.items()]
     if len(rows) > 1:
         rows.append(("all", sum(shown.counts.values(), DocumentCounts())))
-    for name, each in rows:
-        table.add_row(Text(harmless(name)), *(f"{value:,}" for value in vars(each).values()))
+    for name, source_counts in rows:
+        table.add_row(
+            Text(harmless(name)), *(f"{value:,}" for value in vars(source_counts).values())
+        )
     console.print(table, highlight=False)
     if shown.seq_len is not None:
         size = f"a sample holds {shown.seq_len + 1:,} tokens"
         console.print(f"{size} (data.seq_len + 1)", markup=False, highlight=False)
 
 
-def _tokenize(given: argparse.Namespace) -> int:
-    config = loaded(given)
+def _tokenize(args: argparse.Namespace) -> int:
+    config = loaded(args)
     from jaxspeed.data import limits_of, read_tokenizer, tokenize
     from jaxspeed.interop.pretrained import data_section
     from jaxspeed.user_models.config_model import family_sizes
 
     sizes = family_sizes(config)
-    tokenizer = read_tokenizer(given.output) if given.output else None
+    tokenizer = read_tokenizer(args.output) if args.output else None
     size = limits_of(sizes).vocab_size
-    summary = tokenize(data_section(config), given.out, tokenizer=tokenizer, vocab_size=size)
-    if given.json:
+    summary = tokenize(data_section(config), args.out, tokenizer=tokenizer, vocab_size=size)
+    if args.json:
         print_json(asdict(summary))
     else:
         out().print(str(summary), highlight=False, soft_wrap=True)
     return 0
 
 
-def _verify(given: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     from jaxspeed.data import token_store
     from jaxspeed.errors import DataError
 
     problems: dict[str, str] = {}
-    for folder in given.folders:
+    for folder in args.folders:
         try:
             token_store.verify(Path(folder).expanduser())
             problems[folder] = ""
         except DataError as error:
             problems[folder] = str(error)
-    if given.json:
+    if args.json:
         print_json(problems)
     else:
         for folder, problem in problems.items():

@@ -34,39 +34,39 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    config = loaded(given)
+def run(args: argparse.Namespace) -> int:
+    config = loaded(args)
     from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.run import evaluate_run, source_of
 
-    source = source_of(config, name=given.config)
-    found = evaluate_run(source, given.tag, data=given.data, ema=given.ema)
+    source = source_of(config, name=args.config)
+    figures = evaluate_run(source, args.tag, data=args.data, ema=args.ema)
     if not is_first():
         return 0
-    if given.json:
-        print_json(found)
+    if args.json:
+        print_json(figures)
     else:
-        show(found)
+        show(figures)
     return 0
 
 
-def show(found: dict[str, Any]) -> None:
+def show(figures: dict[str, Any]) -> None:
     """Print a row for each file, and one for all."""
     from rich.markup import escape
     from rich.table import Table
 
     console = out()
-    weights = "moving average of the weights, " if found["ema"] else ""
-    checkpoint = found["checkpoint"] or "no checkpoint"
-    console.print(f"{weights}step {found['step']} ({checkpoint})", highlight=False)
-    columns = [name for name in COLUMNS if name in found]
+    weights = "moving average of the weights, " if figures["ema"] else ""
+    checkpoint = figures["checkpoint"] or "no checkpoint"
+    console.print(f"{weights}step {figures['step']} ({checkpoint})", highlight=False)
+    columns = [name for name in COLUMNS if name in figures]
     table = Table(box=None)
     table.add_column("")
     for name in columns:
         table.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
-    rows = [(each["file"], each) for each in found["files"]]
+    rows = [(file_figures["file"], file_figures) for file_figures in figures["files"]]
     if len(rows) != 1:
-        rows.append(("all" if rows else "held out", found))
+        rows.append(("all" if rows else "held out", figures))
     for title, row in rows:
         cells = ("-" if row.get(n) is None else format(row[n], COLUMNS[n][1]) for n in columns)
         table.add_row(escape(title), *cells)

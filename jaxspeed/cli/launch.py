@@ -172,73 +172,75 @@ def add(commands: Any) -> None:
         help="an option of sbatch, mpirun, kubectl or ray job submit, like "
         "--option=--partition=gpu; may be repeated",
     )
-    own = {flag: how for each in SCHEDULERS.values() for flag, how in each.options.items()}
-    for flag, how in own.items():
+    options = {
+        flag: how for scheduler in SCHEDULERS.values() for flag, how in scheduler.options.items()
+    }
+    for flag, how in options.items():
         cluster.add_argument(flag, **how)
     parser.set_defaults(run=run, default_of=parser.get_default)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     readers = {on: scheduler.names for on, scheduler in SCHEDULERS.items()}
-    read = _HERE if given.on is None else readers[given.on]
+    read = _HERE if args.on is None else readers[args.on]
     for name in sorted(_HERE.union(*readers.values())):
-        value = getattr(given, name)
-        if value == given.default_of(name):
+        value = getattr(args, name)
+        if value == args.default_of(name):
             continue
         # Where an option's value is --, argparse of Python 3.12 gives an empty list.
         if value == [] or (isinstance(value, list) and [] in value):
             raise ConfigError("launch: -- is no value of an option")
         if name not in read:
             option = f"--{name.replace('_', '-')}"
-            if given.on is None:
+            if args.on is None:
                 where = " or ".join(on for on, names in readers.items() if name in names)
                 raise ConfigError(f"{option}: needs --on {where}")
-            raise ConfigError(f"{option}: not used with --on {given.on}")
-    return _supervise(given) if given.on is None else _submit(given)
+            raise ConfigError(f"{option}: not used with --on {args.on}")
+    return _supervise(args) if args.on is None else _submit(args)
 
 
-def _submit(given: argparse.Namespace) -> int:
+def _submit(args: argparse.Namespace) -> int:
     """Print or submit the job of a scheduler."""
-    if given.processes is None:
-        raise ConfigError(f"--on {given.on}: needs --processes N, of all hosts")
-    scheduler = SCHEDULERS[given.on]
+    if args.processes is None:
+        raise ConfigError(f"--on {args.on}: needs --processes N, of all hosts")
+    scheduler = SCHEDULERS[args.on]
     job = ClusterJob(
-        command_of(given.words, None),
-        given.processes,
-        given.nodes,
-        given.devices_per_process,
-        name=given.name,
+        command_of(args.words, None),
+        args.processes,
+        args.nodes,
+        args.devices_per_process,
+        name=args.name,
         folder=os.getcwd(),
-        logs=os.path.abspath(given.logs or "logs"),
-        cache=os.path.abspath(given.cache),
-        save_seconds=given.save_seconds,
-        max_restarts=given.max_restarts,
-        options=tuple(given.option),
+        logs=os.path.abspath(args.logs or "logs"),
+        cache=os.path.abspath(args.cache),
+        save_seconds=args.save_seconds,
+        max_restarts=args.max_restarts,
+        options=tuple(args.option),
     )
-    text = scheduler.script(job, given)
-    if given.print:
+    text = scheduler.script(job, args)
+    if args.print:
         sys.stdout.write(text)
         return 0
     if shutil.which(scheduler.program) is None:
         raise ConfigError(f"{scheduler.program} is not installed here; --print shows the job")
-    return submit(scheduler.command(job, given), text)
+    return submit(scheduler.command(job, args), text)
 
 
-def _supervise(given: argparse.Namespace) -> int:
-    hosts = _hosts(given)
+def _supervise(args: argparse.Namespace) -> int:
+    hosts = _hosts(args)
     count = sum(job.processes for job in hosts.values())
     ranks = [host for host, job in hosts.items() for _ in range(job.processes)]
-    display = Display(given.logs, given.all_output)
-    restarts = Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
+    display = Display(args.logs, args.all_output)
+    restarts = Restarts(args.max_restarts, args.max_restarts_without_progress, args.grace)
 
     def start(events: Any, progress: str) -> LocalGroup | RemoteGroup:
-        address = _coordinator(given.coordinator, list(hosts), Path(progress).parent)
+        address = _coordinator(args.coordinator, list(hosts), Path(progress).parent)
         token = secrets.token_hex(32)
         jobs = {host: replace(job, coordinator=address, token=token) for host, job in hosts.items()}
         (first, job), *others = jobs.items()
         if is_here(first) and not others:
             return LocalGroup(job, events, progress)
-        return RemoteGroup(jobs, events, given.ssh)
+        return RemoteGroup(jobs, events, args.ssh)
 
     try:
         return supervise(start, count, display, restarts, lambda rank: ranks[rank])
@@ -246,13 +248,13 @@ def _supervise(given: argparse.Namespace) -> int:
         display.close()
 
 
-def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
+def _hosts(args: argparse.Namespace) -> dict[str, HostJob]:
     """What each host starts; without a hostfile, this one alone."""
-    devices, here = given.devices_per_process, socket.gethostname()
-    if given.hostfile:
-        if given.processes is not None:
+    devices, here = args.devices_per_process, socket.gethostname()
+    if args.hostfile:
+        if args.processes is not None:
             raise ConfigError("--processes: with --hostfile it is the number of slots")
-        slots = selected(read_hostfile(given.hostfile), given.include, given.exclude)
+        slots = selected(read_hostfile(args.hostfile), args.include, args.exclude)
         if uneven := [host for host, of in slots.items() if len(of) % (devices or 1)]:
             raise ConfigError(
                 f"--devices-per-process {devices}: {uneven[0]} has {len(slots[uneven[0]])} slots"
@@ -260,16 +262,16 @@ def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
         processes = {host: len(of) // (devices or 1) for host, of in slots.items()}
         simulated = None if devices is None else sum(map(len, slots.values()))
     else:
-        if given.include or given.exclude:
+        if args.include or args.exclude:
             raise ConfigError("--include and --exclude need --hostfile")
-        if given.processes is None:
+        if args.processes is None:
             raise ConfigError("launch: needs --processes N, or --hostfile FILE")
-        _check_program(command_of(given.words, None))
-        slots, processes = {}, {here: given.processes}
-        simulated = None if devices is None else given.processes * devices
+        _check_program(command_of(args.words, None))
+        slots, processes = {}, {here: args.processes}
+        simulated = None if devices is None else args.processes * devices
     if has_gpus(os.environ):
         simulated = None
-    command, firsts = command_of(given.words, simulated), 0
+    command, firsts = command_of(args.words, simulated), 0
     jobs = {}
     for host, number in processes.items():
         jobs[host] = HostJob(
@@ -280,11 +282,11 @@ def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
             first=firsts,
             devices=devices,
             slots=slots.get(host),
-            bind=not given.no_core_binding,
-            terminal=not given.hostfile and sys.stdout.isatty() and not given.all_output,
+            bind=not args.no_core_binding,
+            terminal=not args.hostfile and sys.stdout.isatty() and not args.all_output,
             environment={
-                **_launcher(given.words),
-                **(exported_environment() if given.hostfile else {}),
+                **_launcher(args.words),
+                **(exported_environment() if args.hostfile else {}),
             },
             folder=os.getcwd(),
         )
@@ -292,15 +294,15 @@ def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
     return jobs
 
 
-def _coordinator(given: str | None, hosts: list[str], folder: Path) -> str:
+def _coordinator(stated: str | None, hosts: list[str], folder: Path) -> str:
     """Where rank 0 listens: on one host, a socket; elsewhere a port that is seldom in use."""
-    if given is not None:
-        checked_host(given, "--coordinator")
-    if given and ":" in given:
-        return given
-    if given is None and len(hosts) == 1 and is_here(hosts[0]):
+    if stated is not None:
+        checked_host(stated, "--coordinator")
+    if stated and ":" in stated:
+        return stated
+    if stated is None and len(hosts) == 1 and is_here(hosts[0]):
         return f"unix:{folder}/coordinator"
-    return f"{given or coordinator_host(hosts)}:{random.randrange(20000, 30000)}"
+    return f"{stated or coordinator_host(hosts)}:{random.randrange(20000, 30000)}"
 
 
 def command_of(words: list[str], simulated: int | None) -> tuple[str, ...]:

@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Python's last collections walk all of JAX's objects, 0.6 s, to free what the exit frees.
     atexit.register(gc.freeze)
     words = sys.argv[1:] if arguments is None else arguments
-    given = parser(words[0] if words else None).parse_args(words)
+    args = parser(words[0] if words else None).parse_args(words)
     try:
-        if arguments is None and "at_start" in given:  # this process is the command's own
-            given.at_start(given)  # may restart it: rich, which takes long to import, comes later
+        if arguments is None and "at_start" in args:  # this process is the command's own
+            args.at_start(args)  # may restart it: rich, which takes long to import, comes later
         with _log_shown():
-            return int(given.run(given) or 0)
+            return int(args.run(args) or 0)
     except JaxspeedError as error:
         errors = _errors()
         errors.print("error:", style="bold red", end=" ")

@@ -94,88 +94,88 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.targets:
-        return _list_targets(given)
-    if given.config is None:
+def run(args: argparse.Namespace) -> int:
+    if args.targets:
+        return _list_targets(args)
+    if args.config is None:
         raise ConfigError("plan needs a CONFIG, a YAML or JSON file; or --targets")
-    if given.target and given.devices:
+    if args.target and args.devices:
         raise ConfigError("--target and --devices: give only one; a target determines its devices")
-    if not given.patience > 0:
-        raise ConfigError(f"--patience {given.patience:g}: must be more than 0 (seconds)")
-    if given.keep and not (given.target and given.compile):
+    if not args.patience > 0:
+        raise ConfigError(f"--patience {args.patience:g}: must be more than 0 (seconds)")
+    if args.keep and not (args.target and args.compile):
         raise ConfigError("--keep needs --target and --compile: it saves the compiled step")
     for option in ("keep", "html"):
-        if getattr(given, option):
-            refuse_unwritable(f"--{option}", getattr(given, option))
-    tokens = tokens_of(given.tokens) if given.tokens is not None else None
-    if tokens and not given.target:
+        if getattr(args, option):
+            refuse_unwritable(f"--{option}", getattr(args, option))
+    tokens = tokens_of(args.tokens) if args.tokens is not None else None
+    if tokens and not args.target:
         raise ConfigError("--tokens needs a --target: device-hours depend on the chip")
-    if given.search and not given.target:
+    if args.search and not args.target:
         raise ConfigError("--search needs a --target")
-    if given.write is not None:
+    if args.write is not None:
         from jaxspeed.planner.search.result import refuse_path
 
-        refuse_path(given.write, given.search)
-    if given.target is not None:
-        doing = "compiling" if given.compile else "planning"
-        config = loaded(given)
+        refuse_path(args.write, args.search)
+    if args.target is not None:
+        doing = "compiling" if args.compile else "planning"
+        config = loaded(args)
         from jaxspeed.hardware.known_chips import chips_of
         from jaxspeed.hardware.targets import target_of
 
-        target_of(given.target, chips_of(given.hardware))  # its errors come before JAX's import
+        target_of(args.target, chips_of(args.hardware))  # its errors come before JAX's import
         from jaxspeed.planner.api import plan
 
         # Shown only on a terminal.
-        with out(stderr=True).status(f"{doing} for {given.target}") as status:
-            found = plan(
+        with out(stderr=True).status(f"{doing} for {args.target}") as status:
+            planned = plan(
                 config,
-                given.target,
-                compile=bool(given.compile),
-                hardware=given.hardware,
-                patience=given.patience,
+                args.target,
+                compile=bool(args.compile),
+                hardware=args.hardware,
+                patience=args.patience,
                 tokens=tokens,
-                keep=given.keep,
-                search=given.search,
-                search_seconds=given.search_seconds,
-                write=given.write,
+                keep=args.keep,
+                search=args.search,
+                search_seconds=args.search_seconds,
+                write=args.write,
                 progress=status.update,
             )
     else:
-        if given.devices and given.devices.isdecimal():
-            given.devices = f"cpu:{given.devices}"
-        config = loaded(given)
+        if args.devices and args.devices.isdecimal():
+            args.devices = f"cpu:{args.devices}"
+        config = loaded(args)
         from jaxspeed.planner.make_plan import plan_run
         from jaxspeed.run import source_of
 
-        source = source_of(config, name=given.config)
-        found = plan_run(source, compiling=given.compile is not False)
-    if given.html:
-        Path(given.html).write_text(found.html(), "utf-8")
-    if given.json:
-        print_json(found.figures())
+        source = source_of(config, name=args.config)
+        planned = plan_run(source, compiling=args.compile is not False)
+    if args.html:
+        Path(args.html).write_text(planned.html(), "utf-8")
+    if args.json:
+        print_json(planned.figures())
     else:
-        out().print(found)
-    if found.search and not found.search.winner:
+        out().print(planned)
+    if planned.search and not planned.search.winner:
         return FAILED
-    return FAILED if found.fits is False else 0
+    return FAILED if planned.fits is False else 0
 
 
 def tokens_of(written: str) -> float:
     """`15T`, `300B`, `1e9`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", written, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", written, re.IGNORECASE)
     scale = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    tokens = float(found[1]) * scale[found[2].upper()] if found else 0.0
+    tokens = float(match[1]) * scale[match[2].upper()] if match else 0.0
     if not 0 < tokens < 1e18:
         raise ConfigError(f"--tokens {written}: needs a number of tokens, like 300B or 1.5T")
     return tokens
 
 
-def _list_targets(given: argparse.Namespace) -> int:
+def _list_targets(args: argparse.Namespace) -> int:
     from jaxspeed.hardware.known_chips import chips_of, speeds_table
 
-    chips = chips_of(given.hardware)
-    if given.json:
+    chips = chips_of(args.hardware)
+    if args.json:
         print_json(
             {name: {**asdict(chip), "compiles": chip.compiles} for name, chip in chips.items()}
         )

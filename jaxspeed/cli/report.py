@@ -42,20 +42,20 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
-    if given.models:  # by name, so that the package imports no model of its own
-        found = importlib.import_module("jaxspeed.models").known()
+def run(args: argparse.Namespace) -> int:
+    if args.models:  # by name, so that the package imports no model of its own
+        report = importlib.import_module("jaxspeed.models").known()
     else:
-        found = _started(given.devices)
-    if given.json:
-        print_json(found)
+        report = _started(args.devices)
+    if args.json:
+        print_json(report)
         return 0
     from rich.table import Table
 
     table = Table(box=None, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in found.items():
+    for name, value in report.items():
         table.add_row(name, "\n".join(_lines(value)))
     out().print(table)
     return 0

@@ -57,35 +57,35 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     for name, value in (
-        ("sample_tokens", given.tokens),
-        ("sample_temperature", given.temperature),
+        ("sample_tokens", args.tokens),
+        ("sample_temperature", args.temperature),
     ):
         if value is not None:
-            given.overrides.append(f"run.{name}={json.dumps(value)}")
-    if given.chat is not None and given.prompt:
+            args.overrides.append(f"run.{name}={json.dumps(value)}")
+    if args.chat is not None and args.prompt:
         raise ConfigError("--chat: set together with --prompt; a prompt is continued as it is")
-    if given.chat is None and given.system is not None:
+    if args.chat is None and args.system is not None:
         raise ConfigError("--system: only --chat has a system message")
-    config = loaded(given)
-    if given.chat is not None:
-        return _chat(given, config)
+    config = loaded(args)
+    if args.chat is not None:
+        return _chat(args, config)
     from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.generation import Request, Sampling
     from jaxspeed.run import sample_run, source_of
 
-    rules = {name: getattr(given, name) for name in RULES}
-    prompts = given.prompt or [config.run.sample_prompt]
+    rules = {name: getattr(args, name) for name in RULES}
+    prompts = args.prompt or [config.run.sample_prompt]
     sampling = Sampling(config.run.sample_temperature, **rules)
-    Request(prompts, sampling=sampling, stop=given.stop, seed=given.seed)  # refused at once
-    options = {**rules, "stop": given.stop, "seed": given.seed}
-    source = source_of(config, name=given.config)
-    pieces = sample_run(source, given.tag, prompts, ema=given.ema, **options)
+    Request(prompts, sampling=sampling, stop=args.stop, seed=args.seed)  # refused at once
+    options = {**rules, "stop": args.stop, "seed": args.seed}
+    source = source_of(config, name=args.config)
+    pieces = sample_run(source, args.tag, prompts, ema=args.ema, **options)
     if not is_first():  # each process computes the same text
         for _ in pieces:
             pass
-    elif given.json:
+    elif args.json:
         texts = collected(pieces, len(prompts))
         print_json({"text": texts[0]} if len(texts) == 1 else {"texts": texts})
     elif len(prompts) == 1:
@@ -99,28 +99,28 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _chat(given: argparse.Namespace, config: Any) -> int:
+def _chat(args: argparse.Namespace, config: Any) -> int:
     """Answer one message, or each line of the standard input."""
     from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.run import chat_run, source_of
 
-    rules = {name: getattr(given, name) for name in RULES}
-    options = {**rules, "stop": given.stop, "seed": given.seed, "system": given.system}
-    source = source_of(config, name=given.config)
+    rules = {name: getattr(args, name) for name in RULES}
+    options = {**rules, "stop": args.stop, "seed": args.seed, "system": args.system}
+    source = source_of(config, name=args.config)
     import jax
 
-    if not given.chat and jax.process_count() > 1:
+    if not args.chat and jax.process_count() > 1:
         raise ConfigError("--chat: several processes need a text, since one alone reads the input")
-    chat = chat_run(source, given.tag, ema=given.ema, **options)
-    shows = is_first() and not given.json
-    for text in [given.chat] if given.chat else _lines():
+    chat = chat_run(source, args.tag, ema=args.ema, **options)
+    shows = is_first() and not args.json
+    for text in [args.chat] if args.chat else _lines():
         for piece in chat.reply(text):
             if shows:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         if shows:
             sys.stdout.write("\n")
-    if given.json and is_first():
+    if args.json and is_first():
         print_json({"messages": chat.messages})
     return 0
 

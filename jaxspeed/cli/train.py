@@ -63,41 +63,41 @@ def _text(file: Path) -> str:
         return ""
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     # Python's collector pauses until the first step, and does not visit later what was made until
     # then: 300,000 objects, all but 20 of which live as long as the run.
     gc.disable()
     try:
-        return _on_ray(given) if given.engine == "ray" else _here(given)
+        return _on_ray(args) if args.engine == "ray" else _here(args)
     finally:
         gc.unfreeze()
         gc.enable()
 
 
-def _here(given: argparse.Namespace) -> int:
-    if given.ray_address:
+def _here(args: argparse.Namespace) -> int:
+    if args.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
-    config = loaded(given)
+    config = loaded(args)
     from jaxspeed.run import source_of
 
-    return _train(given, source_of(config, name=given.config))
+    return _train(args, source_of(config, name=args.config))
 
 
-def _on_ray(given: argparse.Namespace) -> int:
-    config = loaded(given, ["parallel.data_reduction=parameter_server"])
+def _on_ray(args: argparse.Namespace) -> int:
+    config = loaded(args, ["parallel.data_reduction=parameter_server"])
     from jaxspeed.parameter_server.ray import connected, ray_resources
     from jaxspeed.run import RaySource, source_of
 
     ray_resources(config)  # before anything starts
-    with connected(given.ray_address):
-        return _train(given, source_of(config, name=given.config, kind=RaySource))
+    with connected(args.ray_address):
+        return _train(args, source_of(config, name=args.config, kind=RaySource))
 
 
-def _train(given: argparse.Namespace, source: "Source") -> int:
+def _train(args: argparse.Namespace, source: "Source") -> int:
     from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.run import FinalSample, open_run, show_ending, show_opening
 
-    console = out(stderr=given.json)
+    console = out(stderr=args.json)
     trainer = open_run(source, console)
     try:
         trainer.sample = FinalSample(trainer.engine, trainer.corpus)
@@ -105,29 +105,29 @@ def _train(given: argparse.Namespace, source: "Source") -> int:
         gc.freeze()
         gc.enable()
         trainer.run()
-        result = show_ending(console, trainer, again=_again(given, trainer))
+        result = show_ending(console, trainer, again=_again(args, trainer))
     finally:
         trainer.close()
         trainer.engine.close()
-    if given.json and is_first():
+    if args.json and is_first():
         print_json(result)
     if trainer.stopped_by is None:
         return 0
     return INTERRUPTED if trainer.stopped_by == signal.SIGINT.name else ExitCode.PREEMPTED
 
 
-def _again(given: argparse.Namespace, trainer: "Trainer") -> str:
+def _again(args: argparse.Namespace, trainer: "Trainer") -> str:
     """The command that resumes this run; for a finished one, with more steps."""
-    words = [*program(), "train", given.config]
-    if given.engine == "ray":
+    words = [*program(), "train", args.config]
+    if args.engine == "ray":
         words += ["--engine", "ray"]
     for word in ("output", "devices", "ray_address"):
-        if getattr(given, word):
-            words += [f"--{word.replace('_', '-')}", getattr(given, word)]
-    overrides = [one for one in given.overrides if not one.startswith("run.steps=")]
+        if getattr(args, word):
+            words += [f"--{word.replace('_', '-')}", getattr(args, word)]
+    overrides = [override for override in args.overrides if not override.startswith("run.steps=")]
     steps = trainer.steps if trainer.stopped_by else 2 * trainer.steps
-    if steps != trainer.config.given["run"]["steps"] or len(overrides) < len(given.overrides):
+    if steps != trainer.config.given["run"]["steps"] or len(overrides) < len(args.overrides):
         overrides.append(f"run.steps={steps}")
-    words += [part for one in given.auto or () for part in ("--auto", one)]
-    words += [part for one in overrides for part in ("--set", one)]
+    words += [part for key in args.auto or () for part in ("--auto", key)]
+    words += [part for override in overrides for part in ("--set", override)]
     return shlex.join(words)

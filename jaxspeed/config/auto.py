@@ -146,8 +146,8 @@ def _put(autos: Autos, path: str, value: Any) -> None:
         autos.tree = _with(autos.tree, path, value)
         autos.filled[path] = Filled(value, "auto")
     else:
-        found = f"{shown(value)} by auto, while the config has {shown(before)}"
-        autos.problems.append(Problem(path, found, "Make them equal, or remove one."))
+        actual = f"{shown(value)} by auto, while the config has {shown(before)}"
+        autos.problems.append(Problem(path, actual, "Make them equal, or remove one."))
 
 
 def _fill(
@@ -196,8 +196,8 @@ def _lines_to_add(asked: dict[str, Any], preset: str | None) -> str:
 
 
 def _is_key(path: str) -> bool:
-    found = declared(path)
-    return found is not None and found[0] == path
+    declaration = declared(path)
+    return declaration is not None and declaration[0] == path
 
 
 def _is_dropped(path: str) -> bool:
@@ -205,9 +205,9 @@ def _is_dropped(path: str) -> bool:
     if VOCABULARY[path].verdict in ("harmless", "ignored"):
         return True
     section, _, name = path.rpartition(".")
-    found = section_at(section)
+    section_class = section_at(section)
     is_precision = section in ("fp16", "bf16") and name == "enabled"
-    return found is not None and issubclass(found, Coercing) and not is_precision
+    return section_class is not None and issubclass(section_class, Coercing) and not is_precision
 
 
 def _with(tree: Tree, path: str, value: Any) -> Tree:

@@ -135,8 +135,8 @@ def misfit(keys: BatchKeys, train: int) -> Problem:
         accumulation, rest = divmod(train, keys.micro * keys.ranks)
         if not rest and keys.stages.accepts(accumulation):
             works.append(f"{ACCUMULATION} {accumulation}")
-    found, about = f"{keys}, which does not hold", (MICRO, ACCUMULATION)
-    return Problem(TRAIN, found, f"Would work: {'; '.join(works)}.", about)
+    actual, about = f"{keys}, which does not hold", (MICRO, ACCUMULATION)
+    return Problem(TRAIN, actual, f"Would work: {'; '.join(works)}.", about)
 
 
 def _near(keys: BatchKeys, multiple: int) -> list[int]:
@@ -157,57 +157,59 @@ def _rank_counts(keys: BatchKeys, train: int, ranks: int, exact: bool) -> list[i
     def fits(count: int) -> bool:
         if keys.accumulation or most % count:
             return most % count == 0
-        made = most // count
-        return keys.stages.accepts(made if keys.micro else keys.stages.split(made))
+        micro_batches = most // count
+        return keys.stages.accepts(
+            micro_batches if keys.micro else keys.stages.split(micro_batches)
+        )
 
     below = filter(fits, range(min(ranks, most), 0, -1))
     above = filter(fits, range(ranks + 1, min(most, 16 * ranks) + 1))
     return [count for count in (next(below, None), next(above, None)) if count]
 
 
-def unfilled(keys: BatchKeys, made: int) -> Problem:
-    """Problem: the `made` micro-batches of a step do not fill the pipeline's stages."""
+def unfilled(keys: BatchKeys, micro_batches: int) -> Problem:
+    """Problem: the `micro_batches` of a step do not fill the pipeline's stages."""
     stages = keys.stages
     if keys.micro or keys.accumulation:
         most = "" if keys.ranks or keys.accumulation else "at most "
-        batches = "1 micro-batch" if made == 1 else f"{made} micro-batches"
-        found = f"{most}{batches} for {stages.count} pipeline stages, by {keys}"
+        batches = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+        actual = f"{most}{batches} for {stages.count} pipeline stages, by {keys}"
     else:
-        found = f"{keys}, which no {stages.count} to {stages.default} equal micro-batches divide"
+        actual = f"{keys}, which no {stages.count} to {stages.default} equal micro-batches divide"
     return Problem(
         ACCUMULATION if keys.accumulation else TRAIN,
-        found,
-        f"Needs {stages.needed}. Would work: {'; '.join(_alternatives(keys, made))}.",
+        actual,
+        f"Needs {stages.needed}. Would work: {'; '.join(_alternatives(keys, micro_batches))}.",
         (TRAIN, MICRO, ACCUMULATION, "mesh.pipe", "pipeline.stages", SCHEDULE),
     )
 
 
-def _alternatives(keys: BatchKeys, made: int) -> Iterator[str]:
+def _alternatives(keys: BatchKeys, micro_batches: int) -> Iterator[str]:
     """Changes each of which gives micro-batches that the stages accept."""
     stages, ranks = keys.stages, keys.ranks or 1
     if keys.train is None:
-        yield f"{ACCUMULATION} {_either(stages.near(made))}"
+        yield f"{ACCUMULATION} {_either(stages.near(micro_batches))}"
     else:
         samples, rest = divmod(keys.train, ranks)
         splits = [] if rest else stages.splits(samples)
         if splits:
-            number = min(splits, key=lambda count: abs(count - made))
+            number = min(splits, key=lambda count: abs(count - micro_batches))
             sizes = {
                 ACCUMULATION: keys.accumulation and number,
                 MICRO: keys.micro and samples // number,
             }
             yield " with ".join(f"{key} {size}" for key, size in sizes.items() if size)
         if keys.micro and keys.accumulation:
-            for number in stages.near(made):
+            for number in stages.near(micro_batches):
                 total = number * keys.micro * ranks
                 yield f"{ACCUMULATION} {number} with {TRAIN} {total}"
         elif keys.micro:
-            yield f"{TRAIN} {_either(n * keys.micro * ranks for n in stages.near(made))}"
+            yield f"{TRAIN} {_either(n * keys.micro * ranks for n in stages.near(micro_batches))}"
         elif not splits:
             totals = _either(n * ranks for n in stages.near(samples, stages.count))
             raised = f"{ACCUMULATION} {stages.count} with " if keys.accumulation else ""
             yield f"{raised}{TRAIN} {totals}"
-    if stages.interleaved and made >= stages.count and keys.holds:
+    if stages.interleaved and micro_batches >= stages.count and keys.holds:
         yield f'{SCHEDULE} "1f1b"'
 
 
@@ -243,20 +245,22 @@ def solve_batch(keys: BatchKeys) -> Batch | Problem:
 
     An unknown number of data ranks counts as one: what is wrong then is wrong with any number.
     """
-    train, made, stages = keys.train, keys.accumulation, keys.stages
+    train, micro_batches, stages = keys.train, keys.accumulation, keys.stages
     if train is None and keys.micro is None:
         return no_batch_size(keys)
-    if made is not None and not stages.accepts(made):
-        return unfilled(keys, made)
+    if micro_batches is not None and not stages.accepts(micro_batches):
+        return unfilled(keys, micro_batches)
     if train is None:
-        made = made or stages.default
-        train = (keys.micro or 1) * made * (keys.ranks or 1)
+        micro_batches = micro_batches or stages.default
+        train = (keys.micro or 1) * micro_batches * (keys.ranks or 1)
     if not keys.holds:
         return misfit(keys, train)
-    made = made or (train // keys.known if keys.micro else stages.split(train // keys.known))
-    if not stages.accepts(made):
-        return unfilled(keys, made)
-    return Batch(train, train // (made * (keys.ranks or 1)), made)
+    micro_batches = micro_batches or (
+        train // keys.known if keys.micro else stages.split(train // keys.known)
+    )
+    if not stages.accepts(micro_batches):
+        return unfilled(keys, micro_batches)
+    return Batch(train, train // (micro_batches * (keys.ranks or 1)), micro_batches)
 
 
 def batch_problem(keys: BatchKeys) -> Problem | None:

@@ -40,29 +40,29 @@ def check(settings: Settings) -> Iterator[Problem]:
 def _precision(settings: Settings) -> Iterator[Problem]:
     fp16, bf16, autocast = settings.fp16, settings.bf16, settings.torch_autocast
     if fp16.enabled and bf16.enabled:
-        found = "true, while bf16.enabled is true"
-        yield Problem("fp16.enabled", found, "Disable one of the two.", ("bf16.enabled",))
+        actual = "true, while bf16.enabled is true"
+        yield Problem("fp16.enabled", actual, "Disable one of the two.", ("bf16.enabled",))
     if autocast.enabled and autocast.dtype is None and not bf16.enabled:
         works = 'Needs "bfloat16" or "float16": torch\'s own default depends on the device.'
         yield Problem("torch_autocast.dtype", "nothing", works)
     for name, section in (("fp16", fp16), ("bf16", bf16)):
         alike = name == "bf16" and autocast.dtype in (None, "bf16")
         if autocast.enabled and section.enabled and not alike:
-            found = f"true, while {name}.enabled is true"
+            actual = f"true, while {name}.enabled is true"
             works = (
                 f"{name} casts parameters and inputs, torch_autocast the operands of matmuls and "
                 "convolutions: disable one of the two."
             )
-            yield Problem("torch_autocast.enabled", found, works, (f"{name}.enabled",))
+            yield Problem("torch_autocast.enabled", actual, works, (f"{name}.enabled",))
     for key in ("min_loss_scale", "loss_scale_window"):
         if fp16.enabled and fp16.dynamic and getattr(fp16, key) == 0:
             works = "Needs more than 0 while the scale is dynamic (loss_scale 0)."
             yield Problem(f"fp16.{key}", "0", works, ("fp16.loss_scale",))
     start = 2.0**fp16.initial_scale_power
     if fp16.enabled and fp16.dynamic and fp16.min_loss_scale > start:
-        found = f"{fp16.min_loss_scale:g}, above the initial scale 2^{fp16.initial_scale_power}"
+        actual = f"{fp16.min_loss_scale:g}, above the initial scale 2^{fp16.initial_scale_power}"
         works = f"Needs at most {start:g}, or a larger fp16.initial_scale_power."
-        yield Problem("fp16.min_loss_scale", found, works, ("fp16.initial_scale_power",))
+        yield Problem("fp16.min_loss_scale", actual, works, ("fp16.initial_scale_power",))
 
 
 def _batch(settings: Settings) -> Iterator[Problem]:
@@ -81,24 +81,24 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
         return
     outside = [key for key in (TRAIN, MICRO, ACCUMULATION) if getattr(settings, key) is not None]
     if outside and not elasticity.ignore_non_elastic_batch_info:
-        found = f"{', '.join(outside)} set in addition to elasticity"
+        actual = f"{', '.join(outside)} set in addition to elasticity"
         works = "Remove them, or set elasticity.ignore_non_elastic_batch_info."
-        yield Problem(outside[0], found, works)
+        yield Problem(outside[0], actual, works)
     if elasticity.version not in (0.1, 0.2):
         works = "Needs 0.1 or 0.2."
         yield Problem("elasticity.version", f"{elasticity.version:g}", works)
     most, largest = elasticity.max_train_batch_size, max(elasticity.micro_batch_sizes)
     if largest > most:
-        found = f"{largest}, above max_train_batch_size {most}"
+        actual = f"{largest}, above max_train_batch_size {most}"
         works = f"Needs sizes of at most {most}."
-        yield Problem("elasticity.micro_batch_sizes", found, works)
+        yield Problem("elasticity.micro_batch_sizes", actual, works)
     elif elasticity.min_gpus > elasticity.max_gpus:
-        found = f"{elasticity.min_gpus}, above max_gpus {elasticity.max_gpus}"
-        yield Problem("elasticity.min_gpus", found, f"Needs at most {elasticity.max_gpus}.")
+        actual = f"{elasticity.min_gpus}, above max_gpus {elasticity.max_gpus}"
+        yield Problem("elasticity.min_gpus", actual, f"Needs at most {elasticity.max_gpus}.")
     elif not elastic_table(elasticity).counts:
-        found = f"no device count from {elasticity.min_gpus} to {elasticity.max_gpus} that fits"
+        actual = f"no device count from {elasticity.min_gpus} to {elasticity.max_gpus} that fits"
         works = "Widen min_gpus and max_gpus, or raise max_train_batch_size."
-        yield Problem("elasticity", found, works)
+        yield Problem("elasticity", actual, works)
 
 
 def _autotuning(settings: Settings) -> Iterator[Problem]:
@@ -109,15 +109,15 @@ def _autotuning(settings: Settings) -> Iterator[Problem]:
     for what in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         low, high = getattr(tuning, f"min_{what}"), getattr(tuning, f"max_{what}")
         if high is not None and low > high:
-            found, works = f"{low}, above max_{what} {high}", f"Needs at most {high}."
-            yield Problem(f"{section}.min_{what}", found, works, (f"{section}.max_{what}",))
+            actual, works = f"{low}, above max_{what} {high}", f"Needs at most {high}."
+            yield Problem(f"{section}.min_{what}", actual, works, (f"{section}.max_{what}",))
     batch = settings.train_batch_size
     low, high = tuning.min_train_batch_size, tuning.max_train_batch_size
     if batch is not None and not low <= batch <= (high or batch):
         key = "min_train_batch_size" if batch < low else "max_train_batch_size"
         works = "The search never changes train_batch_size: needs bounds around it."
-        found = f"{getattr(tuning, key)}, while train_batch_size is {batch}"
-        yield Problem(f"{section}.{key}", found, works, ("train_batch_size",))
+        actual = f"{getattr(tuning, key)}, while train_batch_size is {batch}"
+        yield Problem(f"{section}.{key}", actual, works, ("train_batch_size",))
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:
@@ -128,24 +128,24 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     if optimizer.type.endswith(("AdamW", "AdamW8bit")) and params.get("adam_w_mode") is False:
         coupled = optimizer.type.replace("AdamW", "Adam")
         works = f'Write type "{coupled}" for a coupled weight decay, or remove adam_w_mode.'
-        found = f'false with type "{optimizer.type}"'
-        yield Problem("optimizer.params.adam_w_mode", found, works)
+        actual = f'false with type "{optimizer.type}"'
+        yield Problem("optimizer.params.adam_w_mode", actual, works)
     offload = settings.zero_optimization.offload_optimizer
     encoded = any(map(LEAST_SIZE.fullmatch, params))
     if offload.device == "cpu" and offload.where == "host" and encoded:
         path, works = "zero_optimization.offload_optimizer.where", 'Needs "device".'
-        found = f'"host", while optimizer.type is {optimizer.type}'
-        yield Problem(path, found, works, ("optimizer.type",), fix={path: "device"})
+        actual = f'"host", while optimizer.type is {optimizer.type}'
+        yield Problem(path, actual, works, ("optimizer.type",), fix={path: "device"})
     if settings.bf16.enabled and settings.bf16.bf16_optimizer_states and encoded:
         works = "Remove it: moments have 8 bits, and those of small parameters are fp32."
         yield Problem("bf16.bf16_optimizer_states", f"true with {optimizer.type}", works)
     if params.get("nesterov") and not (params["momentum"] > 0 and params["dampening"] == 0):
-        found = f"true with momentum {params['momentum']} and dampening {params['dampening']}"
+        actual = f"true with momentum {params['momentum']} and dampening {params['dampening']}"
         works = "Needs a momentum above 0 and a dampening of 0."
-        yield Problem("optimizer.params.nesterov", found, works)
+        yield Problem("optimizer.params.nesterov", actual, works)
     if params.get("min_coeff", 0) > params.get("max_coeff", 0):
-        found = f"{params['min_coeff']}, above max_coeff {params['max_coeff']}"
-        yield Problem("optimizer.params.min_coeff", found, f"Needs at most {params['max_coeff']}.")
+        actual = f"{params['min_coeff']}, above max_coeff {params['max_coeff']}"
+        yield Problem("optimizer.params.min_coeff", actual, f"Needs at most {params['max_coeff']}.")
     for number, group in enumerate(optimizer.groups):
         path = f"optimizer.groups.{number}"
         has_options = group.lr_factor != 1 or group.weight_decay is not None
@@ -163,18 +163,18 @@ def _schedule(settings: Settings) -> Iterator[Problem]:
     params = settings.scheduler.params
     for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr")):
         if low in params and high in params and params[low] > (params[high] or params[low]):
-            path, found = f"scheduler.params.{low}", f"{params[low]}, above {high} {params[high]}"
+            path, actual = f"scheduler.params.{low}", f"{params[low]}, above {high} {params[high]}"
             about = (f"scheduler.params.{high}", "optimizer.params.lr")
-            yield Problem(path, found, f"Needs at most {params[high]}.", about)
+            yield Problem(path, actual, f"Needs at most {params[high]}.", about)
 
 
 def _gradients(settings: Settings) -> Iterator[Problem]:
     stage = settings.zero_optimization.stage
     if settings.parallel.gradient_reduction == "step" and stage >= 2:
-        found = f'"step" with ZeRO stage {stage}'
+        actual = f'"step" with ZeRO stage {stage}'
         works = 'Stages 2 and 3 hold only a shard of the gradient: write "micro_batch" or "auto".'
         about = ("zero_optimization.stage",)
-        yield Problem("parallel.gradient_reduction", found, works, about)
+        yield Problem("parallel.gradient_reduction", actual, works, about)
     if settings.zero_optimization.mics_shard_size != -1 and stage == 0:
         works = "Needs a stage that shards: 1, 2 or 3."
         about = ("zero_optimization.stage",)
@@ -185,20 +185,22 @@ def _tensor(settings: Settings) -> Iterator[Problem]:
     parallel, key = settings.parallel, "parallel.sequence_parallel_activations"
     overlap = parallel.tensor_overlap
     if overlap.startswith("ring") and not parallel.sequence_parallel_activations:
-        found = f'"{overlap}" without sequence-parallel activations'
+        actual = f'"{overlap}" without sequence-parallel activations'
         works = f'It overlaps their gathers and scatters: set {key}, or write "auto".'
-        yield Problem("parallel.tensor_overlap", found, works, (key,))
+        yield Problem("parallel.tensor_overlap", actual, works, (key,))
     if parallel.sequence_parallel_activations and isinstance(parallel.sequence_tiles, int):
         tiles = "parallel.sequence_tiles"
-        found = f"{parallel.sequence_tiles} with sequence-parallel activations"
+        actual = f"{parallel.sequence_tiles} with sequence-parallel activations"
         works = (
             'They shard the sequence over tensor, where tiles would not: write "auto" or "none".'
         )
-        yield Problem(tiles, found, works, (key,))
+        yield Problem(tiles, actual, works, (key,))
     if settings.tensor_parallel.tp_overlap_comm and overlap == "none":
-        found = 'true, while parallel.tensor_overlap is "none"'
+        actual = 'true, while parallel.tensor_overlap is "none"'
         works = "They contradict each other: remove one."
-        yield Problem("tensor_parallel.tp_overlap_comm", found, works, ("parallel.tensor_overlap",))
+        yield Problem(
+            "tensor_parallel.tp_overlap_comm", actual, works, ("parallel.tensor_overlap",)
+        )
 
 
 def _recompute(settings: Settings) -> Iterator[Problem]:
@@ -227,13 +229,13 @@ def _recompute(settings: Settings) -> Iterator[Problem]:
             "parallel.pipeline_recompute."
         )
         about = ("parallel.pipeline_recompute",)
-        found = f'offload of {len(remat["offload"])} names with parallel.pipeline_recompute "save"'
-        yield Problem(key, found, works, about)
+        actual = f'offload of {len(remat["offload"])} names with parallel.pipeline_recompute "save"'
+        yield Problem(key, actual, works, about)
     layers = settings.parallel.pipeline_recompute == "layers"
     if layers and is_set and remat not in ("none", "full") and settings.mesh.pipe != 1:
-        found = f'"layers", while {key} is {shown(remat)}'
+        actual = f'"layers", while {key} is {shown(remat)}'
         works = f'It needs {key} "full": make them equal, or remove one.'
-        yield Problem("parallel.pipeline_recompute", found, works, (key,))
+        yield Problem("parallel.pipeline_recompute", actual, works, (key,))
 
 
 def _model(settings: Settings) -> Iterator[Problem]:
@@ -245,11 +247,11 @@ def _model(settings: Settings) -> Iterator[Problem]:
         works = 'Remove it, or set model.quantize.weights "nf4" or "fp4": int8 has a scale a row.'
         for key in ("block", "double"):
             if key in quantize.model_fields_set:
-                found = f"{shown(getattr(quantize, key))}, while model.quantize.weights is int8"
-                yield Problem(f"model.quantize.{key}", found, works)
+                actual = f"{shown(getattr(quantize, key))}, while model.quantize.weights is int8"
+                yield Problem(f"model.quantize.{key}", actual, works)
     if len(named) != 1 and not alone:
-        found = " and ".join(named) or "neither family nor factory nor pretrained"
-        yield Problem("model", found, "Needs exactly one of the three.")
+        actual = " and ".join(named) or "neither family nor factory nor pretrained"
+        yield Problem("model", actual, "Needs exactly one of the three.")
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; set the sizes of a factory in model.config."
         yield Problem("model.preset", f'"{model.preset}" with {named[0]}', works)
@@ -262,8 +264,8 @@ def _lora(settings: Settings) -> Iterator[Problem]:
     about = ("lora.target_parameters",)
     works = "PEFT has it for modules alone: remove it, or name modules in lora.target_modules."
     if lora.target_parameters and lora.lora_dropout:
-        found = f"{lora.lora_dropout:g} with lora.target_parameters"
-        yield Problem("lora.lora_dropout", found, works, about)
+        actual = f"{lora.lora_dropout:g} with lora.target_parameters"
+        yield Problem("lora.lora_dropout", actual, works, about)
     if lora.target_parameters and lora.use_dora:
         yield Problem("lora.use_dora", "true with lora.target_parameters", works, about)
     if settings.trainable is not None:
@@ -283,8 +285,8 @@ FILES = ("text", "jsonl", "json", "parquet", "arrow", "huggingface", "tokens", "
 def _data(settings: Settings) -> Iterator[Problem]:
     data = settings.data
     if data.mixture and (data.source or data.path or data.paths):
-        found = f"{len(data.mixture)} sources, while data has a source too"
-        yield Problem("data.mixture", found, "Put all sources into the mixture.")
+        actual = f"{len(data.mixture)} sources, while data has a source too"
+        yield Problem("data.mixture", actual, "Put all sources into the mixture.")
         return
     if data.eval is not None and data.held_out and "held_out" in data.model_fields_set:
         works = "Remove one: evaluation is on data.eval, or on a share of the training data."
@@ -302,20 +304,20 @@ def _data(settings: Settings) -> Iterator[Problem]:
     for where, corpus in parts:
         if corpus.path and corpus.paths:
             yield Problem(f"{where}.path", "set together with data.paths", "Put all in paths.")
-        given = corpus.path or corpus.paths
-        if corpus.source in FILES and not given:
+        paths = corpus.path or corpus.paths
+        if corpus.source in FILES and not paths:
             yield Problem(f"{where}.path", "nothing", f'Source "{corpus.source}" needs a path.')
         if corpus.dtype and corpus.source not in ("tokens", None):
-            found = f'"{corpus.dtype}", while the source is "{corpus.source}"'
+            actual = f'"{corpus.dtype}", while the source is "{corpus.source}"'
             works = (
                 "Only raw files of the source tokens need it. `eval --data` reads it from "
                 '{"dtype": ...} in a file meta.json beside a raw file.'
             )
-            yield Problem(f"{where}.dtype", found, works)
-        if corpus.source in (None, "stdlib", "synthetic") and given:
-            found = f"{corpus.source or 'stdlib'}, which reads no path"
+            yield Problem(f"{where}.dtype", actual, works)
+        if corpus.source in (None, "stdlib", "synthetic") and paths:
+            actual = f"{corpus.source or 'stdlib'}, which reads no path"
             works = f"Needs one of {', '.join(FILES)}, to read the path."
-            yield Problem(f"{where}.source", found, works, (f"{where}.path",))
+            yield Problem(f"{where}.source", actual, works, (f"{where}.path",))
         known = (None, "stdlib", "synthetic", *FILES)
         if corpus.source not in known and ":" not in str(corpus.source):
             works = f"Needs one of {', '.join(map(str, known[1:]))}, or package.module:name."

@@ -38,10 +38,10 @@ def _of_another_mode(settings: Settings) -> Iterator[Problem]:
     for mode, keys in _OF_MODE.items():
         for key in keys if parallel.data_reduction != mode else ():
             if _differs(settings, key):
-                found = f"{shown(getattr(parallel, key))} with {_KEY} "
-                found += shown(parallel.data_reduction)
+                actual = f"{shown(getattr(parallel, key))} with {_KEY} "
+                actual += shown(parallel.data_reduction)
                 works = f'Only {_KEY} "{mode}" uses it: set that, or remove the key.'
-                yield Problem(f"parallel.{key}", found, works, (_KEY,))
+                yield Problem(f"parallel.{key}", actual, works, (_KEY,))
 
 
 def _differs(settings: Settings, key: str) -> bool:
@@ -58,28 +58,28 @@ def _ring(settings: Settings) -> Iterator[Problem]:
         "XLA does not support inside of it",
     )
     if settings.mesh.seq != 1:
-        found = f'{settings.mesh.seq} with {_KEY} "ring"'
+        actual = f'{settings.mesh.seq} with {_KEY} "ring"'
         works = (
             "A ring sums the gradients of ranks that compute the loss of entire samples: write 1, "
             f'or {_KEY} "xla".'
         )
-        yield Problem("mesh.seq", found, works, (_KEY,))
+        yield Problem("mesh.seq", actual, works, (_KEY,))
     if settings.communication_data_type is not None:
-        found = f'{shown(settings.communication_data_type)} with {_KEY} "ring"'
+        actual = f'{shown(settings.communication_data_type)} with {_KEY} "ring"'
         works = "parallel.ring_wire sets the format of ring messages: remove this key."
-        yield Problem("communication_data_type", found, works, (_KEY,))
+        yield Problem("communication_data_type", actual, works, (_KEY,))
     if parallel.gradient_reduction == "micro_batch" and zero.stage < 2:
-        found = f'"micro_batch" with {_KEY} "ring" and ZeRO stage {zero.stage}'
+        actual = f'"micro_batch" with {_KEY} "ring" and ZeRO stage {zero.stage}'
         works = 'There a ring reduces once per step: write "step" or "auto".'
         about = (_KEY, "zero_optimization.stage")
-        yield Problem("parallel.gradient_reduction", found, works, about)
+        yield Problem("parallel.gradient_reduction", actual, works, about)
     if parallel.ring_wire == "int8" and zero.stage == 3:
         works = (
             "Stage 3 reduces inside of the backward pass, unit by unit; error feedback cannot "
             'be carried to the next step: write "bf16" or "none", or another stage.'
         )
-        found = '"int8" with ZeRO stage 3'
-        yield Problem("parallel.ring_wire", found, works, ("zero_optimization.stage",))
+        actual = '"int8" with ZeRO stage 3'
+        yield Problem("parallel.ring_wire", actual, works, ("zero_optimization.stage",))
     if zero.offload_param.device == "cpu":
         works = (
             "Gradients are then offloaded one by one as they are computed, and a ring needs them "
@@ -104,8 +104,8 @@ def _server(settings: Settings) -> Iterator[Problem]:
                 f"The devices of a worker are replica x tensor, and each has {each_has}: write 1, "
                 f'or {_KEY} "xla".'
             )
-            found = f'{size} with {_KEY} "parameter_server"'
-            yield Problem(f"mesh.{axis}", found, works, (_KEY,))
+            actual = f'{size} with {_KEY} "parameter_server"'
+            yield Problem(f"mesh.{axis}", actual, works, (_KEY,))
     yield from _workers(settings)
     paces, ranks = len(parallel.worker_pace), settings.mesh.data
     if paces and ranks not in (-1, paces):
@@ -113,11 +113,11 @@ def _server(settings: Settings) -> Iterator[Problem]:
         yield Problem("parallel.worker_pace", f"{paces} paces", works, ("mesh.data",))
     for key in _WITH_STALENESS if parallel.max_staleness is None else ():
         if _differs(settings, key):
-            found = f"{shown(getattr(parallel, key))} without parallel.max_staleness"
+            actual = f"{shown(getattr(parallel, key))} without parallel.max_staleness"
             works = (
                 "Without it training is synchronous, and no push stale: set it, or remove the key."
             )
-            yield Problem(f"parallel.{key}", found, works, ("parallel.max_staleness",))
+            yield Problem(f"parallel.{key}", actual, works, ("parallel.max_staleness",))
 
 
 def _workers(settings: Settings) -> Iterator[Problem]:
@@ -142,16 +142,16 @@ def _workers(settings: Settings) -> Iterator[Problem]:
         path = "zero_optimization.offload_param.device"
         yield Problem(path, f'"cpu" {with_servers}', works, (_KEY,))
     if settings.parallel.gradient_reduction != "auto":
-        found = f"{shown(settings.parallel.gradient_reduction)} {with_servers}"
+        actual = f"{shown(settings.parallel.gradient_reduction)} {with_servers}"
         works = "Workers push once for all their micro-batches: remove it."
-        yield Problem("parallel.gradient_reduction", found, works, (_KEY,))
+        yield Problem("parallel.gradient_reduction", actual, works, (_KEY,))
     if settings.parallel.batch_parts != 1:
-        found = f"{settings.parallel.batch_parts} {with_servers}"
-        yield Problem("parallel.batch_parts", found, "Add workers instead: remove it.", (_KEY,))
+        actual = f"{settings.parallel.batch_parts} {with_servers}"
+        yield Problem("parallel.batch_parts", actual, "Add workers instead: remove it.", (_KEY,))
 
 
 def _no_pipeline(settings: Settings, reason: str) -> Iterator[Problem]:
     if settings.mesh.pipe != 1:
-        found = f"{settings.mesh.pipe} with {_KEY} {shown(settings.parallel.data_reduction)}"
+        actual = f"{settings.mesh.pipe} with {_KEY} {shown(settings.parallel.data_reduction)}"
         works = f'{reason}: write 1, or {_KEY} "xla".'
-        yield Problem("mesh.pipe", found, works, (_KEY,))
+        yield Problem("mesh.pipe", actual, works, (_KEY,))

@@ -51,10 +51,10 @@ def canonical_path(path: str) -> str:
     return path
 
 
-def rewrite(given: dict[str, Any], strict: bool) -> Forms:
+def rewrite(written: dict[str, Any], strict: bool) -> Forms:
     """Rewrite a config without comments; with `strict`, unknown keys stay for the schema."""
     forms = Forms({})
-    forms.tree = _rewritten(given, Settings, "", forms, None if strict else given)
+    forms.tree = _rewritten(written, Settings, "", forms, None if strict else written)
     _warmup_type(forms)
     return forms
 

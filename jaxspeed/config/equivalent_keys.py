@@ -19,8 +19,8 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
     data and expert, `sequence_parallel_size` the seq axis, `mics_shard_size` the data axis with
     copies on replica. An axis of -1 takes the remaining devices; where no key has -1, that is data.
     """
-    given = [axis for axis in axis_names() if axis in settings.mesh.model_fields_set]
-    sizes: dict[str, int] = {axis: getattr(settings.mesh, axis) for axis in given}
+    axes = [axis for axis in axis_names() if axis in settings.mesh.model_fields_set]
+    sizes: dict[str, int] = {axis: getattr(settings.mesh, axis) for axis in axes}
     problems: list[Problem] = []
 
     def add(axis: str, size: int, key: str) -> None:
@@ -47,9 +47,9 @@ def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
     sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
     open_axes = [axis for axis in axis_names() if sizes.get(axis) == -1]
     if len(open_axes) > 1:
-        found = " and ".join(f"mesh.{axis} -1" for axis in open_axes)
+        actual = " and ".join(f"mesh.{axis} -1" for axis in open_axes)
         problems.append(
-            Problem("mesh", found, "At most one axis may be -1; set the others' sizes.")
+            Problem("mesh", actual, "At most one axis may be -1; set the others' sizes.")
         )
     return Mesh(**sizes), problems
 
@@ -71,9 +71,9 @@ _OF_AXES = {
 }
 
 
-def without_axes(given: Mapping[str, Any]) -> dict[str, Any]:
+def without_axes(written: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config as written, without those of mesh axes."""
-    kept = {key: value for key, value in given.items() if key not in _OF_AXES[""]}
+    kept = {key: value for key, value in written.items() if key not in _OF_AXES[""]}
     for name, keys in _OF_AXES.items():
         if isinstance(section := kept.get(name), Mapping):
             kept[name] = {key: value for key, value in section.items() if key not in keys}
@@ -82,9 +82,9 @@ def without_axes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _split_ranks(sizes: dict[str, int], ranks: int) -> list[Problem]:
     """Fill in the axes that shard samples from the product of their sizes."""
-    own = {axis: sizes.get(axis, -1 if axis == DATA else 1) for axis in sample_axes()}
-    unset = [axis for axis, size in own.items() if size == -1]
-    known = product(set(own).difference(unset), own)
+    axis_sizes = {axis: sizes.get(axis, -1 if axis == DATA else 1) for axis in sample_axes()}
+    unset = [axis for axis, size in axis_sizes.items() if size == -1]
+    known = product(set(axis_sizes).difference(unset), axis_sizes)
     if len(unset) > 1:
         return []
     if unset and ranks % known == 0:
@@ -92,15 +92,15 @@ def _split_ranks(sizes: dict[str, int], ranks: int) -> list[Problem]:
         return []
     if not unset and known == ranks:
         return []
-    used = [axis for axis, size in own.items() if size != 1 or axis == DATA]
+    used = [axis for axis, size in axis_sizes.items() if size != 1 or axis == DATA]
     here = " x ".join(f"mesh.{axis}" for axis in used)
-    found = " x ".join("?" if own[axis] == -1 else str(own[axis]) for axis in used)
-    return [_twice(here, found, "data_parallel_size", ranks)]
+    actual = " x ".join("?" if axis_sizes[axis] == -1 else str(axis_sizes[axis]) for axis in used)
+    return [_twice(here, actual, "data_parallel_size", ranks)]
 
 
 def _twice(here: str, size: Any, key: str, other: int) -> Problem:
-    found = f"{other}, while {here} is {size}"
-    return Problem(key, found, "Both set the same size: make them equal, or remove one.", (here,))
+    actual = f"{other}, while {here} is {size}"
+    return Problem(key, actual, "Both set the same size: make them equal, or remove one.", (here,))
 
 
 # -- offload ---------------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ def offload_problems(settings: Settings) -> Iterator[Problem]:
             works = 'NVMe is not built: write "cpu" for host memory.'
             yield Problem(key, '"nvme"', works, fix={key: "cpu"})
         if old_value is not None and old_value != (device != "none"):
-            found = f"{shown(old_value)}, while {key} is {shown(device)}"
+            actual = f"{shown(old_value)}, while {key} is {shown(device)}"
             works = "Both set the same offload: make them equal, or remove one."
-            yield Problem(f"zero_optimization.{old}", found, works, (key,))
+            yield Problem(f"zero_optimization.{old}", actual, works, (key,))
 
 
 # -- pipelines -------------------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def pipeline_problems(settings: Settings) -> Iterator[Problem]:
     """Yield contradictions of pipeline keys."""
     parallel, interval = settings.parallel, settings.pipeline.activation_checkpoint_interval
     if interval and parallel.pipeline_recompute != "layers":
-        found = f"{interval}, while {_RECOMPUTE} is {shown(parallel.pipeline_recompute)}"
+        actual = f"{interval}, while {_RECOMPUTE} is {shown(parallel.pipeline_recompute)}"
         works = f'It stands for {_RECOMPUTE} "layers": make them equal, or remove one.'
-        yield Problem(_INTERVAL, found, works, (_RECOMPUTE,))
+        yield Problem(_INTERVAL, actual, works, (_RECOMPUTE,))
     default = type(parallel).model_fields["pipeline_chunks"].default
     if parallel.pipeline_schedule != "interleaved" and parallel.pipeline_chunks != default:
         schedule = "parallel.pipeline_schedule"
-        found = f"{parallel.pipeline_chunks} with {schedule} {shown(parallel.pipeline_schedule)}"
+        actual = f"{parallel.pipeline_chunks} with {schedule} {shown(parallel.pipeline_schedule)}"
         works = f'Only {schedule} "interleaved" has chunks: set that, or remove the key.'
-        yield Problem("parallel.pipeline_chunks", found, works, (schedule,))
+        yield Problem("parallel.pipeline_chunks", actual, works, (schedule,))

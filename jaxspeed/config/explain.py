@@ -86,19 +86,19 @@ def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]
             sentence = f"DeepSpeed ignores it too. {where}{own_key(key)}"
             return ExplainedKey(path, value, "ignored", sentence.rstrip())
     of = known.partition(".")[0]
-    found = declared(known)
-    is_own = found is None and known.startswith("objective.")
+    declaration_of = declared(known)
+    is_own = declaration_of is None and known.startswith("objective.")
     if (is_own or known.startswith(f"{of}.params")) and f"{of}.type" in problems:
         return ExplainedKey(path, value, "refused", f"{of}.type is refused, which it belongs to.")
     if is_own:
         return ExplainedKey(path, value, "honoured", own_key_sentence(examined.settings, known))
-    if found is None:  # an empty section
+    if declaration_of is None:  # an empty section
         return ExplainedKey(path, value, "harmless", "Empty: every key has its default.")
 
     def read_key(key: str) -> Any:
         return read(examined.settings, key)
 
-    row, declaration = found
+    row, declaration = declaration_of
     # The value of the free-form section around the key, or of the key.
     effective = read_key(row if known.startswith(f"{row}.") else known)
     verdict, sentence = judge(declaration, value if effective is None else effective, read_key)

@@ -12,7 +12,7 @@ from jaxspeed.config.suggestions import REMOVE, Fix
 ROUNDS = 10  # a key that was moved may have a problem of its own in its new place
 
 
-def fix_config(given: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[Problem]]:
+def fix_config(written: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[Problem]]:
     """Fix a config as it was written: (the new config, the problems fixed, each with its change).
 
     Misplaced keys are moved too, which are no problems unless `strict`.
@@ -21,7 +21,7 @@ def fix_config(given: dict[str, Any], **options: Any) -> tuple[dict[str, Any], l
       given: the config, as in `Examined.given`.
       options: as for `examine`.
     """
-    tree = copy.deepcopy(given)
+    tree = copy.deepcopy(written)
     fixed: list[Problem] = []
     for _ in range(ROUNDS):
         before = copy.deepcopy(tree)

@@ -140,8 +140,8 @@ def layer_specs_from_keys(settings: Settings) -> tuple[tuple[TensorLayerSpec, ..
     specs: list[TensorLayerSpec] = []
     problems: list[Problem] = []
     if partition is not None:
-        given = partition.layer_specs
-        read = _from_mapping(given) if isinstance(given, dict) else _from_list(given)
+        entries = partition.layer_specs
+        read = _from_mapping(entries) if isinstance(entries, dict) else _from_list(entries)
         for item in read:
             (problems if isinstance(item, Problem) else specs).append(item)  # type: ignore[arg-type]
     if section.preset_model is not None:
@@ -156,9 +156,9 @@ def layer_specs_from_keys(settings: Settings) -> tuple[tuple[TensorLayerSpec, ..
     return tuple(specs), problems
 
 
-def _from_mapping(given: Mapping[str, Any]) -> Iterator[TensorLayerSpec | Problem]:
+def _from_mapping(types: Mapping[str, Any]) -> Iterator[TensorLayerSpec | Problem]:
     """Read {path pattern: type}, or {path pattern: {"type": type, "dim": k}}."""
-    for pattern, value in given.items():
+    for pattern, value in types.items():
         path = f"{SPECS}.{pattern}"
         if wrong := _wrong_pattern(pattern):
             yield Problem(path, f"the pattern {shown(pattern)}", f"Needs {wrong}.")
@@ -185,9 +185,9 @@ def _wrong_pattern(pattern: str) -> str | None:
     return f"a path pattern: {' and '.join(map(shown, patterns))}"
 
 
-def _from_list(given: Iterable[Any]) -> Iterator[TensorLayerSpec | Problem]:
+def _from_list(entries: Iterable[Any]) -> Iterator[TensorLayerSpec | Problem]:
     """Read DeepSpeed's form: [{"patterns": [regex, ...], "partition_type": type}]."""
-    for number, item in enumerate(given):
+    for number, item in enumerate(entries):
         path = f"{SPECS}.{number}"
         spec, problems = _checked(TorchSpec, item, path)
         problems += [] if spec is None else _only_in_torch(spec, path)

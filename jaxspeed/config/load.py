@@ -65,14 +65,14 @@ def examine(
       platform: cpu, gpu or tpu, by which the preset chooses the precision.
       hidden_size: finds that of the model, for "auto" keys that depend on it.
     """
-    given, problems, origin = read_source(source)
-    if problems and not given:
+    written, problems, origin = read_source(source)
+    if problems and not written:
         return Examined({}, {}, Settings(), tuple(problems), origin, is_read=False)
     if isinstance(overrides, str):
         overrides = [overrides]
-    problems += filter(None, [apply_override(given, override) for override in overrides])
+    problems += filter(None, [apply_override(written, override) for override in overrides])
 
-    plain = _without_comments(given)
+    plain = _without_comments(written)
     forms = rewrite(plain, strict or plain.get("strict") is True)
     problems += forms.problems
     autos = fill_autos(forms.tree, auto, platform, hidden_size)
@@ -90,7 +90,7 @@ def examine(
     problems += layer_specs_from_keys(settings)[1]
     problems += _no_echoes([*wrong, *check(settings)], problems)
     return Examined(
-        given=given,
+        given=written,
         tree=tree,
         settings=settings,
         problems=tuple(_once_each(problems)),
@@ -149,17 +149,17 @@ def _in_mappings(where: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
 
 def _refused(tree: dict[str, Any], settings: Settings) -> list[Problem]:
     """Problems of keys whose value is refused."""
-    found: dict[str, Problem] = {}
-    for given, _ in given_leaves(tree):
-        path, key = declared(given) or ("", None)
-        if key is None or path in found or path.rpartition(".")[0] in PARAMS:
+    refused: dict[str, Problem] = {}
+    for leaf, _ in given_leaves(tree):
+        path, key = declared(leaf) or ("", None)
+        if key is None or path in refused or path.rpartition(".")[0] in PARAMS:
             continue
         value = read(settings, path)
         verdict, sentence = judge(key, value, lambda key: read(settings, key))
         if verdict == "refused" and key.when is None:
             works, fix = f"Refused: {sentence}", {path: REMOVE}
-            found[path] = Problem(path, shown(value), works, fix=fix)
-    return list(found.values())
+            refused[path] = Problem(path, shown(value), works, fix=fix)
+    return list(refused.values())
 
 
 def _no_echoes(later: Iterable[Problem], earlier: list[Problem]) -> list[Problem]:

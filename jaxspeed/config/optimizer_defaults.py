@@ -44,10 +44,10 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str
         params, wrong = _checked(key, table[name], section)
         problems += [_with_end(problem, settings.run.steps) for problem in wrong]
         update[key] = section.model_copy(update={"type": name, "params": params})
-    given = settings.optimizer.params if settings.optimizer else {}
+    written_params = settings.optimizer.params if settings.optimizer else {}
     settings = settings.model_copy(update=update)
     if "optimizer" in update:
-        settings, notes = _base_rates(settings, given)
+        settings, notes = _base_rates(settings, written_params)
         notes |= _paged(settings)
     if "scheduler" in update:
         problems += _peak_rate(settings)
@@ -127,12 +127,14 @@ def rate_is_the_schedules(settings: Settings) -> bool:
     return name in ABSOLUTE_SCHEDULES
 
 
-def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, dict[str, str]]:
+def _base_rates(
+    settings: Settings, written_params: dict[str, Any]
+) -> tuple[Settings, dict[str, str]]:
     """Fill in the optimizer's learning rates, as DeepSpeed does, with a note on a missing one."""
     optimizer = settings.optimizer
     assert optimizer is not None
     params = dict(optimizer.params)
-    defaults, missing = {"lr": params["lr"]}, "lr" not in given
+    defaults, missing = {"lr": params["lr"]}, "lr" not in written_params
     if optimizer.type == "Muon":
         defaults = {"muon_lr": 0.02, "adam_lr": 3e-4}
         missing = any(params[key] is None for key in defaults) and params["lr"] is None
@@ -155,8 +157,8 @@ def _paged(settings: Settings) -> dict[str, str]:
     if not optimizer.type.startswith(PAGED):
         return {}
     resident = optimizer.type.removeprefix(PAGED)
-    given = settings.zero_optimization.offload_optimizer
-    if "device" in given.model_fields_set and given.device == "none":
+    offload = settings.zero_optimization.offload_optimizer
+    if "device" in offload.model_fields_set and offload.device == "none":
         means = f"{resident}: offload_optimizer.device is none, so its state stays on the device."
     else:
         means = (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict, create_model
 from pydantic_core import PydanticCustomError
 
-from jaxspeed.axes import AXES, DATA, Axis, data_ranks, sample_axes
+from jaxspeed.axes import AXES, DATA, data_ranks, sample_axes
 from jaxspeed.config.remat import Remat, bytes_of
 from jaxspeed.config.types import (
     LARGEST,
@@ -71,14 +71,13 @@ class _Mesh(Section):
         return None if any(sizes[axis] == -1 for axis in sample_axes()) else data_ranks(sizes)
 
 
-def _size_field(name: str, axis: Axis) -> Any:
-    return AxisSize, honoured(-1 if name == DATA else 1, axis.about)
-
-
 if TYPE_CHECKING:
     Mesh = _Mesh
 else:
-    _fields = {name: _size_field(name, axis) for name, axis in AXES.items()}
+    _fields = {
+        name: (AxisSize, honoured(-1 if name == DATA else 1, axis.about))
+        for name, axis in AXES.items()
+    }
     Mesh = create_model(
         "Mesh", __base__=_Mesh, __module__=__name__, __doc__=_Mesh.__doc__, **_fields
     )

@@ -149,15 +149,15 @@ def _plain_json(text: str) -> tuple[str, list[Problem]]:
     before it is no JSON at all.
     """
 
-    def blank(found: re.Match[str]) -> str:
-        return found[1] or re.sub(r"[^\n]", " ", found[0])
+    def blank(match: re.Match[str]) -> str:
+        return match[1] or re.sub(r"[^\n]", " ", match[0])
 
     plain = _COMMENT.sub(blank, text)
-    for found in _COMMA_ALONE.finditer(plain):
-        if found[1] is None:
-            at = plain.index(",", found.start())
+    for comma in _COMMA_ALONE.finditer(plain):
+        if comma[1] is None:
+            at = plain.index(",", comma.start())
             raise json.JSONDecodeError("a comma without an item before it", plain, at)
-    places = [found.start() for found in _LAST_COMMA.finditer(plain) if found[1] is None]
+    places = [comma.start() for comma in _LAST_COMMA.finditer(plain) if comma[1] is None]
     lines = [(plain.count("\n", 0, at) + 1, at - plain.rfind("\n", 0, at)) for at in places]
     remedy = "Remove it; `jaxspeed config CONFIG --fix OUT` does."
     commas = [
@@ -220,13 +220,13 @@ def _yaml_loader() -> Any:
     numbers = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
     def pairs(loader: Any, node: Any) -> _Pairs:
-        own = [item for item in node.value if item[0].tag != "tag:yaml.org,2002:merge"]
+        own_items = [item for item in node.value if item[0].tag != "tag:yaml.org,2002:merge"]
         loader.flatten_mapping(node)
-        inherited = node.value[: len(node.value) - len(own)]
+        inherited = node.value[: len(node.value) - len(own_items)]
         read = [
             [(loader.construct_object(key, True), loader.construct_object(value, True))
              for key, value in items]
-            for items in (inherited, own)
+            for items in (inherited, own_items)
         ]  # fmt: skip
         names = [key for key, _ in read[1]]
         return _Pairs([item for item in read[0] if item[0] not in names] + read[1])
@@ -271,8 +271,8 @@ def _folded(root: Any) -> tuple[Any, list[Problem]]:
                 problems.append(Problem(path or "config", f"the key {shown(key)}", works))
                 continue
             if key in folded:
-                found = f"the key twice, with {shown(folded[key])} and {shown(value)}"
-                problems.append(Problem(where, found, "Needs the key once: keep one of the two."))
+                actual = f"the key twice, with {shown(folded[key])} and {shown(value)}"
+                problems.append(Problem(where, actual, "Needs the key once: keep one of the two."))
             folded[key] = fold(value, where, level + 1)
         return folded
 

@@ -40,14 +40,14 @@ def has_range(pattern: str) -> bool:
 
 def lengths_of(paths: Iterable[str]) -> dict[str, int]:
     """The lengths of the lists that the paths of parameters suggest, by path."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for path in paths:
         segments = path.split("/")
         for at in range(len(segments)):
             for name, number, _ in member_of(segments, at):
                 of_list = "/".join([*segments[:at], *filter(None, [name])])
-                found[of_list] = max(found.get(of_list, 0), number + 1)
-    return found
+                lengths[of_list] = max(lengths.get(of_list, 0), number + 1)
+    return lengths
 
 
 def member_of(segments: Sequence[str], at: int) -> Iterator[tuple[str, int, int]]:
@@ -56,8 +56,8 @@ def member_of(segments: Sequence[str], at: int) -> Iterator[tuple[str, int, int]
         yield "", int(segments[0]), 1
     if at + 1 < len(segments) and segments[at + 1].isdigit():
         yield segments[at], int(segments[at + 1]), at + 2
-    if found := _MEMBER.fullmatch(segments[at]):
-        yield found[1], int(found[2]), at + 1
+    if member := _MEMBER.fullmatch(segments[at]):
+        yield member[1], int(member[2]), at + 1
 
 
 def pattern_problem(pattern: str) -> str | None:
@@ -106,13 +106,13 @@ def _covers(
         return any(_covers(rest, path, i, lengths) for i in range(at, len(path) + 1))
     if at == len(path):
         return False
-    found = _RANGE.fullmatch(first)
-    if not found:
+    ranged = _RANGE.fullmatch(first)
+    if not ranged:
         return _alike(first, path[at]) and _covers(rest, path, at + 1, lengths)
-    name, one, start, stop = found.groups()
-    ends = [None if end is None else int(end) for end in (one or start, one or stop)]
-    if one is not None:
-        ends[1] = None if one == "-1" else int(one) + 1
+    name, index, start, stop = ranged.groups()
+    ends = [None if end is None else int(end) for end in (index or start, index or stop)]
+    if index is not None:
+        ends[1] = None if index == "-1" else int(index) + 1
     for of_list, number, after in member_of(path, at):
         length = lengths.get("/".join([*path[:at], *filter(None, [of_list])]))
         if length is None and any(end is not None and end < 0 for end in ends):

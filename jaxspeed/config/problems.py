@@ -52,8 +52,8 @@ def _lines(problems: Sequence[Problem]) -> list[str]:
 def _joined(group: Sequence[Problem]) -> Problem:
     names = [problem.path.rpartition(".")[2] for problem in group[1:]]
     values = [problem.found.removeprefix(_UNKNOWN) for problem in group]
-    path, found = ", ".join([group[0].path, *names]), f"unknown keys, set to {', '.join(values)}"
-    return Problem(path, found, group[0].works)
+    path, actual = ", ".join([group[0].path, *names]), f"unknown keys, set to {', '.join(values)}"
+    return Problem(path, actual, group[0].works)
 
 
 _UNKNOWN = "an unknown key, set to "
@@ -64,25 +64,27 @@ def unknown_key(
 ) -> Problem:
     """Problem of an unknown key, with the key that is meant."""
     section, _, key = path.rpartition(".")
-    found = f"{_UNKNOWN}{shown(value)}"
+    actual = f"{_UNKNOWN}{shown(value)}"
     if meant := suggest(path, value, tree):
-        return Problem(path, found, meant.text, fix=meant.fix)
+        return Problem(path, actual, meant.text, fix=meant.fix)
     siblings = keys_in(section) if siblings is None else siblings
     if near := did_you_mean(key, siblings):
-        return Problem(path, found, near)
+        return Problem(path, actual, near)
     if not section:
         works = 'Remove it, or begin its name with "_" if it is a comment.'
-        return Problem(path, found, works)
-    types, given = PARAMS.get(section, {}), read(tree, section) or ()
-    others = [name for name, params in types.items() if {key, *given} <= params.model_fields.keys()]
+        return Problem(path, actual, works)
+    types, section_keys = PARAMS.get(section, {}), read(tree, section) or ()
+    others = [
+        name for name, params in types.items() if {key, *section_keys} <= params.model_fields.keys()
+    ]
     if others and section == "scheduler.params":
-        return Problem(path, found, f"It is a parameter of {' and '.join(others)}.")
+        return Problem(path, actual, f"It is a parameter of {' and '.join(others)}.")
     kind = section_at(section)
     is_checked = types or (kind is not None and issubclass(kind, Coercing))
     fix = {path: REMOVE} if is_checked else {}
     if is_checked and len(siblings) > _MANY:
-        return Problem(path, found, "DeepSpeed refuses it too: remove it.", fix=fix)
-    return Problem(path, found, f"Keys of {section}: {', '.join(siblings)}.", fix=fix)
+        return Problem(path, actual, "DeepSpeed refuses it too: remove it.", fix=fix)
+    return Problem(path, actual, f"Keys of {section}: {', '.join(siblings)}.", fix=fix)
 
 
 _MANY = 30  # keys of a section, which nobody reads in an error

@@ -56,8 +56,8 @@ def _is_name(value: Any) -> bool:
 def bytes_of(value: Any) -> int | None:
     """Parse a number of bytes, or text such as "4 GB" or "512 MiB"; None if it is neither."""
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
-        value = float(found[1]) * _UNITS[found[2] or ""] if found else None
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
+        value = float(match[1]) * _UNITS[match[2] or ""] if match else None
         return None if value is None else int(value)
     value = integral(value)
     return value if _is_count(value) else None

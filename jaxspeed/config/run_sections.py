@@ -501,5 +501,5 @@ class Data(SourceSection):
 
     @property
     def sources(self) -> Sequence[SourceSection]:
-        """Those of a mixture, or the one of the section itself."""
+        """The sources of a mixture, or the one of the section itself."""
         return self.mixture or [self]

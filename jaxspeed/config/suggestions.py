@@ -119,9 +119,9 @@ def _known_here(section: str, lower: str, value: Any, tree: Any) -> str | None:
     if (meant := _MEANT_HERE.get(f"{section}.{lower}")) in here:
         return f"{section}.{meant}"
     for test in (lambda known: known.lower() == lower, lambda known: is_near(lower, known.lower())):
-        found = next((k for k in here if test(k) and _takes(f"{section}.{k}", value)), None)
-        if found is not None:
-            return f"{section}.{found}".removeprefix(".")
+        key = next((k for k in here if test(k) and _takes(f"{section}.{k}", value)), None)
+        if key is not None:
+            return f"{section}.{key}".removeprefix(".")
     return None
 
 
@@ -145,11 +145,11 @@ def _elsewhere(name: str, section: str, value: Any, tree: Any) -> str | None:
 
     Names of one word, such as `name` or `seed`, say too little, but for `lr` and its like.
     """
-    own = section.partition(".")[0] in OWN_SECTIONS
-    found = []
+    is_own = section.partition(".")[0] in OWN_SECTIONS
+    paths = []
     for path in (*VOCABULARY, *section_paths()):
         head, _, last = path.rpartition(".")
-        if last != name or (head.partition(".")[0] in OWN_SECTIONS) != own:
+        if last != name or (head.partition(".")[0] in OWN_SECTIONS) != is_own:
             continue
         nested = f"{head}.".startswith(f"{section}." if section else "")
         around = f"{section}.".startswith(f"{head}." if head else "")
@@ -157,12 +157,12 @@ def _elsewhere(name: str, section: str, value: Any, tree: Any) -> str | None:
             continue
         params = _params_of(head, tree) if head in PARAMS else None
         if head not in PARAMS or (params and name in params.model_fields):
-            found.append(path)
+            paths.append(path)
     specific = (
-        "_" in name or name == "stage" or any(path.startswith("optimizer.") for path in found)
+        "_" in name or name == "stage" or any(path.startswith("optimizer.") for path in paths)
     )
-    is_one = len(found) == 1 and specific and _takes(found[0], value)
-    return found[0] if is_one else None
+    is_one = len(paths) == 1 and specific and _takes(paths[0], value)
+    return paths[0] if is_one else None
 
 
 def _takes(path: str, value: Any) -> bool:
@@ -220,5 +220,5 @@ def closest(word: str, choices: Iterable[str]) -> str | None:
 def own_key(path: str) -> str:
     """Sentence that names jaxspeed's own key of the same name, or ''."""
     name = path.rpartition(".")[2]
-    found = [p for p in VOCABULARY if p.rpartition(".")[2] == name and p.startswith(OWN_SECTIONS)]
-    return f" jaxspeed's key is {shown(found[0])}." if found else ""
+    paths = [p for p in VOCABULARY if p.rpartition(".")[2] == name and p.startswith(OWN_SECTIONS)]
+    return f" jaxspeed's key is {shown(paths[0])}." if paths else ""

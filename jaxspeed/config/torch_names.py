@@ -75,22 +75,22 @@ class _Reader:
             (r"\\\.|\.", DOT),
             (r"\$$|\$(?=[|)])|\\Z", END),
         ):
-            if found := re.match(text, self.rest):
-                self.rest = self.rest[found.end() :]
+            if match := re.match(text, self.rest):
+                self.rest = self.rest[match.end() :]
                 return self._once([mark])
         if self._takes("(?:") or self._takes("("):
             inner = self._alternatives()
             if not self._takes(")"):
                 raise _Untranslatable
             return self._once(inner)
-        if found := re.match(r"\[([A-Za-z0-9_-]+)\]", self.rest):
-            self.rest = self.rest[found.end() :]
-            return self._once(_members(found[1]))
-        if found := re.match(r"\\?(" + WORD.pattern + ")", self.rest):
-            if found[0].startswith("\\") and found[1].isalnum():  # a class, such as \d, or \b
+        if match := re.match(r"\[([A-Za-z0-9_-]+)\]", self.rest):
+            self.rest = self.rest[match.end() :]
+            return self._once(_members(match[1]))
+        if match := re.match(r"\\?(" + WORD.pattern + ")", self.rest):
+            if match[0].startswith("\\") and match[1].isalnum():  # a class, such as \d, or \b
                 raise _Untranslatable
-            self.rest = self.rest[found.end() :]
-            return self._once([found[1]])
+            self.rest = self.rest[match.end() :]
+            return self._once([match[1]])
         raise _Untranslatable
 
     def _once(self, spellings: list[str]) -> list[str]:

@@ -68,8 +68,8 @@ def schema_keys(section: type[Section] = Settings, prefix: str = "") -> Iterator
             yield path, field.json_schema_extra
             continue
         inner = section_in(field.annotation)
-        for each in [inner] if inner else dict.fromkeys(PARAMS[path].values()):
-            yield from schema_keys(each, f"{path}.")
+        for params in [inner] if inner else dict.fromkeys(PARAMS[path].values()):
+            yield from schema_keys(params, f"{path}.")
 
 
 VOCABULARY: dict[str, Key] = dict(schema_keys())
@@ -83,9 +83,9 @@ def declared(path: str) -> tuple[str, Key] | None:
     """
     parts = [part for part in path.split(".") if not part.isdigit()]
     while parts:
-        found = ".".join(parts)
-        if key := VOCABULARY.get(found):
-            return found, key
+        key_path = ".".join(parts)
+        if key := VOCABULARY.get(key_path):
+            return key_path, key
         parts.pop()
     return None
 

@@ -18,17 +18,17 @@ FULLY_HASHED = 64 << 20
 ROWS = 1024
 
 
-def read_images(given: Sequence[str], limits: ModelLimits) -> Arrays:
+def read_images(paths: Sequence[str], limits: ModelLimits) -> Arrays:
     """Read `images` [n, height, width, channels] and `labels` [n].
 
     From .npz files that hold both, or from folders with images.npy and labels.npy.
     """
-    parts = [_images_in(Path(name).expanduser()) for name in given]
+    parts = [_images_in(Path(name).expanduser()) for name in paths]
     if len(parts) == 1:
         images, labels = parts[0]
     else:
-        images, labels = (np.concatenate(each) for each in zip(*parts))
-    shown = ", ".join(given)
+        images, labels = (np.concatenate(arrays) for arrays in zip(*parts))
+    shown = ", ".join(paths)
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
@@ -56,8 +56,8 @@ def _images_in(path: Path) -> tuple[np.ndarray, np.ndarray]:
         names = [path / "images.npy", path / "labels.npy"]
         images, labels = (read_array(name) for name in names)
         return images, labels
-    found = [_load_npz(file) for file in find_files([str(path)], SUFFIXES["images"])]
-    return tuple(np.concatenate(each) for each in zip(*found))  # type: ignore[return-value]
+    files = [_load_npz(file) for file in find_files([str(path)], SUFFIXES["images"])]
+    return tuple(np.concatenate(arrays) for arrays in zip(*files))  # type: ignore[return-value]
 
 
 def _load_npz(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -97,9 +97,9 @@ def joined(batches: Sequence[Mapping[str, np.ndarray]], name: str) -> Arrays:
 
 
 def digest(arrays: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
-        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        hasher.update(f"{name} {array.dtype.str} {array.shape}".encode())
         every = 1 if array.nbytes <= FULLY_HASHED else max(1, len(array) // ROWS)
-        found.update(np.ascontiguousarray(array[::every]).data)
-    return found.hexdigest()
+        hasher.update(np.ascontiguousarray(array[::every]).data)
+    return hasher.hexdigest()

@@ -98,16 +98,16 @@ def read_record(record: Any, kind: ChatFormat) -> Conversation | Completion:
     return Conversation(messages, **more)
 
 
-def _tools(given: Any) -> list[Any] | None:
+def _tools(tools: Any) -> list[Any] | None:
     """Schemas of tools: a list, or the JSON of one."""
-    if isinstance(given, str):
+    if isinstance(tools, str):
         try:
-            given = json.loads(given) if given.strip() else None
+            tools = json.loads(tools) if tools.strip() else None
         except (ValueError, RecursionError):
             raise DataError("tools is neither a list nor the JSON of one") from None
-    if given is not None and not isinstance(given, list):
-        raise DataError(f"tools is a {type(given).__name__}, not a list")
-    return given or None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"tools is a {type(tools).__name__}, not a list")
+    return tools or None
 
 
 def _text(value: Any, name: str) -> str:
@@ -118,22 +118,22 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _messages(given: Any, name: str) -> list[Message]:
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise DataError(f"{name} is a {type(given).__name__}, not a list of messages")
-    read = [_message(each, f"message {i}") for i, each in enumerate(given, 1)]
+def _messages(raw: Any, name: str) -> list[Message]:
+    if not isinstance(raw, Sequence) or isinstance(raw, str):
+        raise DataError(f"{name} is a {type(raw).__name__}, not a list of messages")
+    read = [_message(message, f"message {i}") for i, message in enumerate(raw, 1)]
     # An empty system message is none.
-    found = [x for x in read if x["role"] != "system" or x.get("content")]
-    if not found:
+    messages = [x for x in read if x["role"] != "system" or x.get("content")]
+    if not messages:
         raise DataError(f"{name} has no messages")
-    return found
+    return messages
 
 
-def _message(given: Any, name: str) -> Message:
+def _message(raw: Any, name: str) -> Message:
     """A message with `role` and `content`, from these keys or from ShareGPT's."""
-    if not isinstance(given, Mapping):
-        raise DataError(f"{name} is a {type(given).__name__}, not an object")
-    message = {key: value for key, value in given.items() if value is not None}
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{name} is a {type(raw).__name__}, not an object")
+    message = {key: value for key, value in raw.items() if value is not None}
     role = message.get("role")
     if "role" not in message and "from" in message:
         sender, value = message.pop("from"), message.pop("value", None)
@@ -146,7 +146,7 @@ def _message(given: Any, name: str) -> Message:
         raise DataError(f"{name} has no role")
     calls = message.get("tool_calls")
     if calls:
-        if "content" in given:  # templates ask whether it is none
+        if "content" in raw:  # templates ask whether it is none
             message.setdefault("content", None)
         message["tool_calls"] = [_with_arguments(call, name) for call in _list(calls, name)]
     if message.get("content") is not None:

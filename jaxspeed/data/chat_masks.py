@@ -51,8 +51,8 @@ def text_and_spans(
 
     def rendered(count: int, prompt: bool = False) -> Rendered:
         """The first messages."""
-        given = messages[:count]
-        return template.render(given, tools, add_generation_prompt=prompt, **conversation.variables)
+        first = messages[:count]
+        return template.render(first, tools, add_generation_prompt=prompt, **conversation.variables)
 
     full = rendered(len(messages))
     if train_on == "everything":
@@ -80,17 +80,17 @@ def text_and_spans(
     return full.text, spans
 
 
-def _trained(messages: list[Message], given: int, train_on: TrainOn) -> list[int]:
+def _trained(messages: list[Message], prompt_messages: int, train_on: TrainOn) -> list[int]:
     """Which messages are trained on: those of the assistant after the prompt, or in its last turn.
 
     A turn is what the assistant says and calls after a message of another than itself or a tool.
     """
-    found = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= given]
-    if train_on == "last_turn" and found:
+    trained = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= prompt_messages]
+    if train_on == "last_turn" and trained:
         inside = (ASSISTANT, "tool", "function")
-        before = [i for i in range(found[-1]) if messages[i]["role"] not in inside]
-        found = [i for i in found if i > max(before, default=-1)]
-    return found
+        before = [i for i in range(trained[-1]) if messages[i]["role"] not in inside]
+        trained = [i for i in trained if i > max(before, default=-1)]
+    return trained
 
 
 def mask_of(offsets: np.ndarray, spans: Spans) -> np.ndarray:
@@ -132,21 +132,21 @@ class ChatEncoder:
             )
         return self._templates[named]
 
-    def render(self, found: Conversation | Completion, kind: ChatFormat) -> Text:
+    def render(self, sample: Conversation | Completion, kind: ChatFormat) -> Text:
         """The text of a conversation.
 
         Raises:
           DataError: the template raises, or does not know a role.
         """
-        if isinstance(found, Completion):
+        if isinstance(sample, Completion):
             self.plain += 1
-            text = found.prompt + found.completion
-            start = 0 if self.data.train_on == "everything" else len(found.prompt)
+            text = sample.prompt + sample.completion
+            start = 0 if self.data.train_on == "everything" else len(sample.prompt)
             return Text(text, [(start, len(text))], ends=True)
         self.rendered += 1
         template = self.template(kind)
-        self._check_roles(template, found)
-        return Text(*text_and_spans(template, found, self.data.train_on), ends=False)
+        self._check_roles(template, sample)
+        return Text(*text_and_spans(template, sample, self.data.train_on), ends=False)
 
     def encode(self, texts: Sequence[Text]) -> Iterator[Masked | str]:
         """The tokens of each text, or why it cannot be trained on; "" if it is dropped."""
@@ -165,14 +165,16 @@ class ChatEncoder:
                 why = "all are masked" if text.spans else "the assistant has no message in it"
                 yield f"no token of it is trained: {why} (data.untrained: drop leaves it out)"
 
-    def _check_roles(self, template: ChatTemplate, found: Conversation) -> None:
+    def _check_roles(self, template: ChatTemplate, conversation: Conversation) -> None:
         """Refuse roles that the template does not know: it renders nothing of their messages."""
-        for i, message in enumerate(found.messages):
+        for i, message in enumerate(conversation.messages):
             role = message["role"]
-            key = role, i == 0, bool(found.tools)
+            key = role, i == 0, bool(conversation.tools)
             if key in self._known or message.get("tool_calls"):  # templates may ignore its content
                 continue
-            if not template.names(role, found.tools) or self._ignores(template, found, i):
+            if not template.names(role, conversation.tools) or self._ignores(
+                template, conversation, i
+            ):
                 raise DataError(
                     f"message {i + 1}: the chat template ({template.name}) does not know the role "
                     f"{shown(role)}"
@@ -180,13 +182,13 @@ class ChatEncoder:
             self._known.add(key)
 
     @staticmethod
-    def _ignores(template: ChatTemplate, found: Conversation, i: int) -> bool:
+    def _ignores(template: ChatTemplate, conversation: Conversation, i: int) -> bool:
         """Whether the text does not change with a message."""
-        changed = [*found.messages]
+        changed = [*conversation.messages]
         changed[i] = {**changed[i], "content": f"{changed[i].get('content', '')}{_PROBE}"}
         before, after = (
-            template.render(messages, found.tools, **found.variables).text
-            for messages in (found.messages, changed)
+            template.render(messages, conversation.tools, **conversation.variables).text
+            for messages in (conversation.messages, changed)
         )
         return before == after
 

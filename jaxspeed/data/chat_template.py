@@ -103,11 +103,11 @@ class ChatTemplate:
         """
         compiled = _compiled(self._source_for(tools), self.name)
         environment, blocks, marked = compiled.environment, [], _Marked()
-        given = {"messages": [*map(_with_reasoning, messages)], "tools": tools, "documents": None}
-        given |= {"add_generation_prompt": add_generation_prompt}
+        context = {"messages": [*map(_with_reasoning, messages)], "tools": tools, "documents": None}
+        context |= {"add_generation_prompt": add_generation_prompt}
         environment.today, environment.marked = self._today, marked
         try:
-            for block in compiled.generate({**self._variables, **variables, **given}):
+            for block in compiled.generate({**self._variables, **variables, **context}):
                 blocks.append(block)
                 marked.length += len(block)
         except Exception as error:  # of Jinja, of the template, and any of Python's in its code
@@ -125,10 +125,10 @@ class ChatTemplate:
 
 def _with_reasoning(message: Message) -> Message:
     """Reasoning under all the names that templates read it by."""
-    found = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    if found is None:
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
         return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _with_text(value: Any) -> Any:
@@ -136,7 +136,7 @@ def _with_text(value: Any) -> Any:
     if isinstance(value, Arguments):
         return value._text
     if isinstance(value, Mapping):
-        return {key: _with_text(each) for key, each in value.items()}
+        return {key: _with_text(element) for key, element in value.items()}
     return [*map(_with_text, value)] if isinstance(value, list | tuple) else value
 
 
@@ -186,9 +186,9 @@ def _environment() -> Any:
     class Namespace(jinja2.utils.Namespace):
         """Without names that begin with an underscore, which could lead to Python's own."""
 
-        def __init__(self, /, *given: Any, **named: Any) -> None:
+        def __init__(self, /, *args: Any, **named: Any) -> None:
             super().__init__()
-            for name, value in dict(*given, **named).items():
+            for name, value in dict(*args, **named).items():
                 self[name] = value
 
         def __setitem__(self, name: str, value: Any) -> None:
@@ -199,11 +199,11 @@ def _environment() -> Any:
     class Dict:
         """The type `dict` without its attributes."""
 
-        def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
-            return dict(*given, **named)
+        def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+            return dict(*args, **named)
 
-        def fromkeys(self, *given: Any) -> dict[Any, Any]:
-            return dict.fromkeys(*given)
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
 
     def raise_exception(message: Any) -> None:
         raise jinja2.TemplateError(str(message))
@@ -251,23 +251,25 @@ def find_template(
     Raises:
       MissingTemplateError: there is none, or it is no valid Jinja.
     """
-    own = _templates_of(tokenizer)
-    given = {**special_tokens(tokenizer), **variables}
+    templates = _templates_of(tokenizer)
+    template_variables = {**special_tokens(tokenizer), **variables}
     if named is None:
-        if DEFAULT not in own:
-            has = f" (it has {', '.join(own)})" if own else ""
+        if DEFAULT not in templates:
+            has = f" (it has {', '.join(templates)})" if templates else ""
             raise MissingTemplateError(
                 f"data.chat_template: conversations need one, and the tokenizer {tokenizer.name} "
                 f"has no default{has}; name one of {', '.join(BUILT_IN)}, or a Jinja file"
             )
-        return ChatTemplate(own, f"of the tokenizer {tokenizer.name}", given, today)
-    source = own.get(named) or BUILT_IN.get(named)
+        return ChatTemplate(
+            templates, f"of the tokenizer {tokenizer.name}", template_variables, today
+        )
+    source = templates.get(named) or BUILT_IN.get(named)
     if source is None and ("{{" in named or "{%" in named):
-        return ChatTemplate({DEFAULT: named}, "in data.chat_template", given, today)
+        return ChatTemplate({DEFAULT: named}, "in data.chat_template", template_variables, today)
     if source is None:
         path = Path(named).expanduser()
         if not path.is_file():
-            names = [*own, *BUILT_IN]
+            names = [*templates, *BUILT_IN]
             near = closest(named, names)
             raise MissingTemplateError(
                 f"data.chat_template: {named!r} is neither a template's name ({', '.join(names)}) "
@@ -277,7 +279,7 @@ def find_template(
             source = read_text(path)
         except DataError as error:  # no record is at fault
             raise MissingTemplateError(f"data.chat_template: {error}") from None
-    return ChatTemplate({DEFAULT: source}, named, given, today)
+    return ChatTemplate({DEFAULT: source}, named, template_variables, today)
 
 
 def _templates_of(tokenizer: Tokenizer) -> dict[str, str]:
@@ -285,12 +287,12 @@ def _templates_of(tokenizer: Tokenizer) -> dict[str, str]:
     if CHAT_TEMPLATE in tokenizer.beside:
         return {DEFAULT: tokenizer.beside[CHAT_TEMPLATE].decode(errors="replace")}
     for file in ("tokenizer_config.json", "chat_template.json"):
-        found = _json_beside(tokenizer, file).get("chat_template")
-        if isinstance(found, str):
-            return {DEFAULT: found}
-        if isinstance(found, list):
-            named = [each for each in found if isinstance(each, dict)]
-            return {str(each.get("name")): str(each.get("template")) for each in named}
+        template = _json_beside(tokenizer, file).get("chat_template")
+        if isinstance(template, str):
+            return {DEFAULT: template}
+        if isinstance(template, list):
+            named = [entry for entry in template if isinstance(entry, dict)]
+            return {str(entry.get("name")): str(entry.get("template")) for entry in named}
     return {}
 
 
@@ -298,20 +300,22 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """`bos_token`, `eos_token` and the like, as the tokenizer's folder has them."""
     known = _json_beside(tokenizer, "special_tokens_map.json")
     known |= _json_beside(tokenizer, "tokenizer_config.json")
-    found = {} if tokenizer.end_text is None else {"eos_token": tokenizer.end_text}
+    tokens = {} if tokenizer.end_text is None else {"eos_token": tokenizer.end_text}
     for name, token in known.items():
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens
 
 
 def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
     """Tokens and texts that end a turn: what the template writes after an assistant's message."""
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    _, found, tail = template.render(said).text.rpartition(_PROBE)
+    _, separator, tail = template.render(said).text.rpartition(_PROBE)
     tokens, texts = [], []
-    for text in filter(None, (tail if found else "", special_tokens(tokenizer).get("eos_token"))):
+    for text in filter(
+        None, (tail if separator else "", special_tokens(tokenizer).get("eos_token"))
+    ):
         ids = tokenizer.encode(text).tolist()
         special = [i for i in ids if tokenizer.spell([i]) and not tokenizer.decode([i])]
         if special:
@@ -323,12 +327,12 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[list[int]
 
 def _json_beside(tokenizer: Tokenizer, file: str) -> dict[str, Any]:
     try:
-        found = json.loads(tokenizer.beside.get(file, b"{}"))
+        tree = json.loads(tokenizer.beside.get(file, b"{}"))
     except (ValueError, RecursionError) as error:
         raise MissingTemplateError(
             f"data.tokenizer: {file} of {tokenizer.name} is not JSON: {error}"
         ) from None
-    return found if isinstance(found, dict) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _lines(*lines: str) -> str:

@@ -72,12 +72,12 @@ class Chats:
                         raise
                     except DataError as error:
                         problems[i] = f"{where}: {error}"
-                found = encoder.encode([text for *_, text in texts])
-                for (i, where, _), each in zip(texts, found):
-                    if isinstance(each, Masked):
-                        yield each
-                    elif each:
-                        problems[i] = f"{where}: {each}"
+                encodings = encoder.encode([text for *_, text in texts])
+                for (i, where, _), encoding in zip(texts, encodings):
+                    if isinstance(encoding, Masked):
+                        yield encoding
+                    elif encoding:
+                        problems[i] = f"{where}: {encoding}"
             if problems:
                 in_order = [problems[i] for i in sorted(problems)]
                 raise DataError(_listed(file.name, in_order, count))
@@ -98,8 +98,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _texts(child)
 
 
 def first_format(file: RecordFile) -> ChatFormat | None:
@@ -126,7 +126,7 @@ def numbered(name: str, records: Callable[[], Iterable[Any]], what: str) -> Reco
 def chats_in(
     source: SourceSection,
     name: str,
-    found: Sequence[RecordFile],
+    record_files: Sequence[RecordFile],
     names: Iterable[str] | None = None,
 ) -> Chats | None:
     """The conversations of files, if the config says so, or else the first record has no text.
@@ -135,8 +135,8 @@ def chats_in(
       names: the fields of the first file's records, if they are known.
     """
     if source.format is not None:
-        return Chats(name, found, source.format, True)
-    there = first_names(found[0]) if names is None else [*names]
+        return Chats(name, record_files, source.format, True)
+    there = first_names(record_files[0]) if names is None else [*names]
     kind = None if there is None else format_of(there)
     if there is None or kind is None:
         return None
@@ -149,4 +149,4 @@ def chats_in(
             kind,
         )
         return None
-    return Chats(name, found, kind, False)
+    return Chats(name, record_files, kind, False)

@@ -16,20 +16,20 @@ def choose_tokenizer(
     data: Data, limits: ModelLimits, opened: Sequence[Opened], saved: Tokenizer | None
 ) -> Tokenizer | None:
     """The tokenizer saved with the run, or of token files that are read, or of the config."""
-    documents = [d for each in opened if isinstance(each, list) for d in each]
-    if not documents and not any(isinstance(each, Texts | Chats) for each in opened):
+    documents = [d for source in opened if isinstance(source, list) for d in source]
+    if not documents and not any(isinstance(source, Texts | Chats) for source in opened):
         return None
     tokenizer = saved
-    for each in documents:
-        if each.tokenizer is None:
+    for part in documents:
+        if part.tokenizer is None:
             continue
-        if tokenizer and tokenizer.to_bytes() != each.tokenizer.to_bytes():
+        if tokenizer and tokenizer.to_bytes() != part.tokenizer.to_bytes():
             raise DataError(
-                f"data: {each.name} was tokenized with a different tokenizer "
-                f"({each.tokenizer.name}) than the rest ({tokenizer.name})"
+                f"data: {part.name} was tokenized with a different tokenizer "
+                f"({part.tokenizer.name}) than the rest ({tokenizer.name})"
             )
-        tokenizer = tokenizer or each.tokenizer
-    if tokenizer is None and any(isinstance(each, Texts | Chats) for each in opened):
+        tokenizer = tokenizer or part.tokenizer
+    if tokenizer is None and any(isinstance(source, Texts | Chats) for source in opened):
         tokenizer = _configured(data, limits, opened)
     if tokenizer and limits.vocab_size and tokenizer.vocab_size > limits.vocab_size:
         raise DataError(
@@ -67,4 +67,6 @@ def _named(name: str) -> Tokenizer:
 
 
 def texts_of(opened: Sequence[Opened]) -> itertools.chain[str]:
-    return itertools.chain.from_iterable(each for each in opened if isinstance(each, Texts | Chats))
+    return itertools.chain.from_iterable(
+        source for source in opened if isinstance(source, Texts | Chats)
+    )

@@ -53,18 +53,18 @@ def column_files(name: str, kind: str, split: str) -> list[Path]:
     names = _json_of(path / STATE, "_data_files", of="filename")
     if not names:
         raise DataError(f"data: {str(path)!r} is empty: {STATE} lists no file")
-    for each in names:
-        if not (path / each).is_file():
-            raise DataError(f"data: {str(path)!r}: {STATE} lists {each!r}, which is not there")
-    return [path / each for each in names]
+    for file_name in names:
+        if not (path / file_name).is_file():
+            raise DataError(f"data: {str(path)!r}: {STATE} lists {file_name!r}, which is not there")
+    return [path / file_name for file_name in names]
 
 
 def _json_of(file: Path, key: str, of: str | None = None, default: Any = None) -> list[str]:
     """Names of files or folders in a list of a JSON file, none of them outside of its folder."""
     try:
-        found = json.loads(file.read_text())
-        listed = found.get(key, default) if default is not None else found[key]
-        names = [each[of] if of else each for each in listed]
+        tree = json.loads(file.read_text())
+        listed = tree.get(key, default) if default is not None else tree[key]
+        names = [entry[of] if of else entry for entry in listed]
         if all(isinstance(n, str) and Path(n).name == n and n not in ("", "..") for n in names):
             return names
         problem = f"{key} lists other than names of files in it"
@@ -75,30 +75,31 @@ def _json_of(file: Path, key: str, of: str | None = None, default: Any = None) -
 
 def open_columns(source: SourceSection, kind: str) -> Texts | Chats | list[token_store.Documents]:
     """The texts in the column `text_field`, or documents in `tokens` or `input_ids`, or chats."""
-    given = files.given_paths(source.path, source.paths)
-    found = [file for name in given for file in column_files(name, kind, source.split)]
+    paths = files.given_paths(source.path, source.paths)
+    column_paths = [file for name in paths for file in column_files(name, kind, source.split)]
     tables = []
-    for file in found:
+    for file in column_paths:
         with _opened(file, kind) as (names, _):
             tables.append(names)
-    shown, field = f"{kind} {', '.join(given)}", source.text_field
+    shown, field = f"{kind} {', '.join(paths)}", source.text_field
     ids = token_records.token_field(tables[0])
     if source.format is not None or ids is None or field in tables[0]:
-        records = [RecordFile(str(f), partial(_records, f, kind)) for f in found]
+        records = [RecordFile(str(f), partial(_records, f, kind)) for f in column_paths]
         if chats := chats_in(source, shown, records, tables[0]):
             return chats
     if all(field in names for names in tables):
         return Texts(
-            shown, lambda: itertools.chain.from_iterable(_texts(f, kind, field) for f in found)
+            shown,
+            lambda: itertools.chain.from_iterable(_texts(f, kind, field) for f in column_paths),
         )
-    for file, names in zip(found, tables):
+    for file, names in zip(column_paths, tables):
         if ids is None or ids not in names:
             raise DataError(
                 f'data: {file}: no field "{field}" (data.text_field), '
                 f"{' or '.join(token_records.FIELDS)}; its fields: {', '.join(names) or 'none'}"
             )
     assert ids is not None
-    documents = itertools.chain.from_iterable(_documents(f, kind, ids) for f in found)
+    documents = itertools.chain.from_iterable(_documents(f, kind, ids) for f in column_paths)
     return [token_store.in_memory(shown, documents, None)]
 
 

@@ -67,8 +67,8 @@ class CompleteDocuments:
         self.tokens_each: int | None = packing.seq_len
         self._trained, self._spans, self._segments = documents.trained, spans, packing.segments
         self._stream = Stream(documents.tokens, spans, vocab_size, documents.name)
-        each = [[i] for i in range(len(spans.lengths))]
-        self._bins = best_fit(spans.lengths, packing.seq_len + 1) if packing.together else each
+        unpacked = [[i] for i in range(len(spans.lengths))]
+        self._bins = best_fit(spans.lengths, packing.seq_len + 1) if packing.together else unpacked
 
     def __len__(self) -> int:
         return len(self._bins)

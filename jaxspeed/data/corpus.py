@@ -76,11 +76,12 @@ def build(
         data = data.model_copy(update={"held_out": 0.0})
     encoder = None if tokenizer is None else ChatEncoder(tokenizer, data)
     parts = [
-        samples_of(data, source, limits, each, encoder) for source, each in zip(sources, opened)
+        samples_of(data, source, limits, content, encoder)
+        for source, content in zip(sources, opened)
     ]
-    chats = [each for each in opened if isinstance(each, Chats)]
+    chats = [content for content in opened if isinstance(content, Chats)]
     if encoder is not None:
-        remember_template(encoder, [kind for each in chats for kind in each.formats()])
+        remember_template(encoder, [kind for content in chats for kind in content.formats()])
     counted = [part.conversations for part in parts if part.conversations is not None]
     _check_keys(data, bool(counted))
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
@@ -124,10 +125,10 @@ _OF_CHATS = {
 
 
 def _check_keys(data: Data, has_chats: bool) -> None:
-    given = [key for key, default in _OF_CHATS.items() if getattr(data, key) != default]
-    if given and not has_chats:
+    chat_keys = [key for key, default in _OF_CHATS.items() if getattr(data, key) != default]
+    if chat_keys and not has_chats:
         raise DataError(
-            f"data.{given[0]}: only conversations have it, and the sources hold none; "
+            f"data.{chat_keys[0]}: only conversations have it, and the sources hold none; "
             "docs/data.md has their fields"
         )
 
@@ -163,20 +164,21 @@ def tokenize(
     is the model's, if known.
     """
     texts = [open_source(source, ModelLimits()) for source in data.sources]
-    if not all(isinstance(each, Texts | Chats) for each in texts):
+    if not all(isinstance(source, Texts | Chats) for source in texts):
         raise DataError("data tokenize: the source holds no text")
     chosen = tokenizer or choose_tokenizer(data, ModelLimits(vocab_size=vocab_size), texts, None)
     assert chosen is not None
-    found = [each for each in texts if isinstance(each, Texts | Chats)]
-    if len({type(each) for each in found}) > 1:
+    sources = [source for source in texts if isinstance(source, Texts | Chats)]
+    if len({type(source) for source in sources}) > 1:
         raise DataError("data tokenize: some sources hold texts and others conversations")
-    name = ", ".join(each.name for each in found)
+    name = ", ".join(source.name for source in sources)
     encoder = ChatEncoder(chosen, data)
     documents: Iterable[np.ndarray | token_store.Masked] = itertools.chain.from_iterable(
-        encoded(each, encoder) for each in found
+        encoded(source, encoder) for source in sources
     )
     remember_template(
-        encoder, [kind for each in found if isinstance(each, Chats) for kind in each.formats()]
+        encoder,
+        [kind for source in sources if isinstance(source, Chats) for kind in source.formats()],
     )
     written = token_store.write(Path(out_folder), name, documents, chosen)
     return Tokenized(
@@ -242,8 +244,8 @@ def _entropy(parts: Sequence[OpenSource], weights: Sequence[float]) -> float | N
     if len(counts) < len(parts):
         return None
     mixed = np.zeros(max(map(len, counts)))
-    for each, weight in zip(counts, weights):
-        mixed[: len(each)] += weight * each / each.sum()
+    for frequencies, weight in zip(counts, weights):
+        mixed[: len(frequencies)] += weight * frequencies / frequencies.sum()
     return entropy(mixed)
 
 
@@ -270,16 +272,16 @@ def known_shapes(
 
     None for a user's own data source or model, where a sample has to be read.
     """
-    own = any(":" in (each.source or "") for each in data.sources)
-    if own or reads.sample is None:
+    user_source = any(":" in (section.source or "") for section in data.sources)
+    if user_source or reads.sample is None:
         return None
-    made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0, "eval": None}
-    made |= {**_OF_CHATS, "format": None}
-    first = build(data.model_copy(update=made), **vars(reads), seed=0).train.batch(0, 1)
-    found = {
+    changes = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0, "eval": None}
+    changes |= {**_OF_CHATS, "format": None}
+    first = build(data.model_copy(update=changes), **vars(reads), seed=0).train.batch(0, 1)
+    shapes = {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
     }
     if reads.sample == "tokens" and any(map(is_chat, data.sources)):
         also = ["positions"] * data.document_masks + ["mask"]
-        found |= dict.fromkeys(also, found["tokens"])
-    return found
+        shapes |= dict.fromkeys(also, shapes["tokens"])
+    return shapes

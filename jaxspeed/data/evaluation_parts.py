@@ -28,7 +28,9 @@ def evaluation_parts(
     sections = by_file(source)
     opened = {name: open_source(section, limits) for name, section in sections.items()}
     if limits.sample != "images":  # for which `samples_of` refuses texts
-        if tokenizer is None and any(isinstance(each, Texts | Chats) for each in opened.values()):
+        if tokenizer is None and any(
+            isinstance(content, Texts | Chats) for content in opened.values()
+        ):
             tokenizer = tokenizer_of_section(data)
             if tokenizer is None:
                 raise DataError(
@@ -39,14 +41,14 @@ def evaluation_parts(
     encoder = None if tokenizer is None else ChatEncoder(tokenizer, data)
     all_of_it = data.model_copy(update={"held_out": 1.0})
     parts: dict[str, Samples | None] = {}
-    for name, each in opened.items():
-        if isinstance(each, Texts | Chats) and encoder is not None:
-            each = [encoded_in_memory(each, encoder)]
-        if isinstance(each, list) and not any(len(documents.tokens) for documents in each):
+    for name, content in opened.items():
+        if isinstance(content, Texts | Chats) and encoder is not None:
+            content = [encoded_in_memory(content, encoder)]
+        if isinstance(content, list) and not any(len(documents.tokens) for documents in content):
             parts[name] = None
             continue
-        found = samples_of(all_of_it, sections[name], limits, each, encoder).held_out
-        parts[name] = found if found is not None and len(found) else None
+        held_out = samples_of(all_of_it, sections[name], limits, content, encoder).held_out
+        parts[name] = held_out if held_out is not None and len(held_out) else None
     if not any(parts.values()):
         raise DataError(f"data: {', '.join(parts)}: nothing to predict; two tokens would do")
     return parts

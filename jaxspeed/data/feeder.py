@@ -103,7 +103,10 @@ class Feeder:
         self._changed = threading.Condition()
         self._closed = False
         self._failed: BaseException | None = None
-        batches = _batches(split, batch_size, place, start_step)
+        batches = (
+            place(functools.partial(split.batch, step, batch_size))
+            for step in itertools.count(start_step)
+        )
         # A daemon: an interrupted run does not wait for it.
         self._thread = threading.Thread(
             target=self._fill, args=(batches,), name="jaxspeed-data", daemon=True
@@ -161,8 +164,3 @@ class Feeder:
             with self._changed:
                 self._failed = error
                 self._changed.notify_all()
-
-
-def _batches(split: Split, batch_size: int, place: Place, start_step: int) -> Iterator[Any]:
-    for step in itertools.count(start_step):
-        yield place(functools.partial(split.batch, step, batch_size))

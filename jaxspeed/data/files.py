@@ -24,13 +24,13 @@ def given_paths(path: str | None, paths: Sequence[str] | None) -> list[str]:
     return [path] if path else list(paths or [])
 
 
-def find_files(given: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
+def find_files(paths: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
     """The files that paths, folders and globs name: sorted, without duplicates.
 
     Of a folder the files with one of `suffixes` (all if there is none), without hidden ones.
     """
-    found: dict[Path, None] = {}
-    for name in given:
+    unique: dict[Path, None] = {}
+    for name in paths:
         path = Path(name).expanduser()
         try:
             files = _named_by(path, tuple(suffixes))
@@ -38,8 +38,8 @@ def find_files(given: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]
             raise DataError(f"data: {name!r} cannot be read: {error}") from None
         if not files:
             raise DataError(f"data: {_nothing(name, path, suffixes)}")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        unique.update(dict.fromkeys(files))
+    return list(unique)
 
 
 def _named_by(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -136,16 +136,16 @@ def read_bytes(file: Path) -> bytes:
     with opened(file) as content:
         if file.suffix not in (GZIP, ZSTD):
             return content.read()
-        found, size = [], 0
+        chunks, size = [], 0
         while chunk := content.read(_CHUNK):
-            found.append(chunk)
+            chunks.append(chunk)
             size += len(chunk)
             if size > LONGEST:
                 raise DataError(
                     f"data: {str(file)!r} expands to more than {LONGEST:,} bytes, the limit of one "
                     "document; decompress it, or write JSON lines"
                 )
-    return b"".join(found)
+    return b"".join(chunks)
 
 
 def read_text(file: Path) -> str:
@@ -197,7 +197,7 @@ def json_records(file: Path) -> Iterator[Record]:
     if problem:
         yield Record("the array", None, problem)
     else:
-        yield from (Record(f"record {i}", each) for i, each in enumerate(value))
+        yield from (Record(f"record {i}", element) for i, element in enumerate(value))
 
 
 def read_json_texts(file: Path, field: str) -> Iterator[str]:

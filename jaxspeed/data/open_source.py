@@ -57,8 +57,8 @@ class OpenSource:
 def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     """Open a source; DataError if it cannot be read."""
     kind = source.source
-    given = files.given_paths(source.path, source.paths)
-    if kind == "huggingface" and given and all(map(columns.is_saved, given)):
+    paths = files.given_paths(source.path, source.paths)
+    if kind == "huggingface" and paths and all(map(columns.is_saved, paths)):
         kind = "arrow"
     if kind in ("arrow", "parquet"):
         return columns.open_columns(source, kind)
@@ -67,9 +67,9 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if source.format is not None and (kind in ("tokens", "images", "synthetic")):
         raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "tokens":
-        return [token_store.read(path, source.dtype) for path in _token_paths(given)]
+        return [token_store.read(path, source.dtype) for path in _token_paths(paths)]
     if kind == "images":
-        return array_sources.read_images(given, limits)
+        return array_sources.read_images(paths, limits)
     if kind == "synthetic":
         return SyntheticSource(source.samples or SYNTHETIC_SAMPLES)
     assert kind is not None
@@ -81,9 +81,9 @@ def is_chat(source: SourceSection) -> bool:
     if source.format is not None:
         return True
     try:
-        given = files.given_paths(source.path, source.paths)
+        paths = files.given_paths(source.path, source.paths)
         if source.source == "tokens":
-            return any((path / token_store.TRAINED).is_file() for path in _token_paths(given))
+            return any((path / token_store.TRAINED).is_file() for path in _token_paths(paths))
         if source.source not in RECORDS or source.source == "huggingface":  # on a network
             return False
         return isinstance(open_source(source, ModelLimits()), Chats)
@@ -96,31 +96,31 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
 
     A source that has paths and no kind is of the kinds that its files' names show.
     """
-    given, kind = files.given_paths(source.path, source.paths), source.source
-    if not given or ":" in (kind or ""):
+    paths, kind = files.given_paths(source.path, source.paths), source.source
+    if not paths or ":" in (kind or ""):
         return {kind or "stdlib": source}
-    found: dict[str, str] = {}  # the kind of each
-    for name in given:
+    kinds: dict[str, str] = {}  # the kind of each
+    for name in paths:
         path = Path(name).expanduser()
         if kind in ("arrow", "huggingface", None) and columns.is_saved(name):
-            each = columns.column_files(name, "arrow", source.split)
-            found |= {str(file): "arrow" for file in each}
+            column_paths = columns.column_files(name, "arrow", source.split)
+            kinds |= {str(file): "arrow" for file in column_paths}
         elif kind == "huggingface":
-            found[name] = kind
+            kinds[name] = kind
         elif kind == "tokens" or (kind is None and _is_token_folder(path)):
-            found |= {str(each): "tokens" for each in _token_paths([name])}
+            kinds |= {str(folder): "tokens" for folder in _token_paths([name])}
         elif kind in ("images", None) and (path / "images.npy").is_file():
-            found[name] = "images"
+            kinds[name] = "images"
         else:
-            each = files.find_files([name], SUFFIXES.get(kind or "", ()))
-            raw = {file.parent for file in each if file.suffix == ".bin"}
-            found |= {
+            raw_files = files.find_files([name], SUFFIXES.get(kind or "", ()))
+            raw = {file.parent for file in raw_files if file.suffix == ".bin"}
+            kinds |= {
                 str(file): kind or _kind_of(file)
-                for file in each
+                for file in raw_files
                 if kind or file.name != token_store.RAW_META or file.parent not in raw
             }
     sections = {}
-    for name, its_kind in found.items():
+    for name, its_kind in kinds.items():
         changed: dict[str, Any] = {"source": its_kind, "path": name, "paths": None}
         if kind is None and its_kind not in RECORDS:
             changed["format"] = None
@@ -138,24 +138,24 @@ def _kind_of(file: Path) -> str:
     return kind
 
 
-def _token_paths(given: Sequence[str]) -> list[Path]:
+def _token_paths(paths: Sequence[str]) -> list[Path]:
     """Token folders, and the .npy and .bin files of other folders."""
-    found: list[Path] = []
-    for name in given:
+    token_paths: list[Path] = []
+    for name in paths:
         path = Path(name).expanduser()
         suffixes = SUFFIXES["tokens"]
         is_store = _is_token_folder(path)
         is_store |= not any(any(path.glob(f"*{suffix}")) for suffix in suffixes)
         if path.is_dir() and is_store:
-            found.append(path)
+            token_paths.append(path)
             continue
         if all((path / f"{split}.bin").is_file() for split in ("train", "val")):
             raise DataError(
                 f"data: the folder {name!r} holds train.bin and val.bin; name the one to read: "
                 f"{str(path / 'train.bin')!r}"
             )
-        found += files.find_files([name], suffixes)
-    return found
+        token_paths += files.find_files([name], suffixes)
+    return token_paths
 
 
 def _is_token_folder(path: Path) -> bool:
@@ -164,10 +164,10 @@ def _is_token_folder(path: Path) -> bool:
 
 def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Opened:
     """A user's array of ids, or iterable of texts, records, token documents, samples or batches."""
-    found = import_source(path)
-    if isinstance(found, np.ndarray):
-        return [token_store.of_array(path, found)]
-    begin = iterations(found, path, source.samples)
+    data = import_source(path)
+    if isinstance(data, np.ndarray):
+        return [token_store.of_array(path, data)]
+    begin = iterations(data, path, source.samples)
     first = next(begin(), None)
     field = source.text_field
     if first is None:
@@ -185,7 +185,7 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
             return chats
     items = _all_of(begin(), path)
     if isinstance(first, Mapping):
-        return _records(items, path, limits, getattr(found, "batch_size", None) is not None)
+        return _records(items, path, limits, getattr(data, "batch_size", None) is not None)
     documents = [token_records.numpy_of(item, f"{path}, item {i}") for i, item in enumerate(items)]
     for i, ids in enumerate(documents):
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0):
@@ -198,18 +198,18 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
 
 def _all_of(items: Iterable[Any], path: str) -> list[Any]:
     """The items; a warning names an iterable that may have no end."""
-    found, begun, warned = [], time.monotonic(), False
+    read, begun, warned = [], time.monotonic(), False
     for item in items:
-        found.append(item)
+        read.append(item)
         if not warned and time.monotonic() - begun > _LONG_READ:
             warned = True
             log.warning(
                 "data.source: %s: %s items so far, all of which are read into memory; an iterable "
                 "without an end needs data.samples",
                 path,
-                f"{len(found):,}",
+                f"{len(read):,}",
             )
-    return found
+    return read
 
 
 def _records(
@@ -223,8 +223,8 @@ def _records(
     field = token_records.token_field(items[0])
     # A model of which nothing is known may read rows of equal length as they are.
     if field and (limits.sample == "tokens" or len({np.shape(x.get(field)) for x in items}) > 1):
-        each = (token_records.documents_in(x, field, name) for x, name in zip(items, names))
-        return [token_store.in_memory(path, itertools.chain.from_iterable(each), None)]
+        documents = (token_records.documents_in(x, field, name) for x, name in zip(items, names))
+        return [token_store.in_memory(path, itertools.chain.from_iterable(documents), None)]
     records = [
         {key: token_records.numpy_of(x, f"{name}, {key!r}") for key, x in item.items()}
         for item, name in zip(items, names)
@@ -264,13 +264,13 @@ def samples_of(
     if isinstance(opened, Texts | Chats):
         assert encoder is not None
         opened = [encoded_in_memory(opened, encoder)]
-    for each in opened:
-        if not len(each.tokens):
-            raise DataError(f"data: {each.name} holds no text")
-        if limits.vocab_size and each.largest >= limits.vocab_size:
+    for documents in opened:
+        if not len(documents.tokens):
+            raise DataError(f"data: {documents.name} holds no text")
+        if limits.vocab_size and documents.largest >= limits.vocab_size:
             raise DataError(
-                f"data: {each.name} has ids up to {each.largest:,}, but the model's vocabulary has "
-                f"{limits.vocab_size:,}"
+                f"data: {documents.name} has ids up to {documents.largest:,}, but the model's "
+                f"vocabulary has {limits.vocab_size:,}"
             )
     return documents_part(opened, _packing(data, limits), data.held_out, limits.vocab_size)
 
@@ -313,33 +313,33 @@ def documents_part(
     train: list[Samples] = []
     held: list[Samples] = []
     counts, conversations = np.zeros(0, np.int64), DocumentCounts()
-    for each in documents:
-        known = vocab_size or each.largest + 1
-        if each.trained is not None:
-            kept, out, ids, found = pack_documents(each, packing, held_out, known)
+    for part in documents:
+        known = vocab_size or part.largest + 1
+        if part.trained is not None:
+            kept, out, ids, counted_documents = pack_documents(part, packing, held_out, known)
             train.append(kept)
             held += [] if out is None else [out]
-            counts, conversations = add_counts(counts, ids), conversations + found
+            counts, conversations = add_counts(counts, ids), conversations + counted_documents
             continue
         if held_out:
-            spans, beyond = hold_out_documents(each.offsets, held_out)
-            last = Stream(each.tokens, beyond, known, each.name)
+            spans, beyond = hold_out_documents(part.offsets, held_out)
+            last = Stream(part.tokens, beyond, known, part.name)
             held.append(_windows(last, packing, pad_last=True))
         else:
-            spans = Spans(np.asarray(each.offsets[:-1]), each.lengths)
-        stream = Stream(each.tokens, spans, known, each.name)
+            spans = Spans(np.asarray(part.offsets[:-1]), part.lengths)
+        stream = Stream(part.tokens, spans, known, part.name)
         train.append(_windows(stream, packing, pad_last=False))
         counts = add_counts(counts, stream.counts())
-    number = sum(len(each.offsets) - 1 for each in documents)
-    tokens = sum(int(each.offsets[-1]) for each in documents)
+    number = sum(len(part.offsets) - 1 for part in documents)
+    tokens = sum(int(part.offsets[-1]) for part in documents)
     plural = "" if number == 1 else "s"
-    name = ", ".join(each.name for each in documents)
+    name = ", ".join(part.name for part in documents)
     counted = f"{number:,} document{plural}, {tokens:,} tokens"
-    has_chats = any(each.trained is not None for each in documents)
+    has_chats = any(part.trained is not None for part in documents)
     return OpenSource(
         Chain(train),
         Chain(held) if held else None,
-        " ".join(each.digest for each in documents),
+        " ".join(part.digest for part in documents),
         counts,
         f"{name}: {conversations if has_chats else counted}",
         conversations if has_chats else None,
@@ -350,25 +350,25 @@ def _windows(stream: Stream, packing: Packing, *, pad_last: bool) -> Windows:
     return Windows(stream, packing.seq_len, segments=packing.segments, pad_last=pad_last)
 
 
-def arrays_part(found: array_sources.Arrays, held_out: float, name: str) -> OpenSource:
+def arrays_part(arrays: array_sources.Arrays, held_out: float, name: str) -> OpenSource:
     """Split rows of arrays into training and held-out."""
-    rows = ArrayRows(found)
-    shapes = ", ".join(f"{key} {list(array.shape[1:])}" for key, array in found.items())
+    rows = ArrayRows(arrays)
+    shapes = ", ".join(f"{key} {list(array.shape[1:])}" for key, array in arrays.items())
     summary = f"{name}: {len(rows):,} samples of {shapes}"
-    return _split(rows, held_out, array_sources.digest(found), None, summary)
+    return _split(rows, held_out, array_sources.digest(arrays), None, summary)
 
 
 def made_part(
-    made: SyntheticSource, limits: ModelLimits, packing: Packing | None, held_out: float
+    source: SyntheticSource, limits: ModelLimits, packing: Packing | None, held_out: float
 ) -> OpenSource:
     """Synthetic samples of the kind that the model reads."""
     if limits.sample == "images" and limits.image_shape:
-        images = Blots(made.samples, limits.image_shape, limits.classes or 2)
+        images = Blots(source.samples, limits.image_shape, limits.classes or 2)
         shown = f"images of {' x '.join(map(str, limits.image_shape))}"
         return _split(
             images,
             held_out,
-            f"blots {made.samples} {shown} {images.classes}",
+            f"blots {source.samples} {shown} {images.classes}",
             None,
             f"synthetic {shown}",
         )
@@ -381,14 +381,14 @@ def made_part(
 
     def counting(masked: bool) -> Counting:
         return Counting(
-            made.samples, packing.seq_len, vocab_size, segments=packing.segments, masked=masked
+            source.samples, packing.seq_len, vocab_size, segments=packing.segments, masked=masked
         )
 
-    train, held = hold_out_samples(made.samples, held_out)
+    train, held = hold_out_samples(source.samples, held_out)
     return OpenSource(
         Subset(counting(False), train),
         Subset(counting(True), held) if held_out else None,
-        f"counting {made.samples} {vocab_size}",
+        f"counting {source.samples} {vocab_size}",
         np.ones(vocab_size, np.int64),
         f"synthetic tokens, {vocab_size} ids",
     )

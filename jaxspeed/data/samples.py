@@ -128,10 +128,10 @@ class Marked:
 def _alike(parts: Sequence[Samples]) -> list[Samples]:
     """The parts, those of texts with the arrays of conversations where others are of these."""
     names = [part.read(np.zeros(0, np.int64)).keys() for part in parts] if len(parts) > 1 else []
-    wanted = {name for each in names for name in each} & {"mask", "positions"}
+    wanted = {name for present in names for name in present} & {"mask", "positions"}
     if not wanted:
         return list(parts)
-    lack = ["tokens" in each and not wanted <= each for each in names]
+    lack = ["tokens" in present and not wanted <= present for present in names]
     return [Marked(part) if lacks else part for part, lacks in zip(parts, lack)]
 
 
@@ -166,12 +166,12 @@ def with_targets(batch: Batch) -> Batch:
     The targets are those of `models.language.split_batch`: of the next document's first token there
     is none.
     """
-    found = {name: x if name == "mask" else x[:, :-1] for name, x in batch.items()}
-    found["targets"] = batch["tokens"][:, 1:]
+    arrays = {name: x if name == "mask" else x[:, :-1] for name, x in batch.items()}
+    arrays["targets"] = batch["tokens"][:, 1:]
     if "segment_ids" in batch:
         segments = batch["segment_ids"]
         same = segments[:, 1:] == segments[:, :-1]
-        found["targets"] = np.where(same, found["targets"], IGNORED)
+        arrays["targets"] = np.where(same, arrays["targets"], IGNORED)
     if "mask" in batch:  # of what is predicted
-        found["mask"] = batch["mask"][:, 1:]
-    return found
+        arrays["mask"] = batch["mask"][:, 1:]
+    return arrays

@@ -63,18 +63,18 @@ def show_data(
     opened = [open_source(source, limits) for source in data.sources]
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
     seq_len = data.seq_len or limits.seq_len
-    found: list[ShownSample] = []
+    shown: list[ShownSample] = []
     counts: dict[str, DocumentCounts] = {}
-    for source, each in zip(data.sources, opened):
-        if isinstance(each, Texts | Chats):
+    for source, content in zip(data.sources, opened):
+        if isinstance(content, Texts | Chats):
             assert tokenizer is not None
             encoder = ChatEncoder(tokenizer, data)
-            documents = [encoded_in_memory(each, encoder)]
+            documents = [encoded_in_memory(content, encoder)]
             dropped = DocumentCounts(dropped=encoder.untrained)
-        elif isinstance(each, list) and tokenizer is not None:
-            documents, dropped = each, DocumentCounts()
+        elif isinstance(content, list) and tokenizer is not None:
+            documents, dropped = content, DocumentCounts()
         else:
-            what = "ids without a tokenizer" if isinstance(each, list) else "no text"
+            what = "ids without a tokenizer" if isinstance(content, list) else "no text"
             raise DataError(f"data show: source {source.source} has {what}")
         for part in documents:
             spans, number = _fitting(part, data, seq_len)
@@ -82,11 +82,11 @@ def show_data(
             first = zip(spans.starts[:samples], spans.lengths[:samples])
             # Without masks a text continues the one before.
             continues = part.trained is None and not data.document_masks
-            found += [
+            shown += [
                 _shown(part, int(start), int(length), tokenizer, continues and i > 0)
                 for i, (start, length) in enumerate(first)
             ]
-    return ShownData(found, counts, seq_len)
+    return ShownData(shown, counts, seq_len)
 
 
 def _fitting(documents: Documents, data: Data, seq_len: int | None) -> tuple[Spans, DocumentCounts]:

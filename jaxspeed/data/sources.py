@@ -57,19 +57,19 @@ class Texts:
 
 def text_source(source: SourceSection) -> Texts | Chats:
     """The documents of `stdlib`, `text`, `jsonl`, `json` or `huggingface`."""
-    given = files.given_paths(source.path, source.paths)
-    kind = source.source or ("text" if given else "stdlib")
+    paths = files.given_paths(source.path, source.paths)
+    kind = source.source or ("text" if paths else "stdlib")
     if kind in ("stdlib", "text") and source.format is not None:
         raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "stdlib":
         return stdlib()
-    shown = f"{kind} {', '.join(given)}"
+    shown = f"{kind} {', '.join(paths)}"
     field = source.text_field
     if kind == "text":
-        found = files.find_files(given)
-        return Texts(shown, lambda: map(files.read_text, found))
+        source_files = files.find_files(paths)
+        return Texts(shown, lambda: map(files.read_text, source_files))
     if kind == "huggingface":
-        hub = [(name, lambda name=name: _hub_records(name, source.split)) for name in given]
+        hub = [(name, lambda name=name: _hub_records(name, source.split)) for name in paths]
         records = [numbered(name, read, "record") for name, read in hub]
         return chats_in(source, shown, records) or Texts(
             shown,
@@ -79,10 +79,12 @@ def text_source(source: SourceSection) -> Texts | Chats:
                 for i, record in enumerate(read())
             ),
         )
-    found = files.find_files(given, SUFFIXES[kind])
-    return chats_in(source, shown, [*map(json_file, found)]) or Texts(
+    source_files = files.find_files(paths, SUFFIXES[kind])
+    return chats_in(source, shown, [*map(json_file, source_files)]) or Texts(
         shown,
-        lambda: itertools.chain.from_iterable(files.read_json_texts(f, field) for f in found),
+        lambda: itertools.chain.from_iterable(
+            files.read_json_texts(f, field) for f in source_files
+        ),
     )
 
 
@@ -154,27 +156,27 @@ def _hub_records(name: str, split: str) -> Iterator[Any]:
 def import_source(path: str) -> Any:
     """Import a NumPy array, an iterable, or a callable that returns one of these."""
     try:
-        found = imported(path)
+        source = imported(path)
     except (ImportError, AttributeError) as error:
         raise DataError(f"data.source: {path!r} cannot be imported: {error}") from None
-    if callable(found) and isinstance(made := found(), np.ndarray):
-        return made
-    return found
+    if callable(source) and isinstance(array := source(), np.ndarray):
+        return array
+    return source
 
 
-def iterations(found: Any, path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
+def iterations(source: Any, path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
     """Begin to iterate over an imported iterable, anew with each call of the result.
 
     At most `samples` items are read; an infinite iterable needs it.
     """
 
     def begin() -> Iterator[Any]:
-        items = found() if callable(found) else found
+        items = source() if callable(source) else source
         if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             raise DataError(f"data.source: {path!r} is a {type(items).__name__}, no iterable")
         return itertools.islice(iter(items), samples)
 
-    if isinstance(found, Iterator):  # it can be read only once
+    if isinstance(source, Iterator):  # it can be read only once
         items = list(begin())
         return lambda: iter(items)
     return begin

@@ -66,15 +66,15 @@ def in_memory(
     name: str, documents: Iterable[np.ndarray | Masked], tokenizer: Tokenizer | None
 ) -> Documents:
     """Concatenate encoded documents in memory; empty ones are dropped."""
-    filled = [each for each in documents if len(_ids_of(each))]
+    filled = [document for document in documents if len(_ids_of(document))]
     ids = [*map(_ids_of, filled)]
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    largest = max((int(each.max()) for each in ids), default=0)
+    largest = max((int(document_ids.max()) for document_ids in ids), default=0)
     dtype = id_dtype(tokenizer.vocab_size if tokenizer else largest + 1)
     tokens = np.empty(offsets[-1], dtype)
-    for each, at in zip(ids, offsets):
-        tokens[at : at + len(each)] = each
-    masks = [each.trained for each in filled if isinstance(each, Masked)]
+    for document_ids, at in zip(ids, offsets):
+        tokens[at : at + len(document_ids)] = document_ids
+    masks = [document.trained for document in filled if isinstance(document, Masked)]
     trained = np.concatenate(masks) if masks else None
     digest = _digest_of(tokens, offsets, trained)
     return Documents(name, tokens, offsets, digest, largest, tokenizer, trained)
@@ -282,8 +282,8 @@ def _check_digest(folder: Path, documents: Documents) -> None:
     before = _stamp(folder, documents)
     if documents.tokens.nbytes >= _LONG:
         log.info("%s: comparing all tokens with the digest, which is done once", folder)
-    found = _digest_of(documents.tokens, documents.offsets, documents.trained)
-    if found != documents.digest:
+    computed = _digest_of(documents.tokens, documents.offsets, documents.trained)
+    if computed != documents.digest:
         raise DataError(
             f"data: {str(folder)!r} is damaged: its tokens or offsets are not those that were "
             "written (the digest in its header differs); tokenize the text again"
@@ -315,8 +315,8 @@ def _is_verified(folder: Path, documents: Documents) -> bool:
 def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
     """What changes with the folder's files: digest, sizes and times of modification."""
     names = (TOKENS, OFFSETS) if documents.trained is None else (TOKENS, OFFSETS, TRAINED)
-    found = {name: (folder / name).stat() for name in names}
-    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+    stats = {name: (folder / name).stat() for name in names}
+    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     return {"digest": documents.digest, **files}
 
 
@@ -410,14 +410,14 @@ def _passed(
             if known["file"] == stamp and type(known["largest"]) is int:
                 return str(known["digest"]), known["largest"]
         log.info("%s: reading all tokens for their digest, which is done once", name)
-    found, smallest, largest = _Digest(tokens.dtype), 0, 0
+    hasher, smallest, largest = _Digest(tokens.dtype), 0, 0
     for start in range(0, tokens.size, _BLOCK):
         block = tokens[start : start + _BLOCK]
-        found.add(block)
+        hasher.add(block)
         smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
     if smallest < 0:
         raise DataError(f"data: {name!r} holds negative ids")
-    digest = found.end(offsets)
+    digest = hasher.end(offsets)
     if long:
         with contextlib.suppress(OSError):
             record.write_text(json.dumps({"file": stamp, "digest": digest, "largest": largest}))

@@ -139,10 +139,10 @@ class LibraryTokenizer:
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoded]:
         clean = [_SURROGATE.sub("\ufffd", text) for text in texts]
         with _library_errors(f"{self.name!r} cannot encode {[x[:40] for x in texts[:1]]}"):
-            found = self._tokenizer.encode_batch(clean, add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch(clean, add_special_tokens=False)
         return [
             Encoded(np.asarray(x.ids, np.uint32), np.asarray(x.offsets, np.int64).reshape(-1, 2))
-            for x in found
+            for x in encodings
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -252,11 +252,11 @@ class BPETokenizer(LibraryTokenizer):
 
     def _encode_parts(self, text: str) -> Encoded:
         parts = [part for part in _parts(text) if part]
-        found = super().encode_with_offsets(parts) if parts else []
+        encodings = super().encode_with_offsets(parts) if parts else []
         starts = itertools.accumulate(map(len, parts), initial=0)
         none = Encoded(np.zeros(0, np.uint32), np.zeros((0, 2), np.int64))
-        moved = [none, *(Encoded(x.ids, x.offsets + start) for x, start in zip(found, starts))]
-        return Encoded(*(np.concatenate(each) for each in zip(*moved)))
+        moved = [none, *(Encoded(x.ids, x.offsets + start) for x, start in zip(encodings, starts))]
+        return Encoded(*(np.concatenate(arrays) for arrays in zip(*moved)))
 
     def decode(self, ids: Iterable[int]) -> str:
         return super().decode(i for i in ids if i > END)
@@ -278,9 +278,9 @@ PART = 1 << 18
 def _parts(text: str) -> Iterator[str]:
     """Split a text between words only: before whitespace that follows something else."""
     start = 0
-    while found := _BEFORE_SPACE.search(text, start + PART):
-        yield text[start : found.start()]
-        start = found.start()
+    while space := _BEFORE_SPACE.search(text, start + PART):
+        yield text[start : space.start()]
+        start = space.start()
     yield text[start:]
 
 
@@ -336,12 +336,12 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
     """
     contents: dict[str, bytes] = {}
     try:
-        given = Path(path).expanduser()
-        if given.is_dir():
-            inside = (name for name in BESIDE if (given / name).is_file())
-            contents = {name: read_bytes(given / name) for name in inside}
-        elif given.is_file():
-            contents = {FILES[given.suffix == ".model"]: read_bytes(given)}
+        file = Path(path).expanduser()
+        if file.is_dir():
+            inside = (name for name in BESIDE if (file / name).is_file())
+            contents = {name: read_bytes(file / name) for name in inside}
+        elif file.is_file():
+            contents = {FILES[file.suffix == ".model"]: read_bytes(file)}
     except (OSError, RuntimeError) as error:  # a name that is too long, a user that is unknown
         raise DataError(f"data.tokenizer: {str(path)!r}: {error}") from None
     tokenizer = tokenizer_in(contents, str(path))

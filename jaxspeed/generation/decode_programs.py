@@ -75,8 +75,8 @@ class ForwardPrograms:
             assert self.cached is not None
             return self._next(state, self.cached.fresh(), batch, draws, rules)
 
-        given = (None, self._rows, self._rows, None)
-        return self._jit(prefill, given, (self._replicated, self._caches))
+        in_shardings = (None, self._rows, self._rows, None)
+        return self._jit(prefill, in_shardings, (self._replicated, self._caches))
 
     def decode(self, *args: Any) -> tuple[jax.Array, Arrays]:
         """`decode(state, caches, batch, draws, rules)`: (the next tokens, the caches after it).
@@ -84,8 +84,8 @@ class ForwardPrograms:
         Donates the caches.
         """
         self._decode_compiled()
-        found: tuple[jax.Array, Arrays] = self._decode(*args)
-        return found
+        outputs: tuple[jax.Array, Arrays] = self._decode(*args)
+        return outputs
 
     @functools.cached_property
     def _decode(self) -> Any:
@@ -94,8 +94,8 @@ class ForwardPrograms:
         ) -> tuple[jax.Array, Arrays]:
             return self._next(state, caches, batch, draws, rules)
 
-        given = (None, self._caches, self._rows, self._rows, None)
-        return self._jit(decode, given, (self._replicated, self._caches), donate_argnums=1)
+        in_shardings = (None, self._caches, self._rows, self._rows, None)
+        return self._jit(decode, in_shardings, (self._replicated, self._caches), donate_argnums=1)
 
     def check(self, rows: int, rules: Rules) -> None:
         """Raise ModelError if the model cannot be called with its caches.
@@ -103,8 +103,8 @@ class ForwardPrograms:
         `decode` compiles from now on, in the background, for a request with these rules.
         """
         assert self.cached is not None
-        one = np.zeros((rows, 1), np.int32)
-        batch = {"tokens": one, "positions": one, "at": np.zeros(rows, np.int32)}
+        tokens = np.zeros((rows, 1), np.int32)
+        batch = {"tokens": tokens, "positions": tokens, "at": np.zeros(rows, np.int32)}
         keys = np.zeros((rows, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
         draws = {"keys": keys, "drawn": np.zeros(rows, np.int32)}
         fresh = jax.eval_shape(self.cached.fresh)
@@ -113,14 +113,14 @@ class ForwardPrograms:
             for path, x in fresh.items()
         }
         batch, draws = rows_for_jit(self._program, batch, draws)
-        given = (self._once.shapes, caches, batch, draws, rules)
-        self._decode_compiled = compile_ahead(self._program.mesh, self._decode, *given)
+        arguments = (self._once.shapes, caches, batch, draws, rules)
+        self._decode_compiled = compile_ahead(self._program.mesh, self._decode, *arguments)
 
     def fresh(self) -> Arrays:
         """Empty caches."""
         self._fresh_compiled()
-        found: Arrays = self._fresh()
-        return found
+        caches: Arrays = self._fresh()
+        return caches
 
     def compile_fresh(self) -> None:
         """Start to compile `fresh` in the background."""
@@ -131,11 +131,11 @@ class ForwardPrograms:
         assert self.cached is not None
         return self._jit(self.cached.fresh, (), self._caches)
 
-    def _jit(self, function: Any, given: Any, shardings: Any, **options: Any) -> Any:
+    def _jit(self, function: Any, in_shardings: Any, shardings: Any, **options: Any) -> Any:
         in_mesh = self._program.in_mesh(function)
         return jax.jit(
             in_mesh,
-            in_shardings=given,
+            in_shardings=in_shardings,
             out_shardings=shardings,
             compiler_options=compiler_options(self._program.mesh),
             **options,
@@ -143,7 +143,7 @@ class ForwardPrograms:
 
     @property
     def _rows(self) -> NamedSharding:
-        """Of arrays with one row for each sequence."""
+        """The sharding of arrays with one row for each sequence."""
         return NamedSharding(self._program.mesh, PartitionSpec(sample_axes()))
 
     @property
@@ -193,18 +193,18 @@ def _logits(model: Any, batch: Any) -> Outputs:
     """The logits [rows, vocab] after the token of each sequence that `at` names."""
     accepted = call_parameters(model)
     names = {*batch} & {"at", "positions", "inputs", "mask"} & {*accepted}
-    given: dict[str, Any] = {name: batch[name] for name in sorted(names)}
+    arguments: dict[str, Any] = {name: batch[name] for name in sorted(names)}
     if "decode" in accepted and batch["tokens"].shape[1] == 1:
-        given["decode"] = True
-    found = model(batch["tokens"], **given)
-    found = found[0] if isinstance(found, tuple) else found
-    if getattr(found, "ndim", 0) != 3 or found.shape[:1] != batch["tokens"].shape[:1]:
+        arguments["decode"] = True
+    logits = model(batch["tokens"], **arguments)
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    if getattr(logits, "ndim", 0) != 3 or logits.shape[:1] != batch["tokens"].shape[:1]:
         raise ModelError(
-            f"generation calls model(tokens), which returned {np.shape(found)}: a language model "
+            f"generation calls model(tokens), which returned {np.shape(logits)}: a language model "
             "returns logits [batch, seq, vocab]"
         )
     if "at" in accepted:
-        row = found[:, 0]
+        row = logits[:, 0]
     else:
-        row = jnp.take_along_axis(found, batch["at"][:, None, None], axis=1)[:, 0]
+        row = jnp.take_along_axis(logits, batch["at"][:, None, None], axis=1)[:, 0]
     return Outputs({"logits": row.astype(jnp.promote_types(row.dtype, jnp.float32))})

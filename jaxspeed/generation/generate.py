@@ -79,7 +79,7 @@ class Request:
                 f"{texts[0]!r} is a text, and there is no tokenizer; pass tokenizer=..., or "
                 "prompts as lists of tokens"
             )
-        end, found = end_of(self.tokenizer), []
+        end, encoded = end_of(self.tokenizer), []
         for number, prompt in enumerate(self.prompts, 1):
             ids: Any = prompt
             if isinstance(prompt, str) and self.tokenizer is not None:
@@ -89,8 +89,8 @@ class Request:
                     f"prompt {number} is empty, and no token ends a document, after which a text "
                     "could begin; give it a first token"
                 )
-            found.append([int(i) for i in ids] if len(ids) or end is None else [end])
-        return found
+            encoded.append([int(i) for i in ids] if len(ids) or end is None else [end])
+        return encoded
 
 
 class Generated(NamedTuple):
@@ -184,10 +184,10 @@ class Generation:
             row.ended_by = "tokens"
         while any(row.ended_by is None for row in self._rows):
             with self.around():
-                found = self._steps.next([*map(self._seen, self._rows)], self._draws())
+                tokens = self._steps.next([*map(self._seen, self._rows)], self._draws())
             for number, row in enumerate(self._rows):
-                if row.ended_by is None and number in found:
-                    yield TextPiece(number, row.add(found[number]), found[number])
+                if row.ended_by is None and number in tokens:
+                    yield TextPiece(number, row.add(tokens[number]), tokens[number])
                     if row.ended_by and (rest := row.rest()):
                         yield TextPiece(number, rest, None)
 

@@ -71,7 +71,7 @@ class Recomputed:
 
 
 class Cached:
-    """With a cache that takes the sequences' starts in one call.
+    """Steps with a cache that takes the sequences' starts in one call.
 
     Starts of up to `short` tokens are read by `decode`, one token at a time: a request with such
     prompts only compiles no other program.
@@ -125,7 +125,7 @@ class Cached:
 
 
 class OneByOne:
-    """With a cache that takes one token of each sequence: prompts are read in step.
+    """Steps with a cache that takes one token of each sequence: prompts are read in step.
 
     All sequences start together; one whose prompt has ended is continued while others are read.
     """
@@ -149,9 +149,9 @@ class OneByOne:
         tokens = np.asarray(at_place, np.int32)[:, None]
         at = np.full_like(tokens, place)
         batch = {"tokens": tokens, "positions": at, "at": np.zeros(len(seen), np.int32)}
-        found, self._caches = self._runs(self._programs.decode, self._caches, batch, draws)
+        next_tokens, self._caches = self._runs(self._programs.decode, self._caches, batch, draws)
         self._place += 1
-        return ready(found, [row for row, n in enumerate(lengths) if n == self._place])
+        return ready(next_tokens, [row for row, n in enumerate(lengths) if n == self._place])
 
 
 class Runs:
@@ -170,8 +170,8 @@ class Runs:
 
     def compile_ahead(self, function: Any, *args: Any) -> None:
         """Start to compile a program for a call with these arguments; the next call waits."""
-        given = self._given(self._once.shapes, args)
-        self._compiled = compile_ahead(self._once.program.mesh, function, *given)
+        arguments = self._given(self._once.shapes, args)
+        self._compiled = compile_ahead(self._once.program.mesh, function, *arguments)
 
     def __call__(self, function: Any, *args: Any) -> Any:
         self._compiled()
@@ -204,5 +204,5 @@ def _filled_up(texts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, n
 
 
 def ready(tokens: jax.Array, rows: Any) -> dict[int, int]:
-    found = np.asarray(tokens)
-    return {row: int(found[row]) for row in rows}
+    host_tokens = np.asarray(tokens)
+    return {row: int(host_tokens[row]) for row in rows}

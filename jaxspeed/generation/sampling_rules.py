@@ -50,12 +50,12 @@ class Sampling:
     def rules(self) -> dict[str, np.ndarray]:
         """The rules that change something, with their values: another value compiles nothing."""
         neutral = {"temperature": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.temperature == 0:  # the rest never removes the most likely token
-            given = {"repetition_penalty": self.repetition_penalty}
+            values = {"repetition_penalty": self.repetition_penalty}
         return {
             name: np.asarray(x, np.int32 if name == "top_k" else np.float32)
-            for name, x in given.items()
+            for name, x in values.items()
             if x is not None and x != neutral.get(name)
         }
 

@@ -20,8 +20,8 @@ class TextTokenizer(Protocol):
 
 def end_of(tokenizer: object) -> int | None:
     """The id that ends a document."""
-    found = getattr(tokenizer, "end", None)
-    return getattr(tokenizer, "eos_token_id", None) if found is None else found
+    end = getattr(tokenizer, "end", None)
+    return getattr(tokenizer, "eos_token_id", None) if end is None else end
 
 
 class TextStream:
@@ -70,9 +70,9 @@ class TextStream:
         new = self._past + decoded[len(self._begin) :]
         if not new.startswith(self.text):
             return ""  # a decoder that took bytes back; the end passes what is longer
-        found = [place for stop in self._stop if (place := new.find(stop)) >= 0]
-        if found:
-            new, self.stopped = new[: min(found)], True
+        stops = [place for stop in self._stop if (place := new.find(stop)) >= 0]
+        if stops:
+            new, self.stopped = new[: min(stops)], True
         elif holding:
             new = new[: len(new) - self._held(new)]
         if len(new) < len(self.text):

@@ -116,7 +116,7 @@ def read_chips(path: str | Path = BUILT_IN) -> dict[str, Chip]:
     if not isinstance(tree, Mapping) or not tree:
         raise ConfigError(f"hardware file {path}: needs a mapping from chip names to their figures")
     problems: list[str] = []
-    chips = {str(name): _chip(str(name), found, problems) for name, found in tree.items()}
+    chips = {str(name): _chip(str(name), row, problems) for name, row in tree.items()}
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ConfigError(f"{len(problems)} problem(s) in the hardware file {path}:{lines}")
@@ -154,13 +154,13 @@ def chip_of_kind(kind: str) -> Chip | None:
     the most words.
     """
     words = set(kind.replace("-", " ").split())
-    found = [
+    matches = [
         (len(named), chip)
         for chip in _built_in().values()
-        for each in (chip.kind, *chip.kinds)
-        if (named := set(each.replace("-", " ").split())) <= words and chip.platform != "cpu"
+        for kind_name in (chip.kind, *chip.kinds)
+        if (named := set(kind_name.replace("-", " ").split())) <= words and chip.platform != "cpu"
     ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    return max(matches, key=lambda pair: pair[0])[1] if matches else None
 
 
 @functools.cache
@@ -192,15 +192,15 @@ _OPTIONAL = {
 }
 
 
-def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
+def _chip(name: str, row: Any, problems: list[str]) -> Chip | None:
     """Parse a row; its problems are added to `problems`."""
-    if not isinstance(found, Mapping):
-        problems.append(f"{name}: needs a mapping of figures, found {found!r}")
+    if not isinstance(row, Mapping):
+        problems.append(f"{name}: needs a mapping of figures, found {row!r}")
         return None
     before = len(problems)
-    for key in sorted(set(map(str, found)) - _KEYS):
+    for key in sorted(set(map(str, row)) - _KEYS):
         problems.append(f"{name}.{key}: an unknown key. {did_you_mean(key, _KEYS)}".rstrip())
-    for key in sorted(_KEYS - _OPTIONAL - set(found)):
+    for key in sorted(_KEYS - _OPTIONAL - set(row)):
         problems.append(f"{name}.{key}: missing")
     if len(problems) > before:
         return None
@@ -212,41 +212,41 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
             return 1.0
         return number
 
-    figures = {key: read(key, found[key], unit) for key, unit in _FIGURES.items()}
-    if found["platform"] not in PLATFORMS:
-        problems.append(f"{name}.platform: found {found['platform']!r}. Needs tpu, cuda or cpu.")
-    flops, kinds = found["flops"], found["kinds"]
+    figures = {key: read(key, row[key], unit) for key, unit in _FIGURES.items()}
+    if row["platform"] not in PLATFORMS:
+        problems.append(f"{name}.platform: found {row['platform']!r}. Needs tpu, cuda or cpu.")
+    flops, kinds = row["flops"], row["kinds"]
     if not isinstance(flops, Mapping) or "bf16" not in flops or "fp32" not in flops:
         problems.append(f"{name}.flops: found {flops!r}. Needs {{bf16: ..., fp32: ...}}.")
         flops = {}
     if not _is_list(kinds, str):
         problems.append(f"{name}.kinds: found {kinds!r}. Needs a list of JAX device kinds.")
         kinds = [""]
-    counts = {key: found.get(key, _DEFAULTS.get(key, 1)) for key in _COUNTS}
+    counts = {key: row.get(key, _DEFAULTS.get(key, 1)) for key in _COUNTS}
     for key, count in counts.items():
         if not isinstance(count, int) or count < 1:
             problems.append(f"{name}.{key}: found {count!r}. Needs an integer of at least 1.")
-    if not _is_list(found.get("pod", [1]), int):
-        problems.append(f"{name}.pod: found {found['pod']!r}. Needs a list of integers.")
-    capability = found.get("capability")
+    if not _is_list(row.get("pod", [1]), int):
+        problems.append(f"{name}.pod: found {row['pod']!r}. Needs a list of integers.")
+    capability = row.get("capability")
     if capability is not None and not (_is_list(capability, int) and len(capability) == 2):
         problems.append(
             f"{name}.capability: found {capability!r}. Needs two integers, like [9, 0]."
         )
     speeds = {kind: read(f"flops.{kind}", value, "FLOP/s") for kind, value in flops.items()}
-    platform = str(found["platform"])
-    reached = _numbers("reached", found.get("reached"), REACHED.get(platform, _ALL), read)
-    hop = _numbers("hop", found.get("hop"), HOP.get(platform, HOP["cuda"]), read)
+    platform = str(row["platform"])
+    reached = _numbers("reached", row.get("reached"), REACHED.get(platform, _ALL), read)
+    hop = _numbers("hop", row.get("hop"), HOP.get(platform, HOP["cuda"]), read)
     for key, share in reached.items():
         if share > 1:
             problems.append(f"{name}.reached.{key}: found {share:g}. Needs a fraction up to 1.")
-    on_chip = read("on_chip", found["on_chip"], "B") if "on_chip" in found else 0
+    on_chip = read("on_chip", row["on_chip"], "B") if "on_chip" in row else 0
     if len(problems) > before:
         return None
-    given = "a user's hardware file"
+    source = "a user's hardware file"
     return Chip(
         name=name,
-        platform=found["platform"],
+        platform=row["platform"],
         kind=kinds[0],
         memory=int(figures["memory"]),
         flops=speeds,
@@ -257,11 +257,11 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
         host_link=figures["host_link"],
         host_memory=int(figures["host_memory"]),
         node=counts["node"],
-        sources=found.get("sources") or dict.fromkeys([*_FIGURES, "flops"], given),
+        sources=row.get("sources") or dict.fromkeys([*_FIGURES, "flops"], source),
         kinds=tuple(kinds[1:]),
         per_chip=counts["per_chip"],
-        pod=tuple(found.get("pod", ())),
-        compiler=found.get("compiler"),
+        pod=tuple(row.get("pod", ())),
+        compiler=row.get("compiler"),
         reached=reached,
         hop=hop,
         tile=counts["tile"],
@@ -272,22 +272,22 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
 
 def _numbers(
     key: str,
-    found: Any,
+    written: Any,
     usual: Mapping[str, float],
     read: Callable[[str, Any, str], float],
 ) -> dict[str, float]:
     """The row's values of these figures over the defaults."""
-    found = {} if found is None else found
-    unknown = sorted(set(found) - set(usual)) if isinstance(found, Mapping) else [found]
+    written = {} if written is None else written
+    unknown = sorted(set(written) - set(usual)) if isinstance(written, Mapping) else [written]
     if unknown:
         read(f"{key}.{unknown[0]}", "an unknown key", "")
         return dict(usual)
     unit = "s" if key == "hop" else ""
-    return {**usual, **{k: read(f"{key}.{k}", v, unit) for k, v in found.items()}}
+    return {**usual, **{k: read(f"{key}.{k}", v, unit) for k, v in written.items()}}
 
 
-def _is_list(found: Any, kind: type) -> bool:
-    return isinstance(found, list) and bool(found) and all(isinstance(x, kind) for x in found)
+def _is_list(entries: Any, kind: type) -> bool:
+    return isinstance(entries, list) and bool(entries) and all(isinstance(x, kind) for x in entries)
 
 
 # -- amounts with units: `80 GB`, `95.7 GiB`, `989.5 TFLOP/s` -------------------------------------
@@ -306,10 +306,10 @@ def amount(written: Any, unit: str) -> float | None:
         return None
     if isinstance(written, int | float):
         return float(written)
-    found = _FORM.fullmatch(written) if isinstance(written, str) else None
-    if found is None or found[3] not in ("", unit) or (found[2] or "") not in _PREFIXES:
+    match = _FORM.fullmatch(written) if isinstance(written, str) else None
+    if match is None or match[3] not in ("", unit) or (match[2] or "") not in _PREFIXES:
         return None
-    return float(found[1]) * _PREFIXES[found[2] or ""]
+    return float(match[1]) * _PREFIXES[match[2] or ""]
 
 
 # -- peaks by JAX's `device_kind` ------------------------------------------------------------------

@@ -16,8 +16,8 @@ __all__ = ["Chip", "chip_named", "chips_of", "speeds_table"]
 
 def chips_of(hardware: str | Path | None = None) -> dict[str, Chip]:
     """All chips by name; a hardware file adds to the built-in ones or overrides them."""
-    own = read_chips(hardware) if hardware is not None else {}
-    return {**read_chips(), **own}
+    added = read_chips(hardware) if hardware is not None else {}
+    return {**read_chips(), **added}
 
 
 def chip_named(name: str, chips: Mapping[str, Chip]) -> Chip:
@@ -27,7 +27,7 @@ def chip_named(name: str, chips: Mapping[str, Chip]) -> Chip:
     if name in chips:
         return chips[name]
     # `a100` lacks only the memory size.
-    sizes = [each for each in chips if name and each.startswith(f"{name.lower()}-")]
+    sizes = [chip_name for chip_name in chips if name and chip_name.startswith(f"{name.lower()}-")]
     hint = f"It is one of {', '.join(sizes)}." if sizes else did_you_mean(name, chips)
     raise ConfigError(
         f'target: no chip is called "{name}". {hint}{" " if hint else ""}Known: '

@@ -39,8 +39,8 @@ class Target:
         if self.topology:
             slices = f"{self.slices}x " if self.slices > 1 else ""
             return f"{slices}{self.chip.name}:{'x'.join(map(str, self.topology))}"
-        own = f"/{self.node}" if self.node != min(self.chip.node, self.count) else ""
-        return f"{self.chip.name}:{self.count}{own}"
+        node = f"/{self.node}" if self.node != min(self.chip.node, self.count) else ""
+        return f"{self.chip.name}:{self.count}{node}"
 
     @property
     def slice_count(self) -> int:
@@ -67,21 +67,21 @@ def target_of(written: str, chips: Mapping[str, Chip] | None = None) -> Target:
       ConfigError: with targets that would work.
     """
     chips = chips_of() if chips is None else chips
-    found = _FORM.fullmatch(written) if isinstance(written, str) else None
-    if found is None:
+    match = _FORM.fullmatch(written) if isinstance(written, str) else None
+    if match is None:
         raise ConfigError(
             f'target: cannot read "{written}". Needs CHIP:COUNT like h100:64 or cpu:8, for TPUs '
             "CHIP:TORUS like v5p:4x4x8 or 2x v5p:4x4x4"
         )
-    chip = chip_named(found["chip"], chips)
-    shape = tuple(map(int, (found["shape"] or "1").split("x")))
-    slices = int(found["slices"] or 1)
+    chip = chip_named(match["chip"], chips)
+    shape = tuple(map(int, (match["shape"] or "1").split("x")))
+    slices = int(match["slices"] or 1)
     if min(*shape, slices, 1) < 1:
         raise ConfigError(f'target: "{written}" has a size of zero; each must be at least 1')
     if chip.torus_dims:
-        target = _tori(chip, shape, slices, found)
+        target = _tori(chip, shape, slices, match)
     else:
-        target = _switched(chip, shape, slices, found)
+        target = _switched(chip, shape, slices, match)
     if target.count > MOST_DEVICES:
         raise ConfigError(
             f'target: "{written}" is {target.count} devices; a plan is for at most {MOST_DEVICES}'
@@ -89,15 +89,15 @@ def target_of(written: str, chips: Mapping[str, Chip] | None = None) -> Target:
     return target
 
 
-def _tori(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[str]) -> Target:
-    written = found[0].strip()
-    if found["node"]:
+def _tori(chip: Chip, shape: tuple[int, ...], slices: int, match: re.Match[str]) -> Target:
+    written = match[0].strip()
+    if match["node"]:
         raise ConfigError(
             f'target: "{written}": devices per node are for GPUs only; a TPU slice is its torus'
         )
     dims, chips = chip.torus_dims, math.prod(shape)
-    if len(shape) != dims or not found["shape"]:
-        some = list(_like(chip, chips))[:4] if found["shape"] else []
+    if len(shape) != dims or not match["shape"]:
+        some = list(_like(chip, chips))[:4] if match["shape"] else []
         works = f"{chips} chips are {', '.join(some)}" if some else f"for example {_smallest(chip)}"
         raise ConfigError(f'target: "{written}": {chip.name} needs a torus of {dims} dims: {works}')
     if not _fits_pod(chip, shape):
@@ -116,17 +116,17 @@ def _tori(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[str])
     return Target(chip, count * slices, shape, slices, min(chip.node, count))
 
 
-def _switched(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[str]) -> Target:
-    written = found[0].strip()
-    if len(shape) > 1 or slices > 1 or not found["shape"]:
+def _switched(chip: Chip, shape: tuple[int, ...], slices: int, match: re.Match[str]) -> Target:
+    written = match[0].strip()
+    if len(shape) > 1 or slices > 1 or not match["shape"]:
         count = math.prod(shape) * slices
         raise ConfigError(
             f'target: "{written}": the number of {chip.name} is one number, as in '
-            f"{chip.name}:{count if found['shape'] else 8}"
+            f"{chip.name}:{count if match['shape'] else 8}"
             + ("" if chip.platform == "cpu" else f", then devices per node: /{chip.node}")
         )
     count = shape[0]
-    node = int(found["node"] or min(chip.node, count))
+    node = int(match["node"] or min(chip.node, count))
     if node < 1 or (count % node and count > node):
         works = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 72]
         raise ConfigError(

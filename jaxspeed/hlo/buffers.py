@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxspeed.hlo.collectives import ACCUMULATION_SCOPE
-from jaxspeed.hlo.parser import Instruction, Shape, parse
+from jaxspeed.hlo.parser import Shape, parse
 from jaxspeed.hlo.trip_counts import is_invariant, is_loop_of, walk
 
 _NAMES_ONLY = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "opt-barrier"}
@@ -39,12 +39,13 @@ def loop_carry_bytes(hlo_text: str, scope: str = ACCUMULATION_SCOPE) -> int:
 
 def largest_buffers(hlo_text: str, count: int = 10) -> list[Buffer]:
     """The largest arrays of all instructions, arguments included, without duplicates."""
-    found: dict[Buffer, None] = {}
+    buffers: dict[Buffer, None] = {}
     for site in walk(parse(hlo_text)):
         if site.fusion is None and site.instruction.opcode not in _NAMES_ONLY:
             for array in site.instruction.arrays:
-                found[_buffer(site.instruction, array)] = None
-    return sorted(found, key=lambda buffer: -buffer.bytes)[:count]
+                opcode, op_name = site.instruction.opcode, site.instruction.op_name
+                buffers[Buffer(array.dtype, array.dims, array.bytes, opcode, op_name)] = None
+    return sorted(buffers, key=lambda buffer: -buffer.bytes)[:count]
 
 
 def _carry(hlo_text: str, scope: str) -> list[Shape]:
@@ -62,7 +63,3 @@ def _carry(hlo_text: str, scope: str) -> list[Shape]:
             if isinstance(part, Shape) and not is_invariant(module, body, index)
         ]
     return carried
-
-
-def _buffer(instruction: Instruction, array: Shape) -> Buffer:
-    return Buffer(array.dtype, array.dims, array.bytes, instruction.opcode, instruction.op_name)

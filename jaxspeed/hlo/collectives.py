@@ -29,7 +29,7 @@ def collectives(
         raise PlacementError(
             f"the program was compiled for {module.devices} devices, the mesh has {mesh.size}"
         )
-    return [one for _, one in collectives_by_site(module, mesh, scope)]
+    return [collective for _, collective in collectives_by_site(module, mesh, scope)]
 
 
 def collectives_by_site(
@@ -37,9 +37,9 @@ def collectives_by_site(
 ) -> Iterator[tuple[Site, Communication]]:
     """The collectives of a program, each with its place."""
     for site in walk(module):
-        one = _collective(site, module.devices, mesh, scope)
-        if one is not None:
-            yield site, one
+        collective = _collective(site, module.devices, mesh, scope)
+        if collective is not None:
+            yield site, collective
 
 
 def unknown_loops(program: str | Module) -> tuple[str, ...]:

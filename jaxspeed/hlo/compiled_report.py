@@ -28,7 +28,7 @@ _CPU_NOTE = " * from the placement table: XLA:CPU counts host memory as device m
 
 @dataclass(frozen=True)
 class CompiledReport:
-    """Per device and execution, read from the compiled program.
+    """Figures of a compiled program, per device and execution.
 
     Attributes:
       argument_bytes: device memory of the arguments.
@@ -111,40 +111,40 @@ class CompiledReport:
             Text(f"on the host, {name}: reads {bytes_text(read)}, writes {bytes_text(written)}")
             for name, (read, written) in self.on_host.items()
         ]
-        return Group(*[each for part in parts for each in (part, Text())][:-1])
+        return Group(*[row for part in parts for row in (part, Text())][:-1])
 
     def __str__(self) -> str:
         return as_text(self, width=110)
 
     def figures(self) -> dict[str, Any]:
         """The compiler's figures for JSON."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        figures = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
         for name in ("pipeline", "transfer", "waiting", "kept"):  # not from the compiler
-            del own[name]
-        if own.pop("others"):
-            own["others"] = {name: other.figures() for name, other in self.others.items()}
+            del figures[name]
+        if figures.pop("others"):
+            figures["others"] = {name: other.figures() for name, other in self.others.items()}
         elif self.phase is None:
-            del own["phase"]
+            del figures["phase"]
         if not self.on_host:
-            del own["on_host"]
+            del figures["on_host"]
         for key, name in (("tells_host", "separates_host"), ("untold", "no_text")):  # stable keys
-            own[key] = own.pop(name)
-        found = self.collectives
-        return {**own, "collectives": None if found is None else [_figures(one) for one in found]}
+            figures[key] = figures.pop(name)
+        listed = self.collectives
+        return {**figures, "collectives": None if listed is None else [*map(_figures, listed)]}
 
 
-def _figures(one: Communication) -> dict[str, Any]:
+def _figures(collective: Communication) -> dict[str, Any]:
     return {
-        "kind": one.kind,
-        "axis": one.axes,
-        "bytes": one.bytes,
-        "elements": one.elements,
-        "dtype": one.dtype,
-        "leaves": one.leaves,
-        "group_size": one.group_size,
-        "runs": one.runs,
-        "in_accumulation": one.in_accumulation,
-        "op_name": one.site,
+        "kind": collective.kind,
+        "axis": collective.axes,
+        "bytes": collective.bytes,
+        "elements": collective.elements,
+        "dtype": collective.dtype,
+        "leaves": collective.leaves,
+        "group_size": collective.group_size,
+        "runs": collective.runs,
+        "in_accumulation": collective.in_accumulation,
+        "op_name": collective.site,
     }
 
 
@@ -192,7 +192,7 @@ def report(
         host_temp_bytes=in_host[1],
         host_output_bytes=in_host[2],
         transfer=transfer and transfer.counted(flops),
-        separates_host=_platform(mesh) != "cpu",
+        separates_host=not (isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"),
         waiting=dict(waiting),
         no_text=no_text,
         kept=kept,
@@ -211,10 +211,6 @@ def _text(compiled: jax.stages.Compiled) -> tuple[str | None, str | None]:
     except jax.errors.JaxRuntimeError as error:
         return None, f"this backend cannot print the program ({str(error).splitlines()[0][:200]})"
     return text, None if text else "this backend does not print its programs"
-
-
-def _platform(mesh: Mesh | AbstractMesh) -> str | None:
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
 
 
 def _summary(report: CompiledReport) -> Table:
@@ -256,16 +252,18 @@ def _summary(report: CompiledReport) -> Table:
     return table
 
 
-def _collective_table(found: Iterable[Communication], trip: str) -> Table:
+def _collective_table(communications: Iterable[Communication], trip: str) -> Table:
     """One row per kind, axis and dtype of collectives: their number, runs and bytes per device.
 
     `trip` names an iteration of the loop over micro-batches. In 80 columns axes and trips are
     wrapped before a number is truncated.
     """
     rows: dict[tuple[str, str, str, str], list[Communication]] = defaultdict(list)
-    for one in found:
-        where = trip if one.in_accumulation else "step"
-        rows[one.kind, " x ".join(one.axes), one.dtype, where].append(one)
+    for collective in communications:
+        where = trip if collective.in_accumulation else "step"
+        rows[collective.kind, " x ".join(collective.axes), collective.dtype, where].append(
+            collective
+        )
     table = Table(title="collectives, per device and step", title_justify="left", box=None)
     for column, narrowest in (("kind", None), ("axis", 7), ("dtype", None), ("each", 6)):
         table.add_column(column, no_wrap=narrowest is None, min_width=narrowest, overflow="fold")
@@ -280,8 +278,8 @@ def _collective_table(found: Iterable[Communication], trip: str) -> Table:
         table.add_row(
             *key,
             str(len(alike)),
-            str(sum(one.runs for one in alike)),
-            scaled_text(sum(one.payload for one in alike), "B"),
-            scaled_text(sum(ring_bytes(one) for one in alike), "B"),
+            str(sum(collective.runs for collective in alike)),
+            scaled_text(sum(collective.payload for collective in alike), "B"),
+            scaled_text(sum(ring_bytes(collective) for collective in alike), "B"),
         )
     return table

@@ -50,10 +50,10 @@ def cost(program: str | Module) -> Cost:
     flops = accessed = 0
     uncounted: dict[str, None] = {}
     for site in walk(module):
-        own = _own_flops(site)
-        if own is None:
+        site_flops = _own_flops(site)
+        if site_flops is None:
             uncounted[_target(site.instruction)] = None
-        flops += (own or 0) * site.runs
+        flops += (site_flops or 0) * site.runs
         if site.fusion is None:
             accessed += _bytes_accessed(module, site) * site.runs
     return Cost(flops, accessed, tuple(uncounted))
@@ -119,8 +119,8 @@ def _window(text: str | None, dims: int) -> list[_Window]:
     """`{size=2x4 stride=1x3 pad=1_1x3_3 lhs_dilate=2x4 rhs_dilate=1x1}`, one for each dim."""
 
     def values(key: str, default: str) -> list[str]:
-        found = re.search(rf"\b{key}=([\d_x\-]+)", text or "")
-        return found.group(1).split("x") if found else [default] * dims
+        match = re.search(rf"\b{key}=([\d_x\-]+)", text or "")
+        return match.group(1).split("x") if match else [default] * dims
 
     return [
         _Window(int(stride), int(pad.split("_")[0]), int(base), int(window))

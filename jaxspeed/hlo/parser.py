@@ -57,14 +57,14 @@ class Instruction:
 
     def attribute(self, key: str) -> str | None:
         """The text of `key=...` up to the comma that ends it, or None."""
-        found = re.search(rf"(?:^|[ ,]){key}=", self.attributes)
-        return None if found is None else _value(self.attributes, found.end())
+        match = re.search(rf"(?:^|[ ,]){key}=", self.attributes)
+        return None if match is None else _value(self.attributes, match.end())
 
     @property
     def op_name(self) -> str:
         """The path of JAX's named scopes, or ''."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match.group(1) if match else ""
 
     def called(self, key: str) -> tuple[str, ...]:
         """The computations that the attribute `key` names."""
@@ -119,10 +119,10 @@ def bits(dtype: str) -> int:
     """Bits of one element: the first number in the type's name (`bf16`, `f8e4m3fn`, `s4`)."""
     if dtype in _BITS:
         return _BITS[dtype]
-    found = re.search(r"\d+", dtype)
-    if found is None:
+    match = re.search(r"\d+", dtype)
+    if match is None:
         raise ValueError(f"HLO type {dtype!r} is unknown")
-    return int(found.group())
+    return int(match.group())
 
 
 def leaves(shape: Tree) -> Iterator[Shape]:
@@ -139,10 +139,10 @@ def parse_shape(text: str) -> Tree:
     text = text.strip()
     if text.startswith("("):
         return tuple(parse_shape(part) for part in _split(text[1:-1]))
-    found = _ARRAY.match(text)
-    if found is None:
+    match = _ARRAY.match(text)
+    if match is None:
         raise ValueError(f"not an HLO shape: {text!r}")
-    dtype, dims, layout = found.groups()
+    dtype, dims, layout = match.groups()
     memory = re.search(r"S\((\d+)\)", layout or "")
     sizes = tuple(int(d.strip().lstrip("<=")) for d in dims.split(",") if d.strip())
     return Shape(dtype, sizes, int(memory.group(1)) if memory else 0)
@@ -155,8 +155,8 @@ def parse(text: str | Module) -> Module:
     header = text.split("\n", 1)[0]
     devices = 1
     for key in ("num_partitions", "replica_count"):
-        if found := re.search(rf"\b{key}=(\d+)", header):
-            devices *= int(found.group(1))
+        if match := re.search(rf"\b{key}=(\d+)", header):
+            devices *= int(match.group(1))
     computations: dict[str, Computation] = {}
     entry = None
     for name, is_entry, lines in _blocks(text):
@@ -184,8 +184,8 @@ def _blocks(text: str) -> Iterator[tuple[str, bool, list[str]]]:
     lines: list[str] = []
     for line in text.splitlines():
         if name is None:
-            if found := _HEADER.match(line):
-                name, is_entry, lines = found.group(2), found.group(1) is not None, []
+            if match := _HEADER.match(line):
+                name, is_entry, lines = match.group(2), match.group(1) is not None, []
         elif _FOOTER.match(line):
             yield name, is_entry, lines
             name = None
@@ -196,9 +196,9 @@ def _blocks(text: str) -> Iterator[tuple[str, bool, list[str]]]:
 
 
 def _parse_instruction(line: str) -> tuple[Instruction, bool]:
-    found = _INSTRUCTION.match(line)
-    assert found is not None
-    root, name, rest = found.groups()
+    match = _INSTRUCTION.match(line)
+    assert match is not None
+    root, name, rest = match.groups()
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shape = parse_shape(_COMMENT.sub("", rest[:end]))
     opening = rest.index("(", end)

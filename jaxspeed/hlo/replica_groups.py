@@ -30,11 +30,11 @@ def replica_groups(text: str, devices: int) -> Groups:
     if text.startswith("{"):
         groups = _lists(text)
         return groups or (tuple(range(devices)),)
-    if found := _IOTA.match(text):
-        dims, reshape, order = (_ints(part or "") for part in found.groups())
+    if match := _IOTA.match(text):
+        dims, reshape, order = (_ints(part or "") for part in match.groups())
         return _rows(_iota(reshape, order).reshape(dims))
-    if found := _MESH.match(text):
-        return _mesh_groups(*found.groups())
+    if match := _MESH.match(text):
+        return _mesh_groups(*match.groups())
     raise ValueError(f"replica groups {text!r} have an unknown format")
 
 
@@ -60,10 +60,10 @@ def _mesh_groups(axes: str, device_ids: str | None, members: str) -> Groups:
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
     ids = np.arange(math.prod(sizes.values()))
     if device_ids is not None:
-        found = _DEVICE_IOTA.match(device_ids)
+        match = _DEVICE_IOTA.match(device_ids)
         ids = (
-            _iota(_ints(found.group(1)), _ints(found.group(2) or "")).reshape(-1)
-            if found
+            _iota(_ints(match.group(1)), _ints(match.group(2) or "")).reshape(-1)
+            if match
             else np.asarray(_ints(device_ids))
         )
     # Split every axis with a named sub-axis into (before, named, after).

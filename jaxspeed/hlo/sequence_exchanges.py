@@ -62,18 +62,23 @@ def sequence_exchanges(
     if mesh.shape.get(SEQ, 1) == 1:
         return ()
     lines = SourceLines(text)
-    found: dict[tuple[str, str, str, int], SequenceExchange] = {}
-    for site, one in collectives_by_site(parse(text), mesh):
-        ours = any(scope in one.site for scope in _OURS) or one.elements in parameters
-        if SEQ not in one.axes or one.kind not in _VERBS or one.kind == "all-reduce" or ours:
+    exchanges: dict[tuple[str, str, str, int], SequenceExchange] = {}
+    for site, collective in collectives_by_site(parse(text), mesh):
+        ours = any(scope in collective.site for scope in _OURS) or collective.elements in parameters
+        if (
+            SEQ not in collective.axes
+            or collective.kind not in _VERBS
+            or collective.kind == "all-reduce"
+            or ours
+        ):
             continue
-        if not one.dtype.startswith(_FLOATS):
+        if not collective.dtype.startswith(_FLOATS):
             continue
         operation, line = lines.of(site.computation, site.instruction)
-        key = operation, line, one.kind, one.bytes
-        runs = one.runs + (found[key].runs if key in found else 0)
-        found[key] = SequenceExchange(operation, line, one.kind, one.bytes, runs)
-    return tuple(sorted(found.values(), key=lambda one: -one.bytes * one.runs))
+        key = operation, line, collective.kind, collective.bytes
+        runs = collective.runs + (exchanges[key].runs if key in exchanges else 0)
+        exchanges[key] = SequenceExchange(operation, line, collective.kind, collective.bytes, runs)
+    return tuple(sorted(exchanges.values(), key=lambda exchange: -exchange.bytes * exchange.runs))
 
 
 class SourceLines:
@@ -89,23 +94,25 @@ class SourceLines:
         """
         seen, waiting = {instruction.name}, [instruction]
         while waiting:
-            one = waiting.pop(0)
-            if one.op_name and not one.op_name.endswith("sharding_constraint"):
-                name = re.sub(r"[^/]*\(|\)", "", one.op_name.rpartition("/")[2])
-                return _OPERATIONS.get(name, name), self._line(one)
-            new = [user for user in computation.users[one.name] if user.name not in seen]
+            read = waiting.pop(0)
+            if read.op_name and not read.op_name.endswith("sharding_constraint"):
+                name = re.sub(r"[^/]*\(|\)", "", read.op_name.rpartition("/")[2])
+                return _OPERATIONS.get(name, name), self._line(read)
+            new = [user for user in computation.users[read.name] if user.name not in seen]
             seen.update(user.name for user in new)
             waiting += new
         return instruction.opcode, self._line(instruction)
 
     def _line(self, instruction: Instruction) -> str:
         """The user's innermost line of an instruction's stack."""
-        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
-            return f"{found[1].rpartition('/')[2]}:{found[2]}"
-        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        stack = list(self._stack(int(found[1]))) if found else []
-        own = [(file, line) for file, line in stack if not file.startswith(LIBRARIES)] or stack
-        return f"{own[0][0].rpartition('/')[2]}:{own[0][1]}" if own else ""
+        if match := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
+            return f"{match[1].rpartition('/')[2]}:{match[2]}"
+        match = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        stack = list(self._stack(int(match[1]))) if match else []
+        user_lines = [
+            (file, line) for file, line in stack if not file.startswith(LIBRARIES)
+        ] or stack
+        return f"{user_lines[0][0].rpartition('/')[2]}:{user_lines[0][1]}" if user_lines else ""
 
     def _stack(self, frame: int) -> Iterator[tuple[str, int]]:
         """(file, line), innermost first."""
@@ -137,5 +144,5 @@ class SourceLines:
         return files, locations, frames
 
     def _of(self, section: str) -> str:
-        found = re.search(rf"(?m)^{section}\w*\n((?:\d+ .*\n)*)", self._text)
-        return found[1] if found else ""
+        match = re.search(rf"(?m)^{section}\w*\n((?:\d+ .*\n)*)", self._text)
+        return match[1] if match else ""

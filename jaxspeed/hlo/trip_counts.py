@@ -101,8 +101,8 @@ def _trip_count(
 
     `for i = start; i < bound; i += step` runs ceil((bound - start) / step) times.
     """
-    if found := _TRIP_COUNT.search(loop.attributes):
-        return int(found.group(1))
+    if match := _TRIP_COUNT.search(loop.attributes):
+        return int(match.group(1))
     condition = module.computations[loop.called("condition")[0]]
     body = module.computations[loop.called("body")[0]]
     compare = _inlined(module, condition, condition.root)

@@ -52,11 +52,11 @@ class BugProgram:
             return f"not run: it concerns {', '.join(platforms)}, and the devices are {here}"
         if len(devices) < self.devices:
             return f"not run: it needs {self.devices} devices, and there are {len(devices)}"
-        found = self.run(devices[: self.devices])
-        verdict = "right" if found <= self.most else "WRONG"
+        error = self.run(devices[: self.devices])
+        verdict = "right" if error <= self.most else "WRONG"
         avoided = AVOIDED.get(self.bug.affects)
         concerns = f"; {avoided}" if avoided else ""
-        return f"{verdict}: {self.shows} {found:.1e}, of at most {self.most:.0e}{concerns}"
+        return f"{verdict}: {self.shows} {error:.1e}, of at most {self.most:.0e}{concerns}"
 
 
 def judged(devices: Devices) -> dict[str, str]:
@@ -68,20 +68,20 @@ def _numbers(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def _error(found: jax.Array, right: np.ndarray) -> float:
+def _error(computed: jax.Array, right: np.ndarray) -> float:
     """The largest difference, in terms of the largest right number."""
-    found64 = np.asarray(found).astype(np.float64)
-    return float(np.max(np.abs(found64 - right)) / np.max(np.abs(right)))
+    computed64 = np.asarray(computed).astype(np.float64)
+    return float(np.max(np.abs(computed64 - right)) / np.max(np.abs(right)))
 
 
 def _squares_of_rows(devices: Devices, rows: int = 40_000) -> float:
     """The largest error of a row's number, relative to that row's."""
     x, weight = _numbers(rows, 3), _numbers(3, 3, seed=1)
-    found = jax.jit(jax.vmap(lambda row: jnp.sum((weight @ row) ** 2)))(
+    computed = jax.jit(jax.vmap(lambda row: jnp.sum((weight @ row) ** 2)))(
         jax.device_put(x, devices[0])
     )
     right = ((x.astype(np.float64) @ weight.astype(np.float64).T) ** 2).sum(axis=1)
-    return float(np.max(np.abs(np.asarray(found).astype(np.float64) - right) / right))
+    return float(np.max(np.abs(np.asarray(computed).astype(np.float64) - right) / right))
 
 
 def _gradient_of_a_sharded_table(devices: Devices) -> float:
@@ -102,12 +102,12 @@ def _gradient_of_a_sharded_table(devices: Devices) -> float:
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.grad(loss))(
+        gradient = jax.jit(jax.grad(loss))(
             placed(np.zeros((16, 8), np.float32), P("tensor", "data")),
             placed(ids, P("data", "tensor")),
             placed(d_out, P("data", "tensor", None)),
         )
-    return _error(found, right)
+    return _error(gradient, right)
 
 
 def _gradient_of_offloaded_residuals(devices: Devices) -> float:
@@ -128,7 +128,7 @@ def _gradient_of_offloaded_residuals(devices: Devices) -> float:
     def loss(weights: jax.Array) -> jax.Array:
         return jnp.sum(lax.scan(jax.checkpoint(step, policy=policy), jnp.asarray(x), weights)[0])
 
-    found = jax.jit(jax.grad(loss))(jax.device_put(weights, devices[0]))
+    gradient = jax.jit(jax.grad(loss))(jax.device_put(weights, devices[0]))
     states = [x.astype(np.float64)]
     for weight in weights.astype(np.float64):
         states.append(np.sin(states[-1]) * weight)
@@ -137,7 +137,7 @@ def _gradient_of_offloaded_residuals(devices: Devices) -> float:
     for i in reversed(range(steps)):
         right[i] = d_x * np.sin(states[i])
         d_x = d_x * weights[i].astype(np.float64) * np.cos(states[i])
-    return _error(found, right)
+    return _error(gradient, right)
 
 
 def _small_updates(devices: Devices, count: int = 40_000) -> float:
@@ -166,8 +166,8 @@ def _gradient_of_a_ragged_exchange(devices: Devices) -> float:
     mesh = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
 
     def exchange(x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-        starts, own = 2 * jnp.asarray(at), 2 * lax.axis_index("data")
-        sizes = starts, sent[0], jnp.full(count, own, jnp.int32), received[0]
+        starts, offset = 2 * jnp.asarray(at), 2 * lax.axis_index("data")
+        sizes = starts, sent[0], jnp.full(count, offset, jnp.int32), received[0]
         return lax.ragged_all_to_all(x[0], jnp.zeros_like(x[0]), *sizes, axis_name="data")[None]
 
     def loss(x: jax.Array) -> jax.Array:
@@ -181,10 +181,10 @@ def _gradient_of_a_ragged_exchange(devices: Devices) -> float:
             factor = scale[target, 2 * source + row].astype(np.float64)
             right[source, place] = x[source, place] * factor
     try:
-        found = jax.jit(jax.grad(loss))(jax.device_put(x, NamedSharding(mesh, by_rank)))
+        gradient = jax.jit(jax.grad(loss))(jax.device_put(x, NamedSharding(mesh, by_rank)))
     except jax.errors.JaxRuntimeError:
         return np.inf
-    return _error(found, right)
+    return _error(gradient, right)
 
 
 def _rows_of_no_group(devices: Devices) -> float:
@@ -193,8 +193,8 @@ def _rows_of_no_group(devices: Devices) -> float:
 
     x, weight = _numbers(512, 128), _numbers(2, 128, 128, seed=1)
     x, weight, sizes = jax.device_put((x, weight, np.array([40, 60], np.int32)), devices[0])
-    found = np.asarray(gmm(x, weight, sizes, interpret=devices[0].platform == "cpu"))[128:]
-    return float(np.max(np.abs(found))) if np.all(np.isfinite(found)) else np.inf
+    rows = np.asarray(gmm(x, weight, sizes, interpret=devices[0].platform == "cpu"))[128:]
+    return float(np.max(np.abs(rows))) if np.all(np.isfinite(rows)) else np.inf
 
 
 def _scatters_of_a_loop(devices: Devices) -> float:
@@ -222,12 +222,12 @@ def _by_positions(
     """The gradients of a loss whose first argument [batch, position] is sharded by position."""
     mesh = Mesh(np.array(devices).reshape(2, -1), ("seq", "tensor"), (AxisType.Auto,) * 2)
     placed = NamedSharding(mesh, PartitionSpec(None, "seq")), NamedSharding(mesh, PartitionSpec())
-    given = [jax.device_put(x, placed[0]), *(jax.device_put(y, placed[1]) for y in rest)]
-    return jax.jit(jax.grad(loss, tuple(range(len(given)))))(*given)
+    arguments = [jax.device_put(x, placed[0]), *(jax.device_put(y, placed[1]) for y in rest)]
+    return jax.jit(jax.grad(loss, tuple(range(len(arguments)))))(*arguments)
 
 
 def _gradient_of_a_kernel(devices: Devices) -> float:
-    """Of a causal convolution of three positions, the two before and the position itself."""
+    """A causal convolution's kernel of three positions: the two before and the position itself."""
     x, kernel = _numbers(2, 16), _numbers(3, seed=1)
 
     def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -243,7 +243,7 @@ def _gradient_of_a_kernel(devices: Devices) -> float:
 
 
 def _gradient_of_maxima(devices: Devices) -> float:
-    """Of the largest of each position and the two before."""
+    """Maxima of each position and the two before."""
     x = _numbers(2, 16)
 
     def loss(x: jax.Array) -> jax.Array:

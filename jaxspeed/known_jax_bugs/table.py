@@ -53,10 +53,10 @@ class KnownBug:
 
     def is_in(self, versions: Mapping[str, str]) -> bool:
         """Whether one of these installed versions has it."""
-        found = versions.get(self.package)
-        if found is None or numbers(found) < self.since:
+        version = versions.get(self.package)
+        if version is None or numbers(version) < self.since:
             return False
-        return self.until is None or numbers(found) < self.until
+        return self.until is None or numbers(version) < self.until
 
 
 KNOWN_BUGS = (
@@ -205,11 +205,11 @@ def installed(platform: str = "") -> dict[str, str]:
     """Versions of the packages that matter on a platform."""
     import jax
 
-    found = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
+    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
     if platform == "tpu":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found["libtpu"] = importlib.metadata.version("libtpu")
-    return found
+            versions["libtpu"] = importlib.metadata.version("libtpu")
+    return versions
 
 
 def numbers(version: str) -> Numbers:
@@ -220,8 +220,8 @@ def numbers(version: str) -> Numbers:
 def _too_old(versions: Mapping[str, str]) -> Iterator[str]:
     for package in ("jax", "jaxlib"):
         if numbers(versions[package]) < FLOOR:
-            found = versions[package]
-            yield f"jaxspeed needs {package} {_text(FLOOR)} or newer; {found} is installed"
+            version = versions[package]
+            yield f"jaxspeed needs {package} {_text(FLOOR)} or newer; {version} is installed"
 
 
 def _shown(bug: KnownBug, platform: str, versions: Mapping[str, str]) -> str:

@@ -79,15 +79,15 @@ class Listening:
 
     def places(self) -> list[str]:
         """The address or path of each socket."""
-        names = [each.getsockname() for each in self.sockets]
+        names = [listener.getsockname() for listener in self.sockets]
         return [name if isinstance(name, str) else str(name[0]) for name in names]
 
     def __enter__(self) -> "Listening":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self.sockets:
-            each.close()
+        for listener in self.sockets:
+            listener.close()
         if self.path:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
@@ -146,12 +146,12 @@ def _listen_at_port(at: Address) -> Listening:
     if at.host == "::":
         return Listening([_server_of_all(at.port)], str(at))
     try:
-        found = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)
     except OSError:
-        found, unconfined = [], f"the coordinator's name, {at.host}, is not known on {here}"
+        resolved, unconfined = [], f"the coordinator's name, {at.host}, is not known on {here}"
     else:
         unconfined = f"the coordinator's address, {at.host}, is not one of {here}"
-    places = dict.fromkeys((family, place) for family, _, _, _, place in found)
+    places = dict.fromkeys((family, place) for family, _, _, _, place in resolved)
     if not is_loopback(at.host) and any(is_loopback(str(place[0])) for _, place in places):
         # As Debian's /etc/hosts has it of a host's own name; others reach another address.
         places, unconfined = {}, f"the coordinator's name, {at.host}, is a loopback address here"
@@ -167,8 +167,8 @@ def _listen_at_port(at: Address) -> Listening:
             return Listening(sockets, str(at))
         return Listening([_server_of_all(at.port)], f"[::]:{at.port}", unconfined)
     except OSError:
-        for each in sockets:
-            each.close()
+        for listener in sockets:
+            listener.close()
         raise
 
 

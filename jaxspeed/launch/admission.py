@@ -66,9 +66,9 @@ def verified_answer(said: dict[str, Any], token: str, number: str, place: int) -
     return problem
 
 
-def _is_equal(given: object, expected: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(
-        given.encode("utf-8", "replace"), expected.encode()
+def _is_equal(received: object, expected: str) -> bool:
+    return isinstance(received, str) and hmac.compare_digest(
+        received.encode("utf-8", "replace"), expected.encode()
     )
 
 
@@ -83,14 +83,14 @@ def parsed(line: bytes) -> dict[str, Any]:
         raise ValueError(f"it says {constant}")
 
     try:
-        found = json.loads(line, parse_constant=refuse)
+        message = json.loads(line, parse_constant=refuse)
     except RecursionError:
         raise ValueError("its line is nested too deeply") from None
     except ValueError:
         raise ValueError("its line is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(message, dict):
         raise ValueError("its line is not an object")
-    return found
+    return message
 
 
 def encoded(said: dict[str, Any]) -> bytes:
@@ -176,9 +176,11 @@ class Admission:
           RunError: this process may not open enough files.
         """
         while (now := time.monotonic()) < until:
-            late = [each for each in self._newcomers.values() if each.until <= now]
-            for each in late:
-                self._refuse(each, f"it did not say who it is within {_HELLO:.0f} s")
+            late = [
+                connection for connection in self._newcomers.values() if connection.until <= now
+            ]
+            for connection in late:
+                self._refuse(connection, f"it did not say who it is within {_HELLO:.0f} s")
             first = next(iter(self._newcomers.values()), None)
             wait = min(until, first.until if first is not None else until) - now
             for key, _ in self._selector.select(max(wait, 0.001)):

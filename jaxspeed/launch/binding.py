@@ -15,11 +15,13 @@ def shared_evenly[T](of: Sequence[T], local_rank: int, processes: int) -> Sequen
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, root: str = "/") -> list[str]:
     """The NVIDIA GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them."""
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip() not in ("", "-1")]
-    found = (re.fullmatch(r"nvidia(\d+)", file.name) for file in Path(root, "dev").glob("nvidia*"))
-    return [str(index) for index, _ in enumerate(filter(None, found))]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    devices = (
+        re.fullmatch(r"nvidia(\d+)", file.name) for file in Path(root, "dev").glob("nvidia*")
+    )
+    return [str(index) for index, _ in enumerate(filter(None, devices))]
 
 
 def has_gpus(environment: Mapping[str, str]) -> bool:

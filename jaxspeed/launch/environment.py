@@ -70,10 +70,10 @@ def start_processes(seconds: float | None = None) -> Membership | None:
     """
     if jax.distributed.is_initialized():
         return None
-    found = find_membership()
-    if found is None:
+    membership = find_membership()
+    if membership is None:
         return None
-    which = f"process {found.rank} of {found.count} (from {found.found_by})"
+    which = f"process {membership.rank} of {membership.count} (from {membership.found_by})"
     if xla_bridge.backends_are_initialized():
         raise RunError(
             f"this is {which}, but JAX has started alone: call jaxspeed.start_processes() before "
@@ -82,9 +82,11 @@ def start_processes(seconds: float | None = None) -> Membership | None:
     seconds = START_SECONDS if seconds is None else seconds
     until = time.monotonic() + seconds
     try:
-        address = Address.parse(found.coordinator)
+        address = Address.parse(membership.coordinator)
         token, bind = os.environ.get(TOKEN, ""), os.environ.get(BIND, "")
-        listens_at = meet(found.coordinator, found.count, found.rank, seconds, token, bind)
+        listens_at = meet(
+            membership.coordinator, membership.count, membership.rank, seconds, token, bind
+        )
     except RunError as error:
         raise RunError(f"{which} cannot start: {error}") from None
     _reach_without_proxy(address)
@@ -94,20 +96,22 @@ def start_processes(seconds: float | None = None) -> Membership | None:
         # JAX ends a process natively at its time-out, without a word on which one is late.
         with explained_wait(waits, end_after=rest):
             jax.distributed.initialize(
-                found.coordinator,
-                found.count,
-                found.rank,
-                local_device_ids=found.gpus,
+                membership.coordinator,
+                membership.count,
+                membership.rank,
+                local_device_ids=membership.gpus,
                 cluster_detection_method="deactivate",
                 initialization_timeout=int(rest) + 30,
                 coordinator_bind_address=listens_at,  # by default all addresses
             )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RunError(f"{which} cannot join those of {found.coordinator}: {reason}") from error
+        raise RunError(
+            f"{which} cannot join those of {membership.coordinator}: {reason}"
+        ) from error
     if address.is_of_one_host and jax.config.jax_cpu_collectives_implementation == "gloo":
         register_backend_factory("cpu", _cpu_client_on_loopback, priority=0, fail_quietly=False)
-    return found
+    return membership
 
 
 def _cpu_client_on_loopback() -> Any:
@@ -120,8 +124,8 @@ def _cpu_client_on_loopback() -> Any:
 
 def late_devices(error: BaseException) -> tuple[int, str] | None:
     """The process whose devices JAX waited for in vain, and how long, if that is the error."""
-    found = _LATE_DEVICES.search(str(error))
-    return (int(found[1]), found[2]) if found else None
+    match = _LATE_DEVICES.search(str(error))
+    return (int(match[1]), match[2]) if match else None
 
 
 def _reach_without_proxy(coordinator: Address) -> None:
@@ -142,11 +146,11 @@ def find_membership(environment: Mapping[str, str] = os.environ) -> Membership |
     Raises:
       ConfigError: the environment is incomplete, or Kubernetes does not answer.
     """
-    given = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    if given.get(COUNT) == "1":
+    stated = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    if stated.get(COUNT) == "1":
         return None
-    if COUNT in given or RANK in given:
-        return _stated(given)
+    if COUNT in stated or RANK in stated:
+        return _stated(stated)
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 and _OPEN_MPI_4 not in environment:
         return _open_mpi_5(environment)  # first: SLURM may have started Open MPI's daemons
     for cluster in clusters.ClusterEnv._cluster_types:
@@ -162,16 +166,16 @@ def find_membership(environment: Mapping[str, str] = os.environ) -> Membership |
     return None
 
 
-def _stated(given: Mapping[str, str]) -> Membership:
-    if missing := [name for name in VARIABLES if name not in given]:
-        raise ConfigError(f"{' and '.join(given)} set, but not {' and '.join(missing)}")
+def _stated(stated: Mapping[str, str]) -> Membership:
+    if missing := [name for name in VARIABLES if name not in stated]:
+        raise ConfigError(f"{' and '.join(stated)} set, but not {' and '.join(missing)}")
     try:
-        count, rank = int(given[COUNT]), int(given[RANK])
+        count, rank = int(stated[COUNT]), int(stated[RANK])
     except ValueError:
-        raise ConfigError(f"{COUNT}={given[COUNT]}, {RANK}={given[RANK]}: not numbers") from None
+        raise ConfigError(f"{COUNT}={stated[COUNT]}, {RANK}={stated[RANK]}: not numbers") from None
     if not 0 <= rank < count:
         raise ConfigError(f"{RANK}={rank}: needs 0 to {count - 1}, as {COUNT} is {count}")
-    return Membership(given[COORDINATOR], count, rank, COUNT)
+    return Membership(stated[COORDINATOR], count, rank, COUNT)
 
 
 def _concerns(cluster: Any, environment: Mapping[str, str]) -> bool:
@@ -228,5 +232,5 @@ def _gpus(environment: Mapping[str, str], rank: str, count: str) -> tuple[int, .
 
 def _expanded(counts: str) -> list[int]:
     """Processes by host, from SLURM's form: 4(x2),3 is 4, 4, 3."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in groups for _ in range(int(times or 1))]

@@ -33,7 +33,7 @@ def read_hostfile(path: str | Path) -> Slots:
         raise ConfigError(f"--hostfile {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"--hostfile {str(path)!r}: {error}") from None
-    found: Slots = {}
+    hosts: Slots = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
             continue
@@ -44,12 +44,12 @@ def read_hostfile(path: str | Path) -> Slots:
         if len(match[2]) > 9 or int(match[2]) > MOST_SLOTS:
             slots = f"slots={match[2][:20]}"
             raise ConfigError(f"{path}:{number}: {slots}; needs at most {MOST_SLOTS}")
-        if match[1] in found:
+        if match[1] in hosts:
             raise ConfigError(f"{path}:{number}: {match[1]} is listed twice")
-        found[match[1]] = tuple(range(int(match[2])))
-    if not found:
+        hosts[match[1]] = tuple(range(int(match[2])))
+    if not hosts:
         raise ConfigError(f"{path}: lists no host")
-    return found
+    return hosts
 
 
 def checked_host(host: str, where: str) -> str:
@@ -75,16 +75,16 @@ def selected(hosts: Mapping[str, Sequence[int]], include: str = "", exclude: str
         raise ConfigError("--include and --exclude: only one of them")
     option = "--include" if include else "--exclude"
     named = _selection(include or exclude, hosts, option)
-    found: Slots = {}
+    remaining: Slots = {}
     for host, slots in hosts.items():
         if include:
-            found[host] = named.get(host, ())
+            remaining[host] = named.get(host, ())
         else:
-            found[host] = tuple(slot for slot in slots if slot not in named.get(host, ()))
-    found = {host: slots for host, slots in found.items() if slots}
-    if not found:
+            remaining[host] = tuple(slot for slot in slots if slot not in named.get(host, ()))
+    remaining = {host: slots for host, slots in remaining.items() if slots}
+    if not remaining:
         raise ConfigError(f"{option} {include or exclude}: no slot remains")
-    return found
+    return remaining
 
 
 def _selection(text: str, hosts: Mapping[str, Sequence[int]], option: str) -> Slots:
@@ -111,7 +111,7 @@ def exported_environment(folders: Sequence[str | Path] | None = None) -> dict[st
 
     The file is read from the home and from the current folder, where the latter counts.
     """
-    found = {k: v for k, v in os.environ.items() if k.startswith(_EXPORTED)}
+    variables = {k: v for k, v in os.environ.items() if k.startswith(_EXPORTED)}
     name = os.environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
     for folder in (Path.home(), Path.cwd()) if folders is None else folders:
         file = Path(folder, name)
@@ -123,5 +123,5 @@ def exported_environment(folders: Sequence[str | Path] | None = None) -> dict[st
                 continue
             if not equals:
                 raise ConfigError(f'{file}:{number}: "{line}"; needs NAME=VALUE')
-            found[key.strip()] = value.strip()
-    return found
+            variables[key.strip()] = value.strip()
+    return variables

@@ -45,9 +45,9 @@ def short_temporary_folder() -> str:
 
 
 def _remove_if_left(folder: Path) -> None:
-    found = folder.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_own or time.time() - found.st_mtime < _SECONDS_TO_LOCK:
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or time.time() - status.st_mtime < _SECONDS_TO_LOCK:
         return
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -218,9 +218,9 @@ class LocalGroup:
 
 def _check_gpus(job: HostJob) -> None:
     """Raise ConfigError if this host has GPUs, but too few."""
-    given = {**os.environ, **job.environment}
-    there = len(visible_gpus(given))
-    if not has_gpus(given):
+    environment = {**os.environ, **job.environment}
+    there = len(visible_gpus(environment))
+    if not has_gpus(environment):
         return
     if job.slots and max(job.slots) >= there:
         raise ConfigError(
@@ -235,7 +235,7 @@ def _check_gpus(job: HostJob) -> None:
 
 def process_environment(job: HostJob, local_rank: int) -> dict[str, str]:
     """The variables by which a process finds the others and its own devices."""
-    found = {
+    variables = {
         COORDINATOR: job.coordinator,
         COUNT: str(job.count),
         RANK: str(job.first + local_rank),
@@ -243,22 +243,22 @@ def process_environment(job: HostJob, local_rank: int) -> dict[str, str]:
         **({BIND: job.coordinator} if job.coordinator.startswith("unix:") else {}),
         "PYTHONUNBUFFERED": "1",  # the last lines of one that is killed
     }
-    given = {**os.environ, **job.environment}
-    if has_gpus(given):
-        gpus = visible_gpus(given)
+    environment = {**os.environ, **job.environment}
+    if has_gpus(environment):
+        gpus = visible_gpus(environment)
         if job.slots is not None:
             gpus = [gpus[slot] for slot in job.slots]
         mine = shared_evenly(gpus, local_rank, job.processes)
         if job.devices is not None:
             mine = gpus[local_rank * job.devices : (local_rank + 1) * job.devices]
         if mine:
-            return {**found, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
+            return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
     elif job.devices is not None:
-        flags = given.get("XLA_FLAGS", "").split()
+        flags = environment.get("XLA_FLAGS", "").split()
         kept = [flag for flag in flags if "host_platform_device_count" not in flag]
         simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.devices)}
-        return {**found, **simulated, "XLA_FLAGS": " ".join(kept)}
-    return found
+        return {**variables, **simulated, "XLA_FLAGS": " ".join(kept)}
+    return variables
 
 
 def read_progress(path: str) -> int:

@@ -68,16 +68,16 @@ def _gather(listening: Listening, count: int, seconds: float, token: str) -> Non
     _allow_connections(count)
     silence, deadline = _Silence(), time.monotonic() + seconds
     sign_of_life = 0.0  # when the next one is due
-    found: dict[int, Member] = {}
+    by_rank: dict[int, Member] = {}
     members: list[Member] = []  # also those that have started again since
     problem = ""
     with contextlib.ExitStack() as opened:
         admission = opened.enter_context(Admission(listening.sockets, count, token))
-        while len(found) < count - 1 and not problem and time.monotonic() < deadline:
+        while len(by_rank) < count - 1 and not problem and time.monotonic() < deadline:
             if time.monotonic() >= sign_of_life:
                 sign_of_life = time.monotonic() + _SILENCE / 3
-                for each in members:
-                    each.send(None)
+                for admitted in members:
+                    admitted.send(None)
             try:
                 member = admission.next(min(silence.until, deadline, sign_of_life))
             except RunError as error:
@@ -86,22 +86,22 @@ def _gather(listening: Listening, count: int, seconds: float, token: str) -> Non
             if member is None:
                 if silence.is_over():
                     verdict = f"have not started (limit {seconds:.0f} s)"
-                    _say(_missing(count, found, verdict, listening))
+                    _say(_missing(count, by_rank, verdict, listening))
                 continue
             opened.enter_context(member.peer)
             member.send(None)
-            which, before = f"process {member.rank}", found.get(member.rank)
+            which, before = f"process {member.rank}", by_rank.get(member.rank)
             if member.count != count:
                 problem = f"{which} on {member.name} belongs to a run of {member.count} processes"
             elif before is not None and not before.has_left():
                 problem = f"{which} was started twice: on {before.name} and on {member.name}"
-            found[member.rank] = member
+            by_rank[member.rank] = member
             members.append(member)
-        if not problem and len(found) < count - 1:
+        if not problem and len(by_rank) < count - 1:
             verdict = f"did not start within {seconds:.0f} s"
-            problem = _missing(count, found, verdict, listening)
-        for each in members:
-            each.send(problem)
+            problem = _missing(count, by_rank, verdict, listening)
+        for admitted in members:
+            admitted.send(problem)
     if problem:
         raise RunError(problem)
 
@@ -122,9 +122,9 @@ def _allow_connections(count: int) -> None:
         )
 
 
-def _missing(count: int, found: Mapping[int, Member], verdict: str, listening: Listening) -> str:
-    missing = [rank for rank in range(1, count) if rank not in found]
-    hosts = sorted({member.name for member in found.values()} | {socket.gethostname()})
+def _missing(count: int, by_rank: Mapping[int, Member], verdict: str, listening: Listening) -> str:
+    missing = [rank for rank in range(1, count) if rank not in by_rank]
+    hosts = sorted({member.name for member in by_rank.values()} | {socket.gethostname()})
     shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
     at = listening.unconfined or f"process 0 listens at {', '.join(listening.places())} alone"
     return (
@@ -134,7 +134,7 @@ def _missing(count: int, found: Mapping[int, Member], verdict: str, listening: L
 
 
 class _Silence:
-    """When a process that waits shows what it waits for: less and less often."""
+    """Times at which a waiting process shows what it waits for: less and less often."""
 
     def __init__(self) -> None:
         self._seconds = _SILENCE

@@ -42,19 +42,19 @@ class JobScheduler(Protocol):
     reads: Collection[str] = ()
     options: Mapping[str, Mapping[str, Any]] = {}
 
-    def script(self, job: ClusterJob, given: Namespace) -> str:
+    def script(self, job: ClusterJob, args: Namespace) -> str:
         """What is submitted, and printed by `--print`."""
         ...
 
-    def command(self, job: ClusterJob, given: Namespace) -> list[str]:
+    def command(self, job: ClusterJob, args: Namespace) -> list[str]:
         """The command that submits what it reads from its standard input."""
         return ["bash", "-s"]
 
     @property
     def names(self) -> frozenset[str]:
         """All options that it reads, with underscores."""
-        own = (flag.strip("-").replace("-", "_") for flag in self.options)
-        return frozenset((*_EVERY, *self.reads, *own))
+        of_scheduler = (flag.strip("-").replace("-", "_") for flag in self.options)
+        return frozenset((*_EVERY, *self.reads, *of_scheduler))
 
 
 class Slurm(JobScheduler):
@@ -63,10 +63,10 @@ class Slurm(JobScheduler):
     program = "sbatch"
     reads = ("logs", "devices_per_process", "nodes", "name")
 
-    def script(self, job: ClusterJob, given: Namespace) -> str:
+    def script(self, job: ClusterJob, args: Namespace) -> str:
         return slurm_script(job)
 
-    def command(self, job: ClusterJob, given: Namespace) -> list[str]:
+    def command(self, job: ClusterJob, args: Namespace) -> list[str]:
         Path(job.logs).mkdir(parents=True, exist_ok=True)  # SLURM opens its log there
         return ["sbatch"]
 
@@ -77,8 +77,8 @@ class OpenMpi(JobScheduler):
     program = "mpirun"
     reads = ("logs", "hostfile", "nodes", "name")
 
-    def script(self, job: ClusterJob, given: Namespace) -> str:
-        return mpi_script(job, given.hostfile)
+    def script(self, job: ClusterJob, args: Namespace) -> str:
+        return mpi_script(job, args.hostfile)
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,20 @@ class Kubernetes(JobScheduler):
     reads = ("devices_per_process", "name")
     options = _OF_PODS
 
-    def script(self, job: ClusterJob, given: Namespace) -> str:
+    def script(self, job: ClusterJob, args: Namespace) -> str:
         from jaxspeed.launch.kubernetes import indexed_job, jobset
 
-        if given.image is None:
-            raise ConfigError(f"--on {given.on}: needs --image")
-        if not given.volume:
+        if args.image is None:
+            raise ConfigError(f"--on {args.on}: needs --image")
+        if not args.volume:
             print("no --volume: checkpoints are lost with the pods", file=sys.stderr)
         if job.command[0] == sys.executable:
             job = replace(job, command=("python", *job.command[1:]))
         write = jobset if self.is_jobset else indexed_job
         # The path of its cache is one in the pods.
-        return write(replace(job, cache=given.cache), given.image, given.accelerator, given.volume)
+        return write(replace(job, cache=args.cache), args.image, args.accelerator, args.volume)
 
-    def command(self, job: ClusterJob, given: Namespace) -> list[str]:
+    def command(self, job: ClusterJob, args: Namespace) -> list[str]:
         return ["kubectl", *job.options, "create", "-f", "-"]
 
 
@@ -114,8 +114,8 @@ class Ray(JobScheduler):
     program = "ray"
     reads = ("logs", "devices_per_process", "max_restarts_without_progress", "grace")
 
-    def script(self, job: ClusterJob, given: Namespace) -> str:
-        restarts = (given.max_restarts, given.max_restarts_without_progress, given.grace)
+    def script(self, job: ClusterJob, args: Namespace) -> str:
+        restarts = (args.max_restarts, args.max_restarts_without_progress, args.grace)
         return ray_script(job, Restarts(*restarts))
 
 

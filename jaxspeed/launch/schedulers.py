@@ -199,7 +199,7 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
         bind=False,
         folder=None if uploads else job.folder,
     )
-    given = {"job": encoded_job(processes), "restarts": asdict(restarts), "logs": job.logs}
+    argument = {"job": encoded_job(processes), "restarts": asdict(restarts), "logs": job.logs}
     environment = {
         "JAX_COMPILATION_CACHE_DIR": job.cache,
         "RAY_JOB_STOP_WAIT_TIME_S": str(job.save_seconds),  # between SIGTERM and SIGKILL
@@ -214,7 +214,7 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
 # The cluster takes a token, from RAY_AUTH_TOKEN or ~/.ray/auth_token.
 export RAY_AUTH_MODE="${{RAY_AUTH_MODE:-token}}"
 exec ray job submit {_quoted(*words)} \\
-  -- {_quoted(*driver, quote(json.dumps(given)))}
+  -- {_quoted(*driver, quote(json.dumps(argument)))}
 """
 
 

@@ -175,9 +175,9 @@ def _report(display: Display, attempt: Attempt, host: str, verdict: str) -> None
 
 def _fault(code: int, lines: Sequence[str]) -> str:
     """The process at fault, as the watchdog of the one that ended names it."""
-    found = [line for line in lines if line.startswith(_FAULT)]
-    if code in (ExitCode.PEER, ExitCode.HANG) and found:
-        return f": {found[-1].removeprefix(_FAULT)}"
+    faults = [line for line in lines if line.startswith(_FAULT)]
+    if code in (ExitCode.PEER, ExitCode.HANG) and faults:
+        return f": {faults[-1].removeprefix(_FAULT)}"
     return ""
 
 
@@ -283,8 +283,8 @@ def _is_stop(code: int) -> bool:
 
 def _next(events: "SimpleQueue[Any]") -> Event | None:
     with contextlib.suppress(queue.Empty):
-        found: Event = events.get(timeout=_TICK)
-        return found
+        event: Event = events.get(timeout=_TICK)
+        return event
     return None
 
 

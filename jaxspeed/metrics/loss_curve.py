@@ -74,8 +74,8 @@ def _curves(train: Losses, held_out: Losses) -> list[_Curve]:
         count = sum(map(len, parts))
         smooth = count >= _SMOOTHED_FROM
         if smooth:
-            each = [_per_column(part) for part in parts]
-            curves.append(_Curve("each", _TRAIN_EACH, 1.4, each))
+            columns = [_per_column(part) for part in parts]
+            curves.append(_Curve("each", _TRAIN_EACH, 1.4, columns))
             parts = [_smoothed(part, count // 50, part is parts[0]) for part in parts]
         name = f"training {loss_text(parts[-1][-1, 1])}"
         curves.append(_Curve("train", _TRAIN, 2.5, [_per_column(part) for part in parts], name))
@@ -88,7 +88,7 @@ def _curves(train: Losses, held_out: Losses) -> list[_Curve]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """From (step, loss) to pixels."""
+    """Scale from (step, loss) to pixels."""
 
     steps: tuple[float, float]
     losses: tuple[float, float]
@@ -111,10 +111,12 @@ def _scale(train: Losses, held_out: Losses, levels: Mapping[str, float]) -> _Sca
     steps = [float(step) for step, _ in (*train, *held_out)] or [0.0]
     first, last = min(steps), max(steps)
     first = 0.0 if first <= 0.05 * last else first
-    each = np.array([loss for _, loss in (*train, *held_out) if math.isfinite(loss)] or [0.0])
-    low, high = float(each.min()), float(np.quantile(each, 0.998))
+    losses = np.array([loss for _, loss in (*train, *held_out) if math.isfinite(loss)] or [0.0])
+    low, high = float(losses.min()), float(np.quantile(losses, 0.998))
     # The scale clips spikes; the first loss, where the run started, less readily.
-    high = min(float(each.max()), max(high + (high - low) / 3, min(each[0], 3 * high - 2 * low)))
+    high = min(
+        float(losses.max()), max(high + (high - low) / 3, min(losses[0], 3 * high - 2 * low))
+    )
     compared = [loss for loss in levels.values() if math.isfinite(loss)]
     low, high = min(low, *compared, high), max(high, *compared, low)
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
@@ -168,7 +170,7 @@ def _smoothed(part: np.ndarray, window: int, from_the_start: bool) -> np.ndarray
 
 
 def _per_column(part: np.ndarray) -> np.ndarray:
-    """If there are many points per pixel: the lowest and the highest of each pixel column."""
+    """The lowest and the highest point of each pixel column, if it has many."""
     columns = _RIGHT - _LEFT
     if len(part) <= 2 * columns:
         return part
@@ -267,7 +269,7 @@ def _dot(x: float, y: float, color: str) -> str:
 
 
 def _text(text: str) -> str:
-    """As XML can hold it: no control characters, nor halves of surrogate pairs."""
+    """Text that XML can hold: no control characters, nor halves of surrogate pairs."""
     return escape("".join(c if c.isprintable() else "\ufffd" for c in text))
 
 

@@ -55,9 +55,9 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
     if sizes is not None and "tokens" in batch:
         leaves = [row.leaf for row in program.table]
         predicted = batch["tokens"].shape[1] - ("targets" not in batch)
-        found = language_flops(sizes, leaves, predicted)
-        if found is not None:
-            return found
+        model_flops = language_flops(sizes, leaves, predicted)
+        if model_flops is not None:
+            return model_flops
 
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)

@@ -248,5 +248,5 @@ def written_above() -> Iterator[None]:
 def _handlers() -> list[logging.Handler]:
     """The handlers of all loggers, each once."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return list({id(handler): handler for handler in found}.values())
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return list({id(handler): handler for handler in handlers}.values())

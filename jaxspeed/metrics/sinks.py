@@ -162,12 +162,12 @@ def _need(library: str, extra: str) -> None:
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
     """The numbers of a record, without the step; booleans as 0 or 1."""
-    found = {}
+    numbers = {}
     for name, value in record.items():
         value = plain(value)
         if name != "step" and isinstance(value, bool | int | float):
-            found[name] = int(value) if isinstance(value, bool) else value
-    return found
+            numbers[name] = int(value) if isinstance(value, bool) else value
+    return numbers
 
 
 def _csv_step(line: str) -> int | None:

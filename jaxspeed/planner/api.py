@@ -61,8 +61,8 @@ def plan(
       ConfigError, PlacementError, ModelError: an impossible setting, with what would work.
       RunError: the compilation failed.
     """
-    found = target_of(target, chips_of(hardware)) if target is not None else None
-    if search and found is None:
+    machine = target_of(target, chips_of(hardware)) if target is not None else None
+    if search and machine is None:
         raise ConfigError("search: needs a target")
     if search and not search_seconds > 0:
         raise ConfigError(f"search_seconds {search_seconds:g}: must be more than 0")
@@ -70,37 +70,37 @@ def plan(
         from jaxspeed.planner.search.result import refuse_path
 
         refuse_path(write, search)
-    compile = found is None if compile is None else compile
-    if found and compile:
-        refuse_missing(found, keep is not None)
-    if keep is not None and not (found and compile):
+    compile = machine is None if compile is None else compile
+    if machine and compile:
+        refuse_missing(machine, keep is not None)
+    if keep is not None and not (machine and compile):
         raise ConfigError("keep: needs a target and compile, because it saves the compiled step")
     if keep is not None and search:
         raise ConfigError(
             "keep: a search compiles several steps; use keep in a plan of the config that it writes"
         )
-    one = compile and not search
-    with StepCompiler(found, keep) if found and one else nullcontext() as compiler:
+    compiles_step = compile and not search
+    with StepCompiler(machine, keep) if machine and compiles_step else nullcontext() as compiler:
         # The imports of JAX, here and in the compiler's process, take a second.
         from jaxspeed.planner.make_plan import plan_run
         from jaxspeed.run import source_of
         from jaxspeed.user_models.config_model import hidden_size_of
 
-        devices = [f"run.devices=cpu:{found.count}"] if found else []
+        devices = [f"run.devices=cpu:{machine.count}"] if machine else []
         asked = load_config(config, hidden_size=hidden_size_of())
-        made = plan_run(
+        run_plan = plan_run(
             source_of(load_config(asked, devices), model, loss_fn, optimizer, name="plan"),
             compiling=compile,
-            target=found,
+            target=machine,
             compiler=compiler,
             patience=patience,
             tokens=tokens,
             search_seconds=search_seconds if search else None,
             progress=progress or (lambda text: None),
         )
-    if write is not None and made.search and made.search.winner:
+    if write is not None and run_plan.search and run_plan.search.winner:
         from jaxspeed.planner.search.result import write_config
 
         named = str(config) if isinstance(config, str | Path) else None
-        write_config(write, asked.given, made.search, named)
-    return made
+        write_config(write, asked.given, run_plan.search, named)
+    return run_plan

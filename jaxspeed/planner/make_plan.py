@@ -62,7 +62,7 @@ def plan_run(
             compiler.submit(Job(source, batch))
         estimated = replace(_estimated(program, batch, target), run_tokens=tokens)
         if search_seconds is not None:
-            found = search_run(
+            search_result = search_run(
                 source,
                 program,
                 batch,
@@ -72,7 +72,7 @@ def plan_run(
                 patience=patience,
                 progress=progress,
             )
-            return _advised(replace(estimated, search=found), source, batch)
+            return _advised(replace(estimated, search=search_result), source, batch)
         if not compiler:
             return _advised(estimated, source, batch)
         outcome = compiler.outcome(patience)

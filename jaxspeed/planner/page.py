@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 
-def page_of(found: Mapping[str, Any]) -> str:
+def page_of(figures: Mapping[str, Any]) -> str:
     """The page of a plan's figures, which a script in page.html draws.
 
     Nothing is loaded, and the content security policy allows only that script, by its hash: names
@@ -17,7 +17,7 @@ def page_of(found: Mapping[str, Any]) -> str:
     page = files(__package__).joinpath("page.html").read_text("utf-8")
     script = page.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = json.dumps(found, default=str)
+    text = json.dumps(figures, default=str)
     for sign in "<>&\u2028\u2029":  # so that no text closes the element that it is in
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     # The figures last: text in them may be that of a placeholder.

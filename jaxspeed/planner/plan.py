@@ -76,12 +76,12 @@ class Plan:
         if compiled:
             parts.append(compiled)
         else:
-            parts += [each for each in (self.kept, self.transfer) if each]
+            parts += [note for note in (self.kept, self.transfer) if note]
         if self.outcome:
             parts.append(Text("\n".join([*self._verdict(self.outcome), *self._kept()])))
         if self.search:
             parts.append(self.search)
-        return Group(*[each for part in parts for each in (part, Text())][:-1])
+        return Group(*[row for part in parts for row in (part, Text())][:-1])
 
     def __str__(self) -> str:
         return show.as_text(self, WIDTH)
@@ -211,12 +211,12 @@ class Plan:
 
 
 def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:
-    own = ("count", "topology", "slices", "node", "wraps")
+    of_target = ("count", "topology", "slices", "node", "wraps")
     of_chip = ("memory", "host_memory", "link", "outside", "host_link")
     return {
         "name": str(target),
         "chip": target.chip.name,
-        **{name: getattr(target, name) for name in own},
+        **{name: getattr(target, name) for name in of_target},
         **{name: getattr(target.chip, name) for name in of_chip},
         "layout": layout_of(target, sizes),
     }

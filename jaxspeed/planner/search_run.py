@@ -204,11 +204,11 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
     if tuning.has("mp_size"):
         return (tuning.mp_size,)
     within = target.slice_count if target.topology else target.node
-    found = _dividing(TENSOR, program, within)
-    if found is None:  # names come from layer specs, or are inferred if the config has the axis
+    degrees = _dividing(TENSOR, program, within)
+    if degrees is None:  # names come from layer specs, or are inferred if the config has the axis
         known = config.layer_specs or base > 1
         return divisors(within) if known else (1,)
-    return tuple(degree for degree in divisors(within) if degree == base or degree in found)
+    return tuple(degree for degree in divisors(within) if degree == base or degree in degrees)
 
 
 def _dividing(axis: str, program: Program, within: int) -> tuple[int, ...] | None:
@@ -256,7 +256,7 @@ def cost_model(problem: SearchProblem) -> CostModel:
     keys |= {f"parallel.{key}": None for key in plain.get("parallel", {}) if _is_ring_key(key)}
     config = load_config(with_keys(plain, keys))
     program, _ = Job(replace(problem.source, config=config))(jax.devices("cpu")[:1])
-    one = {k: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
+    sample = {k: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
     flops, sizes = (
         target.chip.flops,
         resolve_sizes(problem.source.config.mesh.model_dump(), target.count),
@@ -267,11 +267,11 @@ def cost_model(problem: SearchProblem) -> CostModel:
         return Links(target, {**sizes, **dict(zip(axis_names(), mesh))})
 
     return CostModel(
-        sizes_of(program, one),
+        sizes_of(program, sample),
         target,
         links,
         problem.samples,
-        max((x.shape[1] for x in one.values() if len(x.shape) == 2), default=1),
+        max((x.shape[1] for x in sample.values() if len(x.shape) == 2), default=1),
         flops.get(config.compute_dtype, flops["bf16"]),
     )
 
@@ -287,10 +287,10 @@ def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
     if memory.host > chip.host_memory:
         fits = "does not fit"
     parts = {COMPUTE: spent.compute, MEMORY: spent.memory, PIPELINE: spent.bubble}
-    for each in spent.exchanges:
-        what = f"{each.kind}s" if each.axes else f"transfers {each.kind}"
-        name = f"{what} of {each.purpose}"
-        parts[name] = parts.get(name, 0.0) + each.exposed
+    for exchange in spent.exchanges:
+        what = f"{exchange.kind}s" if exchange.axes else f"transfers {exchange.kind}"
+        name = f"{what} of {exchange.purpose}"
+        parts[name] = parts.get(name, 0.0) + exchange.exposed
     return Estimate(
         memory.device,
         memory.host,
@@ -347,13 +347,15 @@ def search_run(
             on_estimate,
         )
         done = walk.run()
-    estimated = {choice: (found, problem.keys(choice)) for choice, found in done.items()}
+    estimated = {choice: (estimate, problem.keys(choice)) for choice, estimate in done.items()}
     unit = done[space.base].unit
     took = time.monotonic() - began
-    found = make_result(target, problem.samples, unit, walk.considered, took, estimated, walk.best)
+    search_result = make_result(
+        target, problem.samples, unit, walk.considered, took, estimated, walk.best
+    )
     if compiling:
-        found = _compile_best(found, problem, patience, progress)
-    return replace(found, seconds=time.monotonic() - began)
+        search_result = _compile_best(search_result, problem, patience, progress)
+    return replace(search_result, seconds=time.monotonic() - began)
 
 
 def _pool(problem: SearchProblem) -> Workers | Inline:
@@ -365,21 +367,25 @@ def _pool(problem: SearchProblem) -> Workers | Inline:
 
 
 def _compile_best(
-    found: SearchResult, problem: SearchProblem, patience: float, progress: Progress
+    search_result: SearchResult, problem: SearchProblem, patience: float, progress: Progress
 ) -> SearchResult:
     """Compile the fastest candidates until one fits."""
     outcomes: list[tuple[int, Outcome]] = []
-    able = [n for n, each in enumerate(found.candidates) if each.estimate.fits != "does not fit"]
+    able = [
+        n
+        for n, candidate in enumerate(search_result.candidates)
+        if candidate.estimate.fits != "does not fit"
+    ]
     # Those with headroom first, as the best is chosen.
-    order = sorted(able, key=lambda n: (found.candidates[n].estimate.fits != "fits", n))
+    order = sorted(able, key=lambda n: (search_result.candidates[n].estimate.fits != "fits", n))
     for number in order[:MAX_COMPILED]:
-        each = found.candidates[number]
-        progress(f"compiling {each.name} for {found.target}")
-        job = Job(replace(problem.source, config=problem.config(each.choice)), problem.batch)
-        outcomes.append((number, compile_for(found.target, job, patience)))
-        if outcomes[-1][1].fits(found.target):
+        candidate = search_result.candidates[number]
+        progress(f"compiling {candidate.name} for {search_result.target}")
+        job = Job(replace(problem.source, config=problem.config(candidate.choice)), problem.batch)
+        outcomes.append((number, compile_for(search_result.target, job, patience)))
+        if outcomes[-1][1].fits(search_result.target):
             break
-    return with_outcomes(found, outcomes)
+    return with_outcomes(search_result, outcomes)
 
 
 def advice_of(
@@ -411,13 +417,13 @@ def advice_of(
     return Adviser(space, costs, estimate, problem.keys).advise()
 
 
-def _scaled(found: Estimate, factor: float) -> Estimate:
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
     """The estimate with device memory scaled by a factor."""
-    if found.refused or factor == 1.0:
-        return found
-    device = int(found.device * factor)
-    fits = "does not fit" if device > found.device_limit else found.fits
-    return replace(found, device=device, fits=fits)
+    if estimate.refused or factor == 1.0:
+        return estimate
+    device = int(estimate.device * factor)
+    fits = "does not fit" if device > estimate.device_limit else estimate.fits
+    return replace(estimate, device=device, fits=fits)
 
 
 def _first_line(error: Exception) -> str:

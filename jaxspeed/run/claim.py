@@ -169,9 +169,9 @@ class Claim:
             with contextlib.suppress(Exception):
                 self._write_lock("")  # nobody has to wait for it
             self._toucher = None
-        for each in (self._lock_file, self._opened):
-            if each is not None:
-                os.close(each)
+        for descriptor in (self._lock_file, self._opened):
+            if descriptor is not None:
+                os.close(descriptor)
         self._lock_file = self._opened = None
 
     @property

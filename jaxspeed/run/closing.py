@@ -28,7 +28,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     # Only one process looks at the files of all.
     newest = trainer.checkpointer.latest() if first else None
     text = trainer.sample.text() if trainer.sample and trainer.stopped_by is None else None
-    found = {
+    summary = {
         "steps": reached.step,
         "stopped_by": trainer.stopped_by,
         "train_loss": reached.train_loss,
@@ -43,11 +43,11 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
         **trainer.recorder.seconds,
     }
     if not first:
-        return found
+        return summary
     if trainer.has_adapters and trainer.stopped_by is None and folder.adapter.exists():
-        found["adapter"] = str(folder.adapter)
+        summary["adapter"] = str(folder.adapter)
     train, held_out = curves(folder.metrics)
-    found["picture"] = _drawn(trainer, train, held_out)
+    summary["picture"] = _drawn(trainer, train, held_out)
     console.print()
     console.print(f"loss  {sparkline([loss for _, loss in train], 60)}", highlight=False)
     console.print(_result(trainer), highlight=False)
@@ -58,15 +58,15 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     if trainer.stopped_by is not None:
         console.print(f"[yellow]stopped by {trainer.stopped_by}[/]; everything is saved")
     for name, value in (
-        ("loss curve", found["picture"]),
+        ("loss curve", summary["picture"]),
         ("metrics", folder.metrics),
-        ("checkpoint", found["checkpoint"]),
-        ("adapter", found["adapter"]),
+        ("checkpoint", summary["checkpoint"]),
+        ("adapter", summary["adapter"]),
         ("resume with", again),
     ):
         if value is not None:
             console.print(f"{name:<11} {value}", highlight=False, soft_wrap=True, markup=False)
-    return found
+    return summary
 
 
 def curves(metrics: Path) -> tuple[Curve, Curve]:

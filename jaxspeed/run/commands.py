@@ -85,16 +85,16 @@ def evaluate_run(
         most = source.config.run.eval_batches
         extra = {"unigram_entropy": corpus.unigram_entropy}
     engine, step, tag = checkpoint.restored(ema)
-    found, total = dict.fromkeys(parts, Evaluated()), Evaluated()
+    evaluations, total = dict.fromkeys(parts, Evaluated()), Evaluated()
     with source.watchdog.section("evaluate"), engine.evaluating():
         for name, split in parts.items():
             if split is not None:
                 done = evaluate(engine, split, most, source.watchdog.progressed)
-                found[name] = done or Evaluated()
-                total.add(found[name].means, found[name].weight)
+                evaluations[name] = done or Evaluated()
+                total.add(evaluations[name].means, evaluations[name].weight)
     of_text = source.reads.sample == "tokens" and own_objective(source.config) is None
     of_bytes = isinstance(tokenizer, ByteTokenizer)
-    files = [{"file": name, **_figures(x, of_text, of_bytes)} for name, x in found.items()]
+    files = [{"file": name, **_figures(x, of_text, of_bytes)} for name, x in evaluations.items()]
     return {
         "step": step,
         "checkpoint": tag,
@@ -105,15 +105,15 @@ def evaluate_run(
     }
 
 
-def _figures(found: Evaluated, of_text: bool, of_bytes: bool) -> dict[str, Any]:
+def _figures(evaluated: Evaluated, of_text: bool, of_bytes: bool) -> dict[str, Any]:
     """What is shown of an evaluation; None for what nothing was evaluated for."""
-    metrics = found.means if found.weight else {"loss": None}
+    metrics = evaluated.means if evaluated.weight else {"loss": None}
     loss = metrics.pop("loss")
-    shown = {"eval_loss": loss, "eval_weight": found.weight}
+    shown = {"eval_loss": loss, "eval_weight": evaluated.weight}
     if of_text:
         with np.errstate(over="ignore"):
             shown["perplexity"] = None if loss is None else float(np.exp(loss))
-        shown["tokens"] = round(found.weight)
+        shown["tokens"] = round(evaluated.weight)
     if of_text and of_bytes:
         shown["bits_per_byte"] = None if loss is None else loss / math.log(2)
     return {**metrics, **shown}
@@ -144,13 +144,13 @@ def chat_run(source: Source, tag: str | None = None, *, ema: bool = False, **opt
     if tokenizer is None:
         raise ModelError("sample: the model has no tokenizer, so it cannot generate text")
     engine, _, _ = checkpoint.restored(ema)
-    given = {
+    defaults = {
         "tokens": config.run.sample_tokens,
         "temperature": config.run.sample_temperature,
         "context": config.data.seq_len or source.reads.seq_len,
         "plain": checkpoint.plain_prompts,
     }
-    return Chat(engine, tokenizer, config.data, **given | options)
+    return Chat(engine, tokenizer, config.data, **defaults | options)
 
 
 def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
@@ -159,11 +159,11 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
     With `layers`, of a model with this many layers; the full one is never created.
     """
     if layers is not None:
-        given = source.config.given
+        tree = source.config.given
         if source.config.model is None or source.config.model.family is None:
             raise ConfigError("check: layers needs a model.family in the config")
-        given["model"].setdefault("config", {})["num_hidden_layers"] = layers
-        source = replace(source, config=load_config(given))
+        tree["model"].setdefault("config", {})["num_hidden_layers"] = layers
+        source = replace(source, config=load_config(tree))
     corpus, engine = source.corpus(), source.engine()
     return engine.check(corpus.train.batch(0, engine.program.batch.train))
 
@@ -181,8 +181,8 @@ class ChosenCheckpoint:
         self._tags = [info.tag for info in self._all.list() if info.ok]
         self.plain_prompts = False  # of the run that saved it, once it is restored
         if tag is not None and tag not in self._tags:
-            found = ", ".join(self._tags) or "none"
-            raise ConfigError(f"no checkpoint {tag} in {self.folder}: {found}")
+            held_tags = ", ".join(self._tags) or "none"
+            raise ConfigError(f"no checkpoint {tag} in {self.folder}: {held_tags}")
         if not self._tags:
             model = source.config.model
             if model is None or model.pretrained is None:
@@ -202,15 +202,15 @@ class ChosenCheckpoint:
         engine, step, tag = self._source.engine(), 0, None
         if self._tags:
             with self._source.watchdog.section("restore"):
-                found = self._all.restore(
+                checkpoint = self._all.restore(
                     engine.program,
                     tag=self._tag,
                     in_place_of=engine.held,
                     frozen_as_read=engine.frozen_as_read,
                 )
-            engine.continue_from(found)
-            step, tag = found.step, found.tag
-            self.plain_prompts = bool(found.client_state.get("plain_prompts"))
+            engine.continue_from(checkpoint)
+            step, tag = checkpoint.step, checkpoint.tag
+            self.plain_prompts = bool(checkpoint.client_state.get("plain_prompts"))
         if ema:
             engine.state = engine.averaged
         return engine, step, tag

@@ -35,7 +35,7 @@ def fault_of(rank: int, beat: Beat | None, why: str, text: str) -> dict[str, Any
     return {"kind": "fault", "rank": rank, "why": why, "text": text, **place}
 
 
-def fault_by(error: BaseException, beats: Heartbeats, own: Beat) -> dict[str, Any]:
+def fault_by(error: BaseException, beats: Heartbeats, beat_here: Beat) -> dict[str, Any]:
     """The fault behind this process's exception: that of another whose devices are late, or it."""
     if late := late_devices(error):
         rank, time_out = late
@@ -45,7 +45,7 @@ def fault_by(error: BaseException, beats: Heartbeats, own: Beat) -> dict[str, An
         text = f"its devices have not started; JAX's time-out is {time_out}"
         return fault_of(rank, beat, "stuck", text)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return fault_of(beats.rank, own, "error", text)
+    return fault_of(beats.rank, beat_here, "error", text)
 
 
 def message(fault: Mapping[str, Any]) -> str:
@@ -88,10 +88,10 @@ class Ending:
         self._exit(self._code(fault))
 
     def _code(self, fault: Mapping[str, Any]) -> int:
-        own = fault["rank"] == self._rank
-        if isinstance(self.failure, JaxspeedError) or (self.failure and own):
+        is_here = fault["rank"] == self._rank
+        if isinstance(self.failure, JaxspeedError) or (self.failure and is_here):
             return exit_code(self.failure)
-        return ExitCode.HANG if fault["why"] == "stuck" and own else ExitCode.PEER
+        return ExitCode.HANG if fault["why"] == "stuck" and is_here else ExitCode.PEER
 
     def _leave(self, beats: Heartbeats, fault: Mapping[str, Any]) -> None:
         """Process 0 leaves last: it serves the messages."""
@@ -112,13 +112,13 @@ class Ending:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
         def aborted(number: int) -> None:
-            """In the thread that called abort(); if this returns, the process dies of it."""
-            found = self._fault
-            if found is None and not _answers(distributed.global_state.coordinator_address or ""):
-                found = fault()
-            if found is not None:
-                _print(message(found))
-                self._exit(self._code(found))
+            """Handle SIGABRT in the thread that called abort(); on return the process dies."""
+            cause = self._fault
+            if cause is None and not _answers(distributed.global_state.coordinator_address or ""):
+                cause = fault()
+            if cause is not None:
+                _print(message(cause))
+                self._exit(self._code(cause))
 
         self._aborted = kind(aborted)  # kept: C holds no reference
         library.signal.argtypes = [ctypes.c_int, kind]

@@ -51,10 +51,10 @@ class Evaluated:
         terms = {name: x.coefficient for name, x in self.declared.items() if x.coefficient}
         if not self.weight and not terms:
             return {"loss": math.nan, **declared}
-        found = {name: total / self.weight for name, total in self.sums.items() if self.weight}
+        means = {name: total / self.weight for name, total in self.sums.items() if self.weight}
         if terms:
-            found["loss"] = sum(declared[name] * x for name, x in terms.items())
-        return found | declared
+            means["loss"] = sum(declared[name] * x for name, x in terms.items())
+        return means | declared
 
 
 class Part(NamedTuple):
@@ -83,19 +83,19 @@ def evaluate(
     """
     pad = _pads(engine)
     parts = _padded(engine, held_out, pad) if pad else _as_they_are(engine, held_out)
-    found = Evaluated()
+    evaluated = Evaluated()
     with engine.evaluating():
         for batch, samples, copies in itertools.islice(parts, most):
             values = jax.device_get(engine.eval_totals(batch))
             declared = values.pop(TOTALS, {})
-            found.join(declared, copies)
-            own = {name: x for name, x in values.items() if name not in declared}
-            metrics = {name: float(value) for name, value in own.items()}
+            evaluated.join(declared, copies)
+            undeclared = {name: x for name, x in values.items() if name not in declared}
+            metrics = {name: float(value) for name, value in undeclared.items()}
             weight = metrics.pop("weight")
-            found.add(metrics, (weight if samples is None else samples) / copies)
+            evaluated.add(metrics, (weight if samples is None else samples) / copies)
             if stop():
                 return None
-    return found
+    return evaluated
 
 
 def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
@@ -130,7 +130,7 @@ def _padded(engine: Engine, held_out: Split, pad: WithoutWeight) -> Iterator[Par
 
 
 def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:
-    """For any loss: a smaller last batch, and after it each sample that the ranks cannot share.
+    """Batches for any loss: the last one smaller, then each sample that ranks cannot share.
 
     Such a sample is a batch of copies, one for each rank; if the loss mixes samples it is omitted.
     """

@@ -41,12 +41,12 @@ class Heartbeats:
     def of(self, rank: int) -> Beat | None:
         """The last heartbeat of a process."""
         try:
-            found: Beat = json.loads(self._client.key_value_try_get(f"{PREFIX}/beat/{rank}"))
+            beat: Beat = json.loads(self._client.key_value_try_get(f"{PREFIX}/beat/{rank}"))
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 return None
             raise
-        return found
+        return beat
 
     def all(self) -> dict[int, Beat]:
         """The last heartbeat of every process that has written one."""
@@ -59,15 +59,15 @@ class Heartbeats:
 
     def collected(self, subject: str) -> dict[int, Any]:
         """The answers so far, by rank."""
-        found = self._client.key_value_dir_get(f"{PREFIX}/{subject}/")
-        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+        answers = self._client.key_value_dir_get(f"{PREFIX}/{subject}/")
+        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in answers}
 
     def wait_for_all(
         self, subject: str, seconds: float, absent: Collection[int] = ()
     ) -> dict[int, Any]:
         """The answers of all processes, or of those that have answered within this time."""
-        found = answers_of(self._client, f"{PREFIX}/{subject}", self.count, seconds, absent)
-        return {rank: json.loads(text) for rank, text in found.items()}
+        answers = answers_of(self._client, f"{PREFIX}/{subject}", self.count, seconds, absent)
+        return {rank: json.loads(text) for rank, text in answers.items()}
 
     def answer(self, subject: str, value: Any) -> None:
         """Write one answer for all."""
@@ -107,8 +107,8 @@ class Heartbeats:
                 return None
             raise
         self._next += 1
-        found: dict[str, Any] = json.loads(text)
-        return found
+        notice: dict[str, Any] = json.loads(text)
+        return notice
 
 
 def where() -> dict[str, Any]:

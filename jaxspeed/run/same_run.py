@@ -76,20 +76,20 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
     try:
         with explained_wait(waits):
             # A digest, so that process 0 need not send all facts to all.
-            own = {"host": watchdog.host, **facts}
+            facts_here = {"host": watchdog.host, **facts}
             if beats.rank == 0:
-                beats.answer("facts", own)
+                beats.answer("facts", facts_here)
                 beats.answer("digest of facts", _digest(facts))
             elif beats.of(0) is None:  # it has no watchdog yet, which would name it
                 beats.answered("digest of facts", rest(0))
             same = beats.answered("digest of facts", rest(longer)) == _digest(facts)
             first = {} if same else beats.answered("facts", rest(longer))
-            different = [] if same else _differences(beats.rank, own, first)
+            different = [] if same else _differences(beats.rank, facts_here, first)
             beats.say("differs", different[:_MOST])
             if beats.rank == 0:
-                found = beats.wait_for_all("differs", rest(longer))
-                missing = [rank for rank in range(beats.count) if rank not in found]
-                lines = [line for _, lines in sorted(found.items()) for line in lines]
+                answers = beats.wait_for_all("differs", rest(longer))
+                missing = [rank for rank in range(beats.count) if rank not in answers]
+                lines = [line for _, lines in sorted(answers.items()) for line in lines]
                 answer = {"missing": missing[:_MOST], "different": lines[:_MOST]}
                 beats.answer("met", {**answer, "beat": watchdog.beat()})
             result = beats.answered("met", rest(longer + 10))
@@ -109,17 +109,17 @@ def _digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _differences(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+def _differences(rank: int, facts: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
     """A line for each fact in which this process differs from process 0."""
     lines = []
-    for name in sorted({*own, *first} - {"host"}):
-        if own.get(name) != first.get(name):
+    for name in sorted({*facts, *first} - {"host"}):
+        if facts.get(name) != first.get(name):
             here, there = (
                 shortened(json.dumps(of[name]) if of.get(name) is not None else "not set")
-                for of in (own, first)
+                for of in (facts, first)
             )
             lines.append(
-                f"  {name}: {here} in process {rank} ({own['host']}), {there} in process 0 "
+                f"  {name}: {here} in process {rank} ({facts['host']}), {there} in process 0 "
                 f"({first['host']})"
             )
     return lines

@@ -123,11 +123,11 @@ class Chat:
         )
 
         def answer() -> Iterator[str]:
-            found = ""
+            reply = ""
             for piece in pieces:
-                found += piece.text
+                reply += piece.text
                 yield piece.text
-            said = {"role": "user", "content": text}, {"role": "assistant", "content": found}
+            said = {"role": "user", "content": text}, {"role": "assistant", "content": reply}
             self.messages += said
 
         return answer()

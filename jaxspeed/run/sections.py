@@ -38,15 +38,15 @@ _WAITS = re.compile(r"[/\\](jax|jaxlib)[/\\]|process_agreement\.py|heartbeats\.p
 class TimeOuts:
     """Time-outs of the sections: set by the config, or learnt from the run."""
 
-    def __init__(self, given: WatchdogSection) -> None:
-        self._given = {name: getattr(given, name) for name in FLOORS}
+    def __init__(self, config: WatchdogSection) -> None:
+        self._given = {name: getattr(config, name) for name in FLOORS}
         self._longest = dict.fromkeys(FLOORS, 0.0)
         self._done = dict.fromkeys(FLOORS, 0)
 
     def of(self, section: str) -> float:
         """Seconds after which the section is stuck."""
-        if (given := self._given[section]) is not None:
-            return float(given)
+        if (seconds := self._given[section]) is not None:
+            return float(seconds)
         learnt = max(FLOORS[section], FACTOR * self._longest[section])
         if self._done[section] >= FIRST or section in ("start", "compile"):
             return learnt
@@ -82,8 +82,8 @@ class Place:
 class Sections:
     """The main thread's way through the sections, and what is learnt from it."""
 
-    def __init__(self, given: WatchdogSection, clock: Callable[[], float]) -> None:
-        self._clock, self._time_outs = clock, TimeOuts(given)
+    def __init__(self, config: WatchdogSection, clock: Callable[[], float]) -> None:
+        self._clock, self._time_outs = clock, TimeOuts(config)
         self._main = threading.main_thread()
         self._own: deque[float] = deque(maxlen=50)  # seconds of steps on this process's host
         # The thread that measures sees the end of a step; a signal's handler may call an engine.

@@ -77,14 +77,14 @@ class Source:
         is_family = self.model is None and section is not None and section.factory is None
         if is_family and limits_of(family_sizes(self.config)).sample != "tokens":
             return None
-        found = tokenizer_in(saved, "the checkpoint's tokenizer") or self._saved_tokenizer()
-        found = found or tokenizer_of_section(data)
-        if found is not None:
-            return found
+        tokenizer = tokenizer_in(saved, "the checkpoint's tokenizer") or self._saved_tokenizer()
+        tokenizer = tokenizer or tokenizer_of_section(data)
+        if tokenizer is not None:
+            return tokenizer
         try:
             return self.corpus().tokenizer
         except DataError as error:
-            if all(each.source in ("tokens", "synthetic") for each in data.sources):
+            if all(source.source in ("tokens", "synthetic") for source in data.sources):
                 return None  # ids without one: it would be saved
             raise DataError(
                 f"no tokenizer was saved with the checkpoint or in {self.folder.path}, and none "
@@ -108,7 +108,7 @@ class Source:
 
     @property
     def watchdog(self) -> Watchdog:
-        """That of this process; no field, since a plan sends the source to other processes."""
+        """This process's watchdog; no field, since a plan sends the source to other processes."""
         return watchdog_of(self.config.run.watchdog)
 
     def engine(self) -> Engine:

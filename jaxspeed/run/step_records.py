@@ -166,20 +166,20 @@ class Recorder:
     ) -> None:
         """Write a step's record; `tokens` is the total number so far."""
         samples = step * self.engine.program.batch.train
-        made: dict[str, Any] = {"step": step, **values, "samples": samples, **pace}
-        made["skipped"] = bool(values["skipped"])
+        record: dict[str, Any] = {"step": step, **values, "samples": samples, **pace}
+        record["skipped"] = bool(values["skipped"])
         if tokens:
-            made["tokens"] = tokens
+            record["tokens"] = tokens
         devices = self.engine.program.devices
         device = devices[0]
         if self.flops is not None:
             items = pace[f"{self.flops.item}s_per_second"]
-            made |= utilisation(self.flops, items, device.device_kind, len(devices))
+            record |= utilisation(self.flops, items, device.device_kind, len(devices))
         stats = device.memory_stats() or {} if device.process_index == jax.process_index() else {}
         if "bytes_in_use" in stats:
-            made["bytes_in_use"] = stats["bytes_in_use"]
-            made["peak_bytes"] = stats.get("peak_bytes_in_use", 0)
-        self._write(made)
+            record["bytes_in_use"] = stats["bytes_in_use"]
+            record["peak_bytes"] = stats.get("peak_bytes_in_use", 0)
+        self._write(record)
 
     def evaluated(self, step: int, loss: float) -> None:
         """Write a record with the held-out loss and the wall time by phase."""
@@ -189,16 +189,16 @@ class Recorder:
         """Write a record with the wall time by phase at the start of a save."""
         self._write({"step": step, **self.ledger.as_record()})
 
-    def _write(self, made: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, Any]) -> None:
         try:
             for sink in self.sinks:
-                sink.write(made)
+                sink.write(record)
         except OSError as error:  # for example a full disk
             raise RunError(
-                f"step {made['step']}: its metrics cannot be written: {error.strerror or error}. "
+                f"step {record['step']}: its metrics cannot be written: {error.strerror or error}. "
                 "Once they can be, the run resumes from its newest checkpoint."
             ) from error
-        self.progress.update(made)
+        self.progress.update(record)
 
 
 def recorder_of(

@@ -266,10 +266,10 @@ class Trainer:
             if self._evaluation_compiled is not None:
                 self._evaluation_compiled()
             most = self.config.run.eval_batches
-            found = evaluate(self.engine, held_out, most, self._asked_to_stop)
-        if found is None:
+            evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
+        if evaluated is None:
             return
-        self.reached.eval_loss, self.reached.eval_step = found.means["loss"], self.reached.step
+        self.reached.eval_loss, self.reached.eval_step = evaluated.means["loss"], self.reached.step
         self.recorder.evaluated(self.reached.step, self.reached.eval_loss)
 
     def _save(self) -> None:
@@ -316,13 +316,13 @@ class Trainer:
     @functools.cached_property
     def _tokens_a_step(self) -> int:
         program, samples = self.engine.program, self.corpus.train
-        objective, each = objective_of(program.objective.loss_fn), samples.tokens_each
+        objective, tokens = objective_of(program.objective.loss_fn), samples.tokens_each
         if objective is not None:
             shapes = samples.shapes(1).items()
-            one = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in shapes}
-            counted = objective.tokens(one)
-            each = each if counted is None else counted
-        return program.batch.train * (each or 0)
+            sample = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in shapes}
+            counted = objective.tokens(sample)
+            tokens = tokens if counted is None else counted
+        return program.batch.train * (tokens or 0)
 
     # -- batches --------------------------------------------------------------------------------
 

@@ -47,21 +47,21 @@ class Watchdog:
 
     def __init__(
         self,
-        given: WatchdogSection,
+        config: WatchdogSection,
         beats: Heartbeats | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self.beats = beats
-        self.sections = Sections(given, clock)
+        self.sections = Sections(config, clock)
         self._clock = clock
-        self._enabled = beats is not None if given.enabled is None else given.enabled
-        self._silence = given.silence
+        self._enabled = beats is not None if config.enabled is None else config.enabled
+        self._silence = config.silence
         count = beats.count if beats is not None else 1
         self.period = min(
-            max(given.silence / MOST_BEATS, 3 * count / MESSAGES_PER_SECOND),
-            given.silence / LEAST_BEATS,
+            max(config.silence / MOST_BEATS, 3 * count / MESSAGES_PER_SECOND),
+            config.silence / LEAST_BEATS,
         )
         # Seconds of a wait for messages, after which `close` may have been called.
         self._wait = min(max(1.0, count / MESSAGES_PER_SECOND), self.period)
@@ -148,8 +148,7 @@ class Watchdog:
 
     def beat(self) -> Beat:
         """This process's heartbeat."""
-        own = {"host": self.host, "number": self._beat_number}
-        return {**own, **self.sections.position()}
+        return {"host": self.host, "number": self._beat_number, **self.sections.position()}
 
     def will_meet(self) -> None:
         """Tell processes of this host the number of this one, before all have started."""
@@ -280,7 +279,7 @@ class Watchdog:
         return fault_of(0, self._beat_of_first(), "dead", f"the process has ended{self._own()}")
 
     def _own(self) -> str:
-        """Of process 0 others know the section of a heartbeat up to a period before its end."""
+        """This process's section: others know process 0's up to a period before its end."""
         rank = self.beats.rank if self.beats is not None else 0
         return f"; process {rank} is in {in_section(self.beat())}"
 
@@ -344,7 +343,9 @@ class Watchdog:
             self._look_for_the_last()
             self._look_for_a_slow_one()
         elif first is not None and first["section"] == "end":  # nobody else looks at this one
-            self._post_if_stuck(rank, self.beat())
+            beat = self.beat()
+            if _is_late(beat):
+                self._post(rank, beat, "stuck", _timed_out(beat))
 
     def _look_for_silence(self) -> None:
         now = self._clock()
@@ -397,10 +398,6 @@ class Watchdog:
                 *(late[0], in_section(waiting)),
             )
 
-    def _post_if_stuck(self, rank: int, beat: Beat) -> None:
-        if _is_late(beat):
-            self._post(rank, beat, "stuck", _timed_out(beat))
-
     def _look_for_a_slow_one(self) -> None:
         if self._contact - self._asked_for_slow > SLOW_EVERY:
             self._asked_for_slow = self._contact
@@ -421,16 +418,16 @@ def slowest(beats: Mapping[int, Beat]) -> str | None:
     The time of an entire step is the same for all: they wait for each other in collectives. So a
     slow device is not seen.
     """
-    own = {rank: beat["own"] for rank, beat in beats.items() if beat.get("own")}
-    if len(own) < 2:
+    own_seconds = {rank: beat["own"] for rank, beat in beats.items() if beat.get("own")}
+    if len(own_seconds) < 2:
         return None
-    worst = max(own, key=lambda rank: own[rank])
-    median = statistics.median(own.values())
-    if own[worst] < SLOW * median or own[worst] - median < SLOW_SECONDS:
+    worst = max(own_seconds, key=lambda rank: own_seconds[rank])
+    median = statistics.median(own_seconds.values())
+    if own_seconds[worst] < SLOW * median or own_seconds[worst] - median < SLOW_SECONDS:
         return None
     return (
         f"process {worst} on {beats[worst]['host']} is slow: reading data and starting a step take "
-        f"it {own[worst]:.2f} s, the median process {median:.2f} s; all wait for it"
+        f"it {own_seconds[worst]:.2f} s, the median process {median:.2f} s; all wait for it"
     )
 
 
@@ -450,16 +447,16 @@ def _timed_out(beat: Beat) -> str:
 _running: Watchdog | None = None
 
 
-def watchdog_of(given: WatchdogSection) -> Watchdog:
+def watchdog_of(config: WatchdogSection) -> Watchdog:
     """The watchdog of this process, started at the first call."""
     global _running
     if _running is None or (_running.beats is None and distributed.global_state.client is not None):
         state = distributed.global_state
         several = state.client is not None and state.num_processes > 1
         beats = Heartbeats(state.client, state.process_id, state.num_processes) if several else None
-        if beats is None and not given.enabled:
-            return Watchdog(given)  # a no-op
-        _running = Watchdog(given, beats).start()
+        if beats is None and not config.enabled:
+            return Watchdog(config)  # a no-op
+        _running = Watchdog(config, beats).start()
     return _running
 
 

@@ -50,14 +50,14 @@ class ActorGroup:
     def _poll(self, rank: int, actor: Any) -> None:
         while True:
             try:
-                found = [decoded(text) for text in self._ray.get(actor.poll.remote())]
+                events = [decoded(text) for text in self._ray.get(actor.poll.remote())]
             except Exception as error:  # Ray's own, of many kinds
                 reason = str(error).strip().splitlines()[0]
                 self._events.put(Output(rank, f"Ray: {reason}", True))
-                found = [Ended(rank, LOST, time.time())]
-            for event in found:
+                events = [Ended(rank, LOST, time.time())]
+            for event in events:
                 self._events.put(event)
-            if any(isinstance(event, Ended) for event in found):
+            if any(isinstance(event, Ended) for event in events):
                 return
 
     def signal(self, number: int) -> None:
@@ -96,9 +96,11 @@ def drive(job: HostJob, restarts: Restarts, logs: str | None) -> int:
 
 
 def main() -> int:
-    given = json.loads(unquote(sys.argv[1]))
+    arguments = json.loads(unquote(sys.argv[1]))
     try:
-        return drive(decoded_job(given["job"]), Restarts(**given["restarts"]), given["logs"])
+        return drive(
+            decoded_job(arguments["job"]), Restarts(**arguments["restarts"]), arguments["logs"]
+        )
     except JaxspeedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

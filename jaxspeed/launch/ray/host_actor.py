@@ -53,13 +53,13 @@ class HostActor:
 
     def poll(self) -> list[str]:
         """The new events; none if nothing happens for a moment."""
-        found = []
+        events = []
         try:
-            found.append(encoded(self._events.get(timeout=_SECONDS_A_POLL)))
+            events.append(encoded(self._events.get(timeout=_SECONDS_A_POLL)))
             while True:
-                found.append(encoded(self._events.get_nowait()))
+                events.append(encoded(self._events.get_nowait()))
         except queue.Empty:
-            return found
+            return events
 
     def signal(self, number: int) -> None:
         if self._group is not None:

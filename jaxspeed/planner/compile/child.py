@@ -71,7 +71,7 @@ def _compile(job: Job, devices: Sequence[Any], target: Target, folder: Path, kee
             raise
         return Outcome(None, refused, time.perf_counter() - started)
     printed: Any = PrintedProgram(compiled, folder / PRINTED, target)
-    found = report(
+    figures = report(
         printed,
         program.mesh,
         seconds,
@@ -80,10 +80,10 @@ def _compile(job: Job, devices: Sequence[Any], target: Target, folder: Path, kee
         kept=program.kept_report(batch),
     )
     if target.slices > 1:
-        found = replace(found, no_text="of several slices libtpu prints the program of one")
+        figures = replace(figures, no_text="of several slices libtpu prints the program of one")
     # A program for GPUs is lowered on a CPU mesh, but their compiler reports host memory.
-    found = replace(found, separates_host=target.chip.platform != "cpu")
-    return Outcome(found, None, time.perf_counter() - started)
+    figures = replace(figures, separates_host=target.chip.platform != "cpu")
+    return Outcome(figures, None, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,11 @@ def compile_lowered(lowered: Any, target: Target) -> Executable:
             device_assignment=np.array([[device.id for device in devices]]),
         )
         # As in JAX's compile: given shardings are fixed, others are left to the compiler.
-        given, build = lowered._lowering.compile_args, options.executable_build_options
-        build.allow_spmd_sharding_propagation_to_parameters = _left_open(given["in_shardings"])
-        build.allow_spmd_sharding_propagation_to_output = _left_open(given["out_shardings"])
+        compile_args, build = lowered._lowering.compile_args, options.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters = _left_open(
+            compile_args["in_shardings"]
+        )
+        build.allow_spmd_sharding_propagation_to_output = _left_open(compile_args["out_shardings"])
         module, client = lowered.compiler_ir("stablehlo"), devices[0].client
         where = xla_client.DeviceList(tuple(devices))
     except (ImportError, AttributeError, KeyError, TypeError) as error:

@@ -69,15 +69,15 @@ class StepCompiler:
         """
         assert self._future is not None, "submit comes first"
         try:
-            found = self._future.result(patience)
+            outcome = self._future.result(patience)
         except TimeoutError:
             raise RunError(
                 f"target {self._target}: the compile timed out after {patience:g} s"
             ) from None
-        if self._keep is not None and found.report:
+        if self._keep is not None and outcome.report:
             shutil.move(Path(self._folder.name) / EXECUTABLE, self._keep)
-            found = replace(found, kept=str(self._keep))
-        return found
+            outcome = replace(outcome, kept=str(self._keep))
+        return outcome
 
     def __enter__(self) -> "StepCompiler":
         return self
@@ -169,13 +169,13 @@ def pickled(job: Any) -> bytes:
 
 def _environment(target: Target, folder: str) -> dict[str, str]:
     """The child's environment: platform and flags of the target."""
-    own = {"JAX_PLATFORMS": "cpu"}
+    variables = {"JAX_PLATFORMS": "cpu"}
     if target.chip.platform == "tpu":
         # Do not search for a TPU, and let several processes load the compiler.
-        own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        variables |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         # Dump the step's text once: no pass has an empty name. jaxlib 0.12 would write `%loop#1` in
         # place of a get-tuple-element, which `as_text` has as an instruction.
-        own["XLA_FLAGS"] = (
+        variables["XLA_FLAGS"] = (
             f"--xla_dump_to={folder}/{PRINTED} --xla_dump_hlo_as_text --xla_dump_compact_gte=false "
             "--xla_dump_hlo_module_re=jit_step.* --xla_dump_hlo_pass_re=^$"
         )
@@ -184,19 +184,19 @@ def _environment(target: Target, folder: str) -> dict[str, str]:
         flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
         if (tools := _ptxas()) is not None:
             flags += f" --xla_gpu_cuda_data_dir={tools}"
-        own = {
+        variables = {
             "CUDA_VISIBLE_DEVICES": "-1",
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "JAX_PLATFORMS": "",
             "XLA_FLAGS": flags,
         }
     # A program for absent devices cannot be loaded back from the compilation cache.
-    return {**own, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return {**variables, "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def _ptxas() -> Path | None:
     """The folder of CUDA's tools from the wheels."""
-    found = importlib.util.find_spec("nvidia")
-    places = found.submodule_search_locations or () if found else ()
+    spec = importlib.util.find_spec("nvidia")
+    places = spec.submodule_search_locations or () if spec else ()
     tools = (path.parents[1] for place in places for path in Path(place).glob("*/bin/ptxas"))
     return next(tools, None)

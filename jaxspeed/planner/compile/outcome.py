@@ -37,10 +37,10 @@ class Outcome:
     @property
     def device_bytes(self) -> int | None:
         """Peak bytes of a step per device."""
-        found = self.report
-        if found is None:
+        report = self.report
+        if report is None:
             return self.refused.needed if self.refused else None
-        return found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
+        return report.argument_bytes + report.temp_bytes + report.output_bytes - report.alias_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -78,7 +78,7 @@ def out_of_memory(message: str) -> Refusal | None:
     if "RESOURCE_EXHAUSTED" not in message and "out of memory" not in message.lower():
         return None
     for form in _NEEDED:
-        if found := form.search(message):
-            needed = int(float(found[1]) * 1024 ** _POWERS[found[2]])
+        if match := form.search(message):
+            needed = int(float(match[1]) * 1024 ** _POWERS[match[2]])
             return Refusal(needed, message.strip().splitlines()[0])
     return Refusal(None, message.strip().splitlines()[0])

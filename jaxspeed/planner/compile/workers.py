@@ -161,10 +161,10 @@ def main() -> None:
     """Read a job and then requests from stdin; write their responses to stdout."""
     responses = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints must not mix with responses
-    given = os.fdopen(os.dup(0), "rb")  # not sys.stdin, whose lock Python takes when it ends
+    stdin = os.fdopen(os.dup(0), "rb")  # not sys.stdin, whose lock Python takes when it ends
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = pickle.load(given)
-    threading.Thread(target=_read, args=(given, requests), daemon=True).start()
+    job = pickle.load(stdin)
+    threading.Thread(target=_read, args=(stdin, requests), daemon=True).start()
     answer = pickle.loads(job)()
     gc.freeze()  # imported modules: tracing and lowering Llama 3 8B took 1.5 s, and 1.2 with this
     while True:
@@ -177,11 +177,11 @@ def main() -> None:
         responses.flush()
 
 
-def _read(given: Any, requests: "queue.SimpleQueue[Any]") -> None:
+def _read(stdin: Any, requests: "queue.SimpleQueue[Any]") -> None:
     """Read requests, even while one is being answered, and end this process with its parent."""
     try:
         while True:
-            requests.put(pickle.load(given))
+            requests.put(pickle.load(stdin))
     except EOFError:
         for folder in sys.argv[1:]:
             shutil.rmtree(folder, ignore_errors=True)

@@ -120,17 +120,19 @@ class DonatedScope(OrderedScope):
             read = max((times[i] for i in self.readers.get(place, ()) if i != OUT), default=-1)
             if read + 1 < written:
                 idle.append((self.sizes.of(place), read, written, []))
-        idle.sort(key=lambda each: each[0])
+        idle.sort(key=lambda slot: slot[0])
         rest = []
-        for one in sorted(lifetimes, key=lambda each: -each.bytes):
+        for lifetime in sorted(lifetimes, key=lambda lifetime: -lifetime.bytes):
             for room, read, written, held in idle:
-                fits = one.bytes <= room and read < one.first and one.last < written
-                apart = all(each.last < one.first or one.last < each.first for each in held)
-                if fits and apart and not one.value.host:
-                    held.append(one)
+                fits = lifetime.bytes <= room and read < lifetime.first and lifetime.last < written
+                apart = all(
+                    other.last < lifetime.first or lifetime.last < other.first for other in held
+                )
+                if fits and apart and not lifetime.value.host:
+                    held.append(lifetime)
                     break
             else:
-                rest.append(one)
+                rest.append(lifetime)
         return rest
 
     def transposed(self, times: Sequence[int]) -> Iterator[Lifetime]:

@@ -42,12 +42,12 @@ def memory_in(step: Step, chip: Chip | None = None) -> Memory:
     sizes = replace(step.sizes, chip=chip)
     names = [_name(path) for path in step.paths]
     device, host = peaks(scope, sizes, scope.ins[: step.state])
-    found = [
+    components = [
         *_state(names, scope.ins, step.in_host, sizes),
         *_temporary(device, kinds, sizes, False),
         *_temporary(host, kinds, sizes, True),
     ]
-    ordered = sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))
+    ordered = sorted(components, key=lambda c: (c.host, not c.lasting, -c.bytes))
     loops = [op for op in scope.ops if op.name == "scan"]
     recomputed = max((_recomputed(op, sizes) for op in loops), default=0)
     early = sum(_early(op, sizes) for op in loops)
@@ -74,11 +74,11 @@ def _recomputed(loop: Op, sizes: Sizes) -> int:
     (body,) = loop.bodies
     analysis = ScopeAnalysis(body, sizes, (), 1, {})
     analysis.analyze()
-    made = ((v, body.ops[analysis.producers[v]]) for v in analysis.materialized if not v.host)
-    own = sum(sizes.of(v) for v, op in made if op.rematerialized)
+    computed = ((v, body.ops[analysis.producers[v]]) for v in analysis.materialized if not v.host)
+    recomputed = sum(sizes.of(v) for v, op in computed if op.rematerialized)
     inner = max((_recomputed(op, sizes) for op in body.ops if op.name == "scan"), default=0)
     forward = any(op.name in PRODUCTS and not op.backward for op in body.ops)
-    return inner or own * (sizes.tiled and forward)
+    return inner or recomputed * (sizes.tiled and forward)
 
 
 def _name(path: Sequence[Any]) -> str:

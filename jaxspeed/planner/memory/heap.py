@@ -14,11 +14,13 @@ NEGLECTED = 500  # buffers that are smaller than the heap by this factor fill it
 
 def heap_bytes(intervals: Iterable[Interval]) -> int:
     """Bytes of the heap."""
-    found = [each for each in intervals if each[2] > 0 and each[0] <= each[1]]
-    large = max((size for *_, size in found), default=0)
-    found = [each for each in found if each[2] * NEGLECTED > large]
-    by_size = _assigned(found, lambda each: (-each[2], each[0] - each[1]))
-    by_time = _assigned(found, lambda each: (each[0] - each[1], -each[2]))
+    occupied = [
+        interval for interval in intervals if interval[2] > 0 and interval[0] <= interval[1]
+    ]
+    large = max((size for *_, size in occupied), default=0)
+    occupied = [interval for interval in occupied if interval[2] * NEGLECTED > large]
+    by_size = _assigned(occupied, lambda interval: (-interval[2], interval[0] - interval[1]))
+    by_time = _assigned(occupied, lambda interval: (interval[0] - interval[1], -interval[2]))
     return min(by_size, by_time)
 
 

@@ -96,8 +96,8 @@ class _Liveness(DonatedScope):
         chip, rest, less = place_on_chip(self, times, uses, lifetimes, chip_held)
         if any(less):
             insides = [
-                self._inside(ops[i], each) if each else inside
-                for i, each, inside in zip(order, less, insides, strict=True)
+                self._inside(ops[i], held_inside) if held_inside else inside
+                for i, held_inside, inside in zip(order, less, insides, strict=True)
             ]
             uses = [device.chip for device, _ in insides]
             chip, rest, _ = place_on_chip(self, times, uses, lifetimes, chip_held)
@@ -105,12 +105,12 @@ class _Liveness(DonatedScope):
         lifetimes += self._partial_sums(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
-        for n, one in enumerate(lifetimes):
-            starts.setdefault(one.first, []).append(n)
-            ends.setdefault(one.last, []).append(n)
-        last_of = {one.value: one.last for one in lifetimes}
+        for n, lifetime in enumerate(lifetimes):
+            starts.setdefault(lifetime.first, []).append(n)
+            ends.setdefault(lifetime.last, []).append(n)
+        last_of = {lifetime.value: lifetime.last for lifetime in lifetimes}
         best = [0, 0]
-        found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], NOTHING, set())] * 2
+        at_peak: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], NOTHING, set())] * 2
         alive: set[int] = set()
         now = [0, 0]
         taken: set[Lifetime] = set()  # whose buffer a result takes
@@ -128,18 +128,19 @@ class _Liveness(DonatedScope):
                 if total > best[host]:
                     best[host] = total
                     here = (lifetimes[n] for n in alive if lifetimes[n].value.host == host)
-                    held = [self._live_array(one) for one in here]
-                    found[host] = (held, inner[host], reused)
+                    held = [self._live_array(lifetime) for lifetime in here]
+                    at_peak[host] = (held, inner[host], reused)
             for n in ends.get(i, ()):
                 alive.discard(n)
                 now[lifetimes[n].value.host] -= lifetimes[n].bytes
-        made = []
+        device_and_host = []
         for host in (0, 1):
-            held, within, reused = found[host]
+            held, within, reused = at_peak[host]
             mine = tuple(h for h in held if h.value not in reused)
-            made.append(Peak(best[host], mine + within.arrays))
+            device_and_host.append(Peak(best[host], mine + within.arrays))
         buffers, length = self._buffers([device for device, _ in insides], lifetimes, taken)
-        return replace(made[0], chip=chip, buffers=buffers, length=length), made[1]
+        on_device, on_host = device_and_host
+        return replace(on_device, chip=chip, buffers=buffers, length=length), on_host
 
     def _lifetimes(
         self,
@@ -150,7 +151,7 @@ class _Liveness(DonatedScope):
     ) -> list[Lifetime]:
         """The buffers of the scope's own operations, and those of copies."""
         end = len(self.scope.ops)
-        found: list[Lifetime] = []
+        lifetimes: list[Lifetime] = []
         # In the order of the program: buffers of one size are placed in the order of this list.
         for value in [v for v in self.producers if v in self.materialized and v not in free]:
             by = self.readers[value]
@@ -158,30 +159,34 @@ class _Liveness(DonatedScope):
             last = end if is_output else max(times[i] for i in by - {OUT})
             first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
             last = max(last + late.get(value, 0), self._sent_by(value, times))
-            found.append(Lifetime(first, last, value, self.sizes.of(value)))
-        found += self._zeros(times)
-        found += self.rounded(times)
-        found += self.transposed(times)
-        found += self._workspaces(times)
+            lifetimes.append(Lifetime(first, last, value, self.sizes.of(value)))
+        lifetimes += self._zeros(times)
+        lifetimes += self.rounded(times)
+        lifetimes += self.transposed(times)
+        lifetimes += self._workspaces(times)
         gathered = (v for v in self.scope.ins if v in late)
-        found += [Lifetime(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
-        return found
+        lifetimes += [Lifetime(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
+        return lifetimes
 
     def _buffers(
         self, insides: Sequence[Peak], lifetimes: Iterable[Lifetime], taken: Collection[Lifetime]
     ) -> tuple[tuple[Interval, ...], int]:
         """All buffers in device memory, those of loops at the positions of one trip."""
-        arrays = [one for one in lifetimes if not one.value.host]
-        end = max([len(insides), *(one.last + 1 for one in arrays)])
+        arrays = [lifetime for lifetime in lifetimes if not lifetime.value.host]
+        end = max([len(insides), *(lifetime.last + 1 for lifetime in arrays)])
         lengths = [max(inside.length, 1) for inside in insides] + [1] * (end - len(insides))
         starts = [0, *accumulate(lengths)]
-        found = [
-            (starts[one.first], starts[one.last + 1 - (one in taken)] - 1, one.bytes)
-            for one in arrays
+        buffers = [
+            (
+                starts[lifetime.first],
+                starts[lifetime.last + 1 - (lifetime in taken)] - 1,
+                lifetime.bytes,
+            )
+            for lifetime in arrays
         ]
         for start, inside in zip(starts, insides, strict=False):
-            found += [(start + first, start + last, size) for first, last, size in inside.buffers]
-        return tuple(found), starts[-1]
+            buffers += [(start + first, start + last, size) for first, last, size in inside.buffers]
+        return tuple(buffers), starts[-1]
 
     def _partial_sums(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """A device's product before it is summed with others', of which it retains a shard."""
@@ -218,7 +223,7 @@ class _Liveness(DonatedScope):
         return source is not None and source.host and self.root(source) not in self.producers
 
     def _sent_by(self, value: Value, times: Sequence[int]) -> int:
-        """When XLA:TPU has sent an array to host memory.
+        """The time when XLA:TPU has sent an array to host memory.
 
         At the latest time: before something is fetched that the host computed of it. So it waits
         as long as there is memory; with less (`xla_tpu_max_hbm_size_mib`) it is sent earlier.
@@ -233,16 +238,16 @@ class _Liveness(DonatedScope):
         return max(sent)
 
     def _fetched_at(self, value: Value, times: Sequence[int]) -> int:
-        """When an array in host memory, or what the host computes of it, is first fetched."""
-        found = [len(times)]
+        """Time of the first fetch of a host-memory array, or of what the host computes of it."""
+        positions = [len(times)]
         for i in self.readers.get(self.root(value), set()) - {OUT}:
             outs = self.scope.ops[i].outs
             on_host = outs and all(out.host for out in outs)
-            found += [self._fetched_at(out, times) for out in outs] if on_host else [times[i]]
-        return min(found)
+            positions += [self._fetched_at(out, times) for out in outs] if on_host else [times[i]]
+        return min(positions)
 
-    def _live_array(self, one: Lifetime) -> LiveArray:
-        value, size = one.value, one.bytes
+    def _live_array(self, lifetime: Lifetime) -> LiveArray:
+        value, size = lifetime.value, lifetime.bytes
         if value not in self.producers:
             return LiveArray(value, size, None, self.depth, saved=False)
         producer = self.scope.ops[self.producers[value]]
@@ -253,7 +258,7 @@ class _Liveness(DonatedScope):
     def _inside(self, op: Op, chip_held: int = 0) -> tuple[Peak, Peak]:
         if not op.bodies:
             return NOTHING, NOTHING
-        found = [NOTHING, NOTHING]
+        largest = [NOTHING, NOTHING]
         uses: list[ChipUse] = []
         buffers: list[Interval] = []
         length = 0
@@ -269,10 +274,10 @@ class _Liveness(DonatedScope):
             uses.append(device.chip)
             buffers += [(first + length, last + length, n) for first, last, n in device.buffers]
             length += device.length
-            pairs = zip(found, (device, host), strict=True)
-            found = [max(pair, key=lambda peak: peak.bytes) for pair in pairs]
-        device = replace(found[0], chip=joint(uses), buffers=tuple(buffers), length=length)
-        return device, found[1]
+            pairs = zip(largest, (device, host), strict=True)
+            largest = [max(pair, key=lambda peak: peak.bytes) for pair in pairs]
+        device = replace(largest[0], chip=joint(uses), buffers=tuple(buffers), length=length)
+        return device, largest[1]
 
     def _zeros(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """What loops write slice by slice, before they run.
@@ -290,23 +295,23 @@ class _Liveness(DonatedScope):
 
     def _reused(self, op: Op, i: int, last_of: Mapping[Value, int]) -> set[Value]:
         """Operands whose last use this is, and whose buffer a result reuses."""
-        found: set[Value] = set()
+        reused: set[Value] = set()
         if op.name == "scan":
             consts, carry = consts_and_carry(op)
             pairs = list(zip(op.ins[consts : consts + carry], op.outs, strict=False))
         elif op.name in ("while", "dynamic_update_slice", *SCATTERS):
             pairs = list(zip(op.ins[-len(op.outs) :] if op.name == "while" else op.ins, op.outs))
         elif op.name in MATERIALIZED or op.name in MOVES:
-            return found
+            return reused
         else:
             pairs = [(v, out) for out in op.outs for v in self.sources.get(out, ())]
         for v, out in pairs:
             if v is None or out not in self.materialized or out not in last_of:
                 continue
             r = self.root(v)
-            ends_here = r not in found and last_of.get(r) == i
+            ends_here = r not in reused and last_of.get(r) == i
             if ends_here and r.host == out.host and self.sizes.of(r) == self.sizes.of(out):
-                found.add(r)
+                reused.add(r)
                 if not op.bodies:
                     break
-        return found
+        return reused

@@ -172,38 +172,38 @@ def place_on_chip(
     tuples = sum(use.tuples for use in inner) + sum(_tuples(scope, op) for op in ops)
     if not chip.on_chip:
         return ChipUse(tuples=tuples), [*lifetimes], []
-    own = works(scope, scope.sizes, chip)
+    op_works = works(scope, scope.sizes, chip)
     order = sorted(range(len(ops)), key=times.__getitem__)
     looped = [use.seconds * (TRIPS if ops[i].trips > 1 else 1) for i, use in zip(order, inner)]
-    seconds = [own[i].seconds + each for i, each in zip(order, looped)]
+    seconds = [op_works[i].seconds + in_loop for i, in_loop in zip(order, looped)]
     memory = OnChip(chip, seconds, inner, held)
 
     def waits(value: Value) -> Callable[[int], float]:
         def inside(position: int) -> float:
             if position >= len(order):  # after the last operation
                 return 0.0
-            found = inner[position].waits
+            loop_waits = inner[position].waits
             return max(
-                (found.get(v, 0.0) for v in _within(scope, ops[order[position]], value)),
+                (loop_waits.get(v, 0.0) for v in _within(scope, ops[order[position]], value)),
                 default=0.0,
             )
 
         return inside
 
     rest: list[Lifetime] = []
-    given = _arguments(scope, times)
-    for one in sorted([*lifetimes, *given.values()], key=lambda each: -each.bytes):
-        value = one.value
+    arguments = _arguments(scope, times)
+    for lifetime in sorted([*lifetimes, *arguments.values()], key=lambda lifetime: -lifetime.bytes):
+        value = lifetime.value
         by = scope.readers.get(value, set()) - {OUT}
-        if one is given.get(value):
+        if lifetime is arguments.get(value):
             read = [times[i] for i in by if _reads_all(scope, i, value)]
-            memory.place(0, one.last, read, one.bytes, computed=False)
+            memory.place(0, lifetime.last, read, lifetime.bytes, computed=False)
         elif value.host or _is_transferred(scope, value):
-            rest.append(one)
+            rest.append(lifetime)
         elif away := memory.place(
-            one.first, one.last, [times[i] for i in by], one.bytes, waits(value)
+            lifetime.first, lifetime.last, [times[i] for i in by], lifetime.bytes, waits(value)
         ):
-            rest.append(Lifetime(*away, value, one.bytes))
+            rest.append(Lifetime(*away, value, lifetime.bytes))
     use = ChipUse(
         memory.used - held,
         max([memory.largest, *(use.largest for use in inner)]),
@@ -217,13 +217,13 @@ def place_on_chip(
 
 def _arguments(scope: OrderedScope, times: Sequence[int]) -> dict[Value, Lifetime]:
     """The inputs of a scope that its operations read in full, until the last one does."""
-    found = {}
+    arguments = {}
     for value, by in scope.readers.items():
         if value not in scope.producers and not value.host and value.shape:
             read = [times[i] for i in by if _reads_all(scope, i, value)]
             if read:
-                found[value] = Lifetime(0, max(read), value, scope.sizes.of(value))
-    return found
+                arguments[value] = Lifetime(0, max(read), value, scope.sizes.of(value))
+    return arguments
 
 
 def _reads_all(scope: OrderedScope, i: int, value: Value) -> bool:
@@ -241,9 +241,9 @@ def _is_transferred(scope: OrderedScope, value: Value) -> bool:
     """Whether it comes from host memory, or goes there."""
     ops = scope.scope.ops
     by = [ops[i] for i in scope.readers.get(value, ()) if i != OUT]
-    made = ops[scope.producers[value]] if value in scope.producers else None
+    producer = ops[scope.producers[value]] if value in scope.producers else None
     sent = any(op.name == "device_put" and any(out.host for out in op.outs) for op in by)
-    return sent or (made is not None and made.name == "device_put")
+    return sent or (producer is not None and producer.name == "device_put")
 
 
 def _tuples(scope: OrderedScope, op: Op) -> int:
@@ -256,16 +256,20 @@ def _tuples(scope: OrderedScope, op: Op) -> int:
 
 def _is_part(scope: OrderedScope, value: Value) -> bool:
     """Whether an array in host memory is a slice of one, or is written into one."""
-    made = scope.producers.get(scope.root(value))
-    around = [i for i in (made, *scope.readers.get(scope.root(value), ())) if i not in (None, OUT)]
+    producer = scope.producers.get(scope.root(value))
+    around = [
+        i for i in (producer, *scope.readers.get(scope.root(value), ())) if i not in (None, OUT)
+    ]
     return any(scope.scope.ops[i].name in SLICES for i in around)
 
 
 def _within(scope: OrderedScope, op: Op, value: Value) -> Iterator[Value]:
     """The inputs and outputs of a loop's bodies that are this array."""
     for body in op.bodies:
-        given = op.ins[len(op.ins) - len(body.ins) :]
-        yield from (b for v, b in zip(given, body.ins) if v is not None and scope.root(v) is value)
+        operands = op.ins[len(op.ins) - len(body.ins) :]
+        yield from (
+            b for v, b in zip(operands, body.ins) if v is not None and scope.root(v) is value
+        )
         yield from (b for v, b in zip(op.outs, body.outs) if v is value and b is not None)
 
 
@@ -278,5 +282,5 @@ def _waits(
         points = [0.0, *sorted(float(clock[times[i]]) for i in by if i != OUT), end]
         yield value, max(b - a for a, b in pairwise(points))
     for out in scope.scope.outs:
-        if out is not None and (made := scope.producers.get(scope.root(out))) is not None:
-            yield out, max(float(clock[times[made]]), end - float(clock[times[made]]))
+        if out is not None and (producer := scope.producers.get(scope.root(out))) is not None:
+            yield out, max(float(clock[times[producer]]), end - float(clock[times[producer]]))

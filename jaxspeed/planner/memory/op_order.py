@@ -56,7 +56,7 @@ class OrderedScope(ScopeAnalysis):
     def _freed(
         self, i: int, keys: Sequence[tuple[int, ...]]
     ) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Of the arrays that an operation is the last to read: their previous reader, and bytes."""
+        """(previous reader, bytes) of each array that an operation is the last to read."""
         read = {r for v in self.scope.ops[i].values for r in self.read_by(v)}
         for r in read & self.materialized:
             by = self.readers[r] - {i}
@@ -74,7 +74,7 @@ class OrderedScope(ScopeAnalysis):
         if not self.sizes.library:
             return self._sums_in_host_memory() if self.sizes.tiled else {}
         last = max((i for i, op in enumerate(ops) if op.backward), default=-1)
-        found: dict[int, int] = {}
+        deferred: dict[int, int] = {}
         free: set[int] = set()  # of them, those that only pass values on
         immediate = any(op.rematerialized and scattered(op) for op in ops)
         for i in range(last, -1, -1):
@@ -83,21 +83,21 @@ class OrderedScope(ScopeAnalysis):
             if not op.backward or op.bodies or (op.rematerialized and immediate):
                 continue
             if all(r == OUT or r > last or r in free for r in by):
-                found[i] = last
+                deferred[i] = last
                 if op.name not in READS_ANYTHING:
                     free.add(i)
-        return found
+        return deferred
 
     def _sums_in_host_memory(self) -> dict[int, int]:
         """Loops that only write host memory, as gradients are added up there, and when on a TPU.
 
         Before the first operation that reads the result.
         """
-        found: dict[int, int] = {}
+        sums: dict[int, int] = {}
         for i, op in enumerate(self.scope.ops):
             written = [out for out in op.outs if out.shape]
             if op.bodies and written and all(out.host for out in written):
                 by = set().union(*(self.readers.get(self.root(out), ()) for out in written))
                 if by and OUT not in by:
-                    found[i] = min(by) - 1
-        return found
+                    sums[i] = min(by) - 1
+        return sums

@@ -57,14 +57,14 @@ class Advice:
 
     def figures(self) -> dict[str, Any]:
         """The advice as JSON values."""
-        one, few = self.single, self.cheapest
+        change, few = self.single, self.cheapest
         return {
-            "single": one
+            "single": change
             and {
-                "set": dict(one.keys),
-                "frees": one.frees,
-                "device_bytes": one.estimate.device,
-                "seconds": one.estimate.seconds or None,
+                "set": dict(change.keys),
+                "frees": change.frees,
+                "device_bytes": change.estimate.device,
+                "seconds": change.estimate.seconds or None,
                 "text": self._single(),
             },
             "cheapest": few
@@ -78,11 +78,11 @@ class Advice:
         }
 
     def _single(self) -> str | None:
-        one = self.single
-        if one is None:
+        change = self.single
+        if change is None:
             return "largest saving: no single change frees memory"
-        left = bytes_text(one.estimate.device)
-        return f"largest saving: {one.text} frees {bytes_text(one.frees)} ({left} remain)"
+        left = bytes_text(change.estimate.device)
+        return f"largest saving: {change.text} frees {bytes_text(change.frees)} ({left} remain)"
 
     def _cheapest(self) -> str | None:
         few = self.cheapest
@@ -133,9 +133,9 @@ class Adviser:
         return time.monotonic() - self._began > self.seconds
 
     def _change(self, choice: Choice) -> Change:
-        found = self._of(choice)
-        frees, slower = self._base.device - found.device, found.seconds - self._base.seconds
-        return Change(self.keys(choice), found, frees, slower, self._base.seconds)
+        estimate = self._of(choice)
+        frees, slower = self._base.device - estimate.device, estimate.seconds - self._base.seconds
+        return Change(self.keys(choice), estimate, frees, slower, self._base.seconds)
 
     def _single(self) -> Change | None:
         """The change that frees most, of those that do by formula for each kind of change."""
@@ -150,8 +150,8 @@ class Adviser:
         for _, choice in order:
             if self._late and able:
                 break
-            found = self._of(choice)
-            if not found.refused and found.host <= found.host_limit:
+            estimate = self._of(choice)
+            if not estimate.refused and estimate.host <= estimate.host_limit:
                 able.append(choice)
         best = min(able, key=lambda c: self._of(c).device, default=None)
         if best is None or self._of(best).device >= self._base.device:
@@ -171,8 +171,8 @@ class Adviser:
         return self._change(self._fewest(fit)) if fit else None
 
     def _cost(self, choice: Choice) -> tuple[bool, float]:
-        found = self._of(choice)
-        return found.fits != "fits", found.seconds * self._effort(choice)
+        estimate = self._of(choice)
+        return estimate.fits != "fits", estimate.seconds * self._effort(choice)
 
     def _effort(self, choice: Choice) -> float:
         """The factor of a step's time by which changes count."""
@@ -182,21 +182,21 @@ class Adviser:
         """Sets of changes that fit by formula, corrected by the base's estimate."""
         large = self._base.device / max(self._base_cost.device, 1.0)
         room = self._base.device_limit / (1 + MAY_BE_BELOW)
-        found: dict[Choice, tuple[float, float]] = {}
+        costs: dict[Choice, tuple[float, float]] = {}
         edge = {self.space.base: 0.0}
         for _ in range(MAX_CHANGES):
             grown: dict[Choice, float] = {}
             for at in edge:
                 for choice in self.space.single(at):
-                    if choice not in found and choice != self.space.base:
+                    if choice not in costs and choice != self.space.base:
                         cost = self.analytic_cost(choice)
                         over = max(cost.device * large / room, 1.0)
                         over *= max(cost.host / self._base.host_limit, 1.0)
-                        found[choice] = over, cost.seconds * self._effort(choice)
+                        costs[choice] = over, cost.seconds * self._effort(choice)
                         grown[choice] = cost.seconds * over**2
             edge = dict(heapq.nsmallest(BEAM_WIDTH, grown.items(), key=lambda item: item[1]))
         # Sets that nearly fit come after those that fit: formulas are not exact.
-        order = sorted(found, key=lambda c: (round(max(found[c][0] - 1.1, 0), 2), found[c][1]))
+        order = sorted(costs, key=lambda c: (round(max(costs[c][0] - 1.1, 0), 2), costs[c][1]))
         return iter(order[: 2 * SETS])
 
     def _fewest(self, choice: Choice) -> Choice:

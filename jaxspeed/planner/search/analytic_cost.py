@@ -63,13 +63,13 @@ class CostModel:
         """Parameters, masters, moments and gradients: bytes (on device, in host memory)."""
         s = self.sizes
         parts = self._parts(at)
-        each = sum(count for count, _ in parts)
+        per_device = sum(count for count, _ in parts)
         stored = sum(count / shards for count, shards in parts)
-        param = s.compute_bytes * (stored if at.stage == 3 else each)
+        param = s.compute_bytes * (stored if at.stage == 3 else per_device)
         if at.stage == 3 and not at.offload_optimizer and s.state_bytes > 8:
             param = 0.0  # gathered from the masters
-        state = s.state_bytes * (stored if at.stage >= 1 else each)
-        grad = s.grad_bytes * (stored if at.stage >= 2 else each)
+        state = s.state_bytes * (stored if at.stage >= 1 else per_device)
+        grad = s.grad_bytes * (stored if at.stage >= 2 else per_device)
         placed = (
             (param, at.offload_parameters),
             (state, at.offload_optimizer),
@@ -77,15 +77,15 @@ class CostModel:
         )
         device = [x for x, offloaded in placed if not offloaded]
         host = [x for x, offloaded in placed if offloaded]
-        unit = s.in_units / max(s.units, 1) * at.pipe * each / s.parameters
+        unit = s.in_units / max(s.units, 1) * at.pipe * per_device / s.parameters
         working = unit * (2 * s.compute_bytes + s.grad_bytes) if at.stage == 3 else 0.0
         if at.stage == 3 and at.pipe > 1 and at.gather == "step":
-            working = each * s.compute_bytes
+            working = per_device * s.compute_bytes
         # Stages fetch all offloaded parameters, and reorder those of interleaved chunks.
         if at.pipe > 1 and (at.offload_parameters or at.schedule == "interleaved"):
-            working += each * (s.compute_bytes + s.grad_bytes)
+            working += per_device * (s.compute_bytes + s.grad_bytes)
         elif at.accumulation(self.samples) > 1 and at.stage < 3:  # one micro-batch's gradients
-            working += each * s.compute_bytes
+            working += per_device * s.compute_bytes
         return sum(device) + working, sum(host)
 
     def _parts(self, at: Choice) -> list[tuple[float, int]]:
@@ -96,7 +96,10 @@ class CostModel:
         counts = {axis: n for axis, n in self.sizes.sharded.items() if at.sizes[axis] > 1}
         common = self.sizes.parameters - sum(counts.values())
         parts = [(common, 1)] + [(n, at.sizes[axis]) for axis, n in counts.items()]
-        return [(n / (at.pipe * at.tensor * own), at.shards // own) for n, own in parts]
+        return [
+            (n / (at.pipe * at.tensor * axis_size), at.shards // axis_size)
+            for n, axis_size in parts
+        ]
 
     def _activations(self, at: Choice) -> tuple[float, float]:
         """Activations saved from forward to backward: bytes (on device, in host memory)."""
@@ -200,15 +203,15 @@ class CostModel:
         """Offloaded optimizer state fetched for the update and written back, not overlapped."""
         if not at.offload_optimizer:
             return 0.0
-        each = sum(n / (shards if at.stage >= 1 else 1) for n, shards in self._parts(at))
-        return 2 * self.sizes.state_bytes * each / self.target.chip.host_link
+        per_device = sum(n / (shards if at.stage >= 1 else 1) for n, shards in self._parts(at))
+        return 2 * self.sizes.state_bytes * per_device / self.target.chip.host_link
 
     def _of_host(self, at: Choice, micros: int, saved_host: float) -> float:
         s, link = self.sizes, self.target.chip.host_link
-        each = sum(n / shards for n, shards in self._parts(at))
+        per_device = sum(n / shards for n, shards in self._parts(at))
         moved = 0.0
         if at.offload_parameters:
-            moved += micros * 2 * (s.compute_bytes + s.grad_bytes) * each
+            moved += micros * 2 * (s.compute_bytes + s.grad_bytes) * per_device
         if at.offload_activations:
             moved += 2 * micros * saved_host
         return moved / link

@@ -193,7 +193,9 @@ def choice_of(config: Config, devices: int) -> Choice:
     )
 
 
-def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int) -> dict[str, Any]:
+def keys_of(
+    written: Mapping[str, Any], base: Choice, choice: Choice, samples: int
+) -> dict[str, Any]:
     """The config keys to set for another choice; None removes a key.
 
     Args:
@@ -207,13 +209,13 @@ def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
     if "offload_activations" in changed:  # cpu_checkpointing implies full remat unless remat is set
         changed.add("recompute")
         share = choice.offload_activations
-        if 0 < share < 1 or _found(given, HOST_RATIO):
+        if 0 < share < 1 or _found(written, HOST_RATIO):
             keys[HOST_RATIO] = share if 0 < share < 1 else None
-    shards = "stage" in changed and _found(given, "zero_optimization.mics_shard_size")
+    shards = "stage" in changed and _found(written, "zero_optimization.mics_shard_size")
     if choice.mesh != base.mesh or shards:  # a shard size is refused at stage 0
         changed.add("mesh")
         # Another key that sets an axis is removed, so that unchanged axes have to be set too.
-        others = any(_found(given, key) for key in _OTHER_KEYS["mesh"])
+        others = any(_found(written, key) for key in _OTHER_KEYS["mesh"])
         axes = zip(axis_names(), base.mesh, choice.mesh)
         keys |= {f"mesh.{axis}": now for axis, was, now in axes if was != now or others}
     for field, key in _KEYS.items():
@@ -221,10 +223,10 @@ def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
             keys[key] = _value(field, getattr(choice, field))
     for field, others_of in _OTHER_KEYS.items():
         if field in changed and not (field == "sequence" and choice.sequence):
-            keys |= {key: value for key, value in others_of.items() if _found(given, key)}
+            keys |= {key: value for key, value in others_of.items() if _found(written, key)}
     if choice.mesh != base.mesh or choice.micro != base.micro:
         numbers = {MICRO: choice.micro, ACCUMULATION: choice.accumulation(samples)}
-        keys |= {key: n for key, n in numbers.items() if given.get(key) != n}
+        keys |= {key: n for key, n in numbers.items() if written.get(key) != n}
     return keys
 
 
@@ -238,13 +240,13 @@ def _value(field: str, value: Any) -> Any:
     return value
 
 
-def _found(given: Mapping[str, Any], key: str) -> bool:
-    return read(given, key, _MISSING) is not _MISSING
+def _found(written: Mapping[str, Any], key: str) -> bool:
+    return read(written, key, _MISSING) is not _MISSING
 
 
-def with_keys(given: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def with_keys(written: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a config as written, with keys set by their paths."""
-    result = copy.deepcopy(dict(given))
+    result = copy.deepcopy(dict(written))
     for path, value in keys.items():
         *sections, last = path.split(".")
         node = result

@@ -47,8 +47,8 @@ class Estimate:
     def figures(self) -> dict[str, Any]:
         """The estimate as JSON values of a plan."""
         same = ("seconds", "tokens_per_second", "mfu", "fits")
-        found = {name: getattr(self, name) for name in same}
-        return {"device_bytes": self.device, "host_bytes": self.host, **found}
+        fields = {name: getattr(self, name) for name in same}
+        return {"device_bytes": self.device, "host_bytes": self.host, **fields}
 
 
 def why_lost(lost: Estimate, best: Estimate) -> str:

@@ -76,12 +76,12 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
     first = jnp.asarray(0)
     traced = objective.trace((program.model.variables, batch, first, first), train=True)
     jaxpr = traced.closed.jaxpr
-    found = tuple(unit_jaxprs(jaxpr, traced.batch, traced.units))
-    costs = RematCosts(tuple(map(UnitResiduals.of, found)))
+    unit_programs = tuple(unit_jaxprs(jaxpr, traced.batch, traced.units))
+    costs = RematCosts(tuple(map(UnitResiduals.of, unit_programs)))
     stored = {role: total for role, (total, _) in table.bytes_by_role().items()}
     param, master, grad, opt = (stored.get(role, 0) for role in ROLES)
     parameters = sum(int(np.prod(row.leaf.shape)) for row in table)
-    in_units = sum(each.times * _weights(each) for each in found)
+    in_units = sum(unit.times * _weights(unit) for unit in unit_programs)
     return ModelSizes(
         parameters,
         min(in_units, parameters),
@@ -89,22 +89,22 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
         param / parameters,
         (master + opt) / parameters,
         grad / parameters,
-        sum(each.times for each in found),
+        sum(unit.times for unit in unit_programs),
         float(program_flops(jaxpr, count_all)),
         costs.input_bytes,
-        sum(each.times * _expert_rows(each) for each in found),
+        sum(unit.times * _expert_rows(unit) for unit in unit_programs),
         dict(_by_policy(costs)),
     )
 
 
 def _sharded(program: Program) -> dict[str, int]:
     axis_of = sharding_axes()
-    found: dict[str, int] = {}
+    sharded: dict[str, int] = {}
     for row in program.table:
         for axis in {axis_of.get(name or "") for name in row.leaf.names}:
             if axis is not None and AXES[axis].stores:
-                found[axis] = found.get(axis, 0) + int(np.prod(row.leaf.shape))
-    return found
+                sharded[axis] = sharded.get(axis, 0) + int(np.prod(row.leaf.shape))
+    return sharded
 
 
 def _expert_rows(unit: UnitJaxpr) -> float:
@@ -126,7 +126,11 @@ def _expert_rows(unit: UnitJaxpr) -> float:
 def _weights(unit: UnitJaxpr) -> int:
     """Elements of the arrays that a unit reads and that are no activations."""
     pairs = zip(unit.jaxpr.invars, unit.is_activation, strict=True)
-    real = (v.aval for v, own in pairs if not own and jnp.issubdtype(v.aval.dtype, jnp.floating))
+    real = (
+        v.aval
+        for v, is_activation in pairs
+        if not is_activation and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    )
     return sum(int(np.prod(aval.shape)) for aval in real if len(aval.shape) > 0)
 
 

@@ -86,7 +86,7 @@ class SearchResult:
     @property
     def proved(self) -> bool | None:
         """Whether a compiled candidate fits; None if none was compiled."""
-        outcomes = [each.outcome for each in self.candidates if each.outcome]
+        outcomes = [candidate.outcome for candidate in self.candidates if candidate.outcome]
         return any(outcome.fits(self.target) for outcome in outcomes) if outcomes else None
 
     def figures(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class SearchResult:
             "considered": self.considered,
             "tried": self.tried,
             "seconds": self.seconds,
-            "candidates": [each.figures(self.target) for each in self.candidates],
+            "candidates": [candidate.figures(self.target) for candidate in self.candidates],
             "best": self.best,
         }
 
@@ -104,15 +104,15 @@ class SearchResult:
         heads = ("", "candidate", ">step", ">mfu", ">device", "reason")
         table = titled("search", *heads, pad_edge=False)
         table.columns[1].ratio, table.columns[-1].ratio = 3, 2
-        for number, each in self._shown():
-            found = each.estimate
+        for number, candidate in self._shown():
+            estimate = candidate.estimate
             table.add_row(
-                f"{number + 1}{'' if each.keys else '*'}",
-                each.name,
-                seconds_text(found.seconds) if found.seconds else "",
-                f"{found.mfu:.0%}" if found.seconds else "",
-                bytes_text(found.device) if found.device else "",
-                each.lost or "best",
+                f"{number + 1}{'' if candidate.keys else '*'}",
+                candidate.name,
+                seconds_text(estimate.seconds) if estimate.seconds else "",
+                f"{estimate.mfu:.0%}" if estimate.seconds else "",
+                bytes_text(estimate.device) if estimate.device else "",
+                candidate.lost or "best",
                 style="bold" if number == self.best else "",
             )
         return Group(table, Text("\n".join(self._summary())))
@@ -171,29 +171,29 @@ def make_result(
     best: Choice | None,
 ) -> SearchResult:
     """The result: candidates in order, each with the reason why it lost to the best."""
-    able = [c for c, (found, _) in estimated.items() if not found.refused]
+    able = [c for c, (estimate, _) in estimated.items() if not estimate.refused]
 
     def order(choice: Choice) -> tuple[Any, ...]:
-        found, keys = estimated[choice]
-        return bool(found.refused), found.seconds, len(keys), choice != best
+        estimate, keys = estimated[choice]
+        return bool(estimate.refused), estimate.seconds, len(keys), choice != best
 
     rows = sorted(estimated, key=order)
     where = rows.index(best) if best else None
-    made = (Candidate(c, c.name(samples), estimated[c][1], estimated[c][0], None) for c in rows)
-    candidates = _with_reasons(tuple(made), target, where, where)
+    listed = (Candidate(c, c.name(samples), estimated[c][1], estimated[c][0], None) for c in rows)
+    candidates = _with_reasons(tuple(listed), target, where, where)
     return SearchResult(target, samples, unit, considered, len(able), seconds, candidates, where)
 
 
-def with_outcomes(found: SearchResult, outcomes: Sequence[tuple[int, Outcome]]) -> SearchResult:
+def with_outcomes(search: SearchResult, outcomes: Sequence[tuple[int, Outcome]]) -> SearchResult:
     """The result with compile outcomes; the best is then the first that fits when compiled."""
-    candidates, best = list(found.candidates), found.best
+    candidates, best = list(search.candidates), search.best
     for number, outcome in outcomes:
         candidates[number] = replace(candidates[number], outcome=outcome)
     if outcomes:
-        best = next((n for n, outcome in outcomes if outcome.fits(found.target)), None)
-    than = found.best if best is None else best
-    explained = _with_reasons(tuple(candidates), found.target, best, than)
-    return replace(found, candidates=explained, best=best)
+        best = next((n for n, outcome in outcomes if outcome.fits(search.target)), None)
+    than = search.best if best is None else best
+    explained = _with_reasons(tuple(candidates), search.target, best, than)
+    return replace(search, candidates=explained, best=best)
 
 
 def _with_reasons(
@@ -201,15 +201,17 @@ def _with_reasons(
 ) -> tuple[Candidate, ...]:
     """The candidates, each but the best with the reason why it lost to `than`."""
 
-    def reason(number: int, each: Candidate) -> str | None:
+    def reason(number: int, candidate: Candidate) -> str | None:
         if number == best:
             return None
-        if each.outcome and not each.outcome.fits(target):
-            return _refused(each.outcome, target)
-        top = each if than is None else candidates[than]
-        return why_lost(each.estimate, top.estimate)
+        if candidate.outcome and not candidate.outcome.fits(target):
+            return _refused(candidate.outcome, target)
+        top = candidate if than is None else candidates[than]
+        return why_lost(candidate.estimate, top.estimate)
 
-    return tuple(replace(each, lost=reason(n, each)) for n, each in enumerate(candidates))
+    return tuple(
+        replace(candidate, lost=reason(n, candidate)) for n, candidate in enumerate(candidates)
+    )
 
 
 def _refused(outcome: Outcome, target: Target) -> str:
@@ -234,26 +236,29 @@ def refuse_path(path: str | Path, searching: bool) -> None:
 
 
 def write_config(
-    path: str | Path, given: Mapping[str, Any], found: SearchResult, config_name: str | None = None
+    path: str | Path,
+    written: Mapping[str, Any],
+    search: SearchResult,
+    config_name: str | None = None,
 ) -> None:
     """Write the best candidate as a config file: the user's config with its changes."""
     import yaml
 
-    best = found.winner
+    best = search.winner
     assert best is not None
-    config = with_keys(given, best.keys)
+    config = with_keys(written, best.keys)
     if Path(path).suffix == ".json":
         text = json.dumps(config, indent=2) + "\n"
     else:
         of = f" from {config_name}" if config_name else ""
         lines = [
-            f"Chosen by jaxspeed plan --search for {found.target}{of}: of {found.considered} "
+            f"Chosen by jaxspeed plan --search for {search.target}{of}: of {search.considered} "
             f"candidates,",
-            f"{found.tried} of them estimated, the fastest with headroom at {found.samples} "
+            f"{search.tried} of them estimated, the fastest with headroom at {search.samples} "
             "samples per step:",
             f"{best.name}.",
             f"Expected: {seconds_text(best.estimate.seconds)} per step, "
-            f"{best.estimate.tokens_per_second:,.0f} {found.unit}/s, mfu {best.estimate.mfu:.0%}, "
+            f"{best.estimate.tokens_per_second:,.0f} {search.unit}/s, mfu {best.estimate.mfu:.0%}, "
             f"{bytes_text(best.estimate.device)} per device.",
         ]
         if best.keys:

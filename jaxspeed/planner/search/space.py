@@ -84,7 +84,7 @@ class Space:
         varied = {PIPE, SEQ, TENSOR, *sample_axes()}
         kept = {axis: n for axis, n in self.base.sizes.items() if axis not in varied}
         free = self.devices // product(kept, kept)
-        found = dict.fromkeys([self.base.mesh])
+        meshes = dict.fromkeys([self.base.mesh])
         of_sequences = self.degrees.get(SEQ, (self.base.sizes[SEQ],))
         for tensor, seq in itertools.product(self.tensor, of_sequences):
             near = tensor * seq
@@ -96,9 +96,9 @@ class Space:
                 for of_samples in self._of_samples(ranks, near):
                     sizes = {**kept, **of_samples, PIPE: pipe, SEQ: seq, TENSOR: tensor}
                     mesh = tuple(sizes[axis] for axis in axis_names())
-                    if self.samples % ranks == 0 and mesh not in found and self.holds(mesh):
-                        found[mesh] = None
-        return tuple(sorted(found, key=self.splits))
+                    if self.samples % ranks == 0 and mesh not in meshes and self.holds(mesh):
+                        meshes[mesh] = None
+        return tuple(sorted(meshes, key=self.splits))
 
     def _of_samples(self, ranks: int, near: int) -> list[dict[str, int]]:
         """Candidate sizes of the axes that shard samples.
@@ -108,14 +108,14 @@ class Space:
         """
         inside = max(1, self.node // near)
         of_node = ranks // inside if ranks % inside == 0 and inside > 1 else 1
-        found: list[dict[str, int]] = [{}]
+        assignments: list[dict[str, int]] = [{}]
         for axis in sample_axes():
             if axis != DATA and axis in self.base.sizes:
                 copies = dict.fromkeys((1, self.base.sizes[axis], of_node))
                 stored = self.degrees.get(axis, (1,)) if AXES[axis].dims else divisors(ranks)
-                each = copies if axis in copying_axes() else stored
-                found = [{**at, axis: n} for at in found for n in each]
-        rests = [(at, *divmod(ranks, product(at, at))) for at in found]
+                degrees = copies if axis in copying_axes() else stored
+                assignments = [{**at, axis: n} for at in assignments for n in degrees]
+        rests = [(at, *divmod(ranks, product(at, at))) for at in assignments]
         return [{**at, DATA: data} for at, data, remainder in rests if not remainder]
 
     def is_in(self, choice: Choice) -> bool:
@@ -148,14 +148,14 @@ class Space:
 
     def _of(self, name: str, at: Choice) -> tuple[Any, ...]:
         """Allowed values of a field, given the other fields."""
-        own = getattr(self.base, name)
+        base_value = getattr(self.base, name)
         if name not in self.changing:
-            return (own,)
+            return (base_value,)
         values = self._able(name, at)
         return (
             values
-            if at.mesh != self.base.mesh or own in values or name == "micro"
-            else (*values, own)
+            if at.mesh != self.base.mesh or base_value in values or name == "micro"
+            else (*values, base_value)
         )
 
     def _able(self, name: str, at: Choice) -> tuple[Any, ...]:
@@ -197,8 +197,8 @@ class Space:
     def _chunks(self, at: Choice) -> tuple[int, ...]:
         if at.schedule != "interleaved":
             return (2,)
-        each = self.layers // at.pipe
-        return tuple(n for n in range(2, MAX_CHUNKS + 1) if each % n == 0)
+        layers_per_stage = self.layers // at.pipe
+        return tuple(n for n in range(2, MAX_CHUNKS + 1) if layers_per_stage % n == 0)
 
     def _micros(self, at: Choice) -> tuple[int, ...]:
         """Micro-batch sizes that divide the samples of a rank and suit the pipeline."""
@@ -243,18 +243,18 @@ class Space:
 
     def near(self, choice: Choice) -> list[Choice]:
         """Choices that are one change away, or two changes of a related pair of fields."""
-        found = dict.fromkeys(self.single(choice))
+        neighbours = dict.fromkeys(self.single(choice))
         for first, second in _PAIRS:
             for once in self._single(choice, first):
-                found.update(dict.fromkeys(self._single(once, second)))
-        found.pop(choice, None)
-        return [each for each in found if self.is_in(each)]
+                neighbours.update(dict.fromkeys(self._single(once, second)))
+        neighbours.pop(choice, None)
+        return [neighbour for neighbour in neighbours if self.is_in(neighbour)]
 
     def single(self, choice: Choice) -> list[Choice]:
         """Choices that are one change away."""
-        found = dict.fromkeys(self._single(choice))
-        found.pop(choice, None)
-        return [each for each in found if self.is_in(each)]
+        neighbours = dict.fromkeys(self._single(choice))
+        neighbours.pop(choice, None)
+        return [neighbour for neighbour in neighbours if self.is_in(neighbour)]
 
     def _single(self, choice: Choice, only: str | None = None) -> Iterator[Choice]:
         if only in (None, "mesh"):

@@ -104,7 +104,7 @@ class SearchLoop:
 
     def _best_of_meshes(self) -> list[Choice]:
         """The best estimated choice of each mesh, the best of all first."""
-        able = [choice for choice, found in self.done.items() if not found.refused]
+        able = [choice for choice, estimate in self.done.items() if not estimate.refused]
         tops: dict[object, Choice] = {}
         for choice in sorted(able, key=lambda choice: order_of(self.done[choice])):
             tops.setdefault(choice.mesh, choice)
@@ -115,22 +115,22 @@ class SearchLoop:
 
         While nothing fits, the smallest is the best. `slack` is how much worse they may be.
         """
-        found = {}
+        ranked = {}
         for at in tops:
             here, cost = self.done[at], self.analytic_cost(at)
             slow, large = here.seconds / cost.seconds, here.device / max(cost.device, 1.0)
             for i, choice in enumerate(self.space.near(at)):
-                if choice in self.done or choice in found:
+                if choice in self.done or choice in ranked:
                     continue
                 formula = self.analytic_cost(choice)
                 seconds, device = formula.seconds * slow, formula.device * large
                 excess = self.memory_excess(AnalyticCost(device, formula.host, seconds))
                 if best.fits == "fits":
                     if excess <= slack and seconds < best.seconds * slack:
-                        found[choice] = 1.0, seconds, i
+                        ranked[choice] = 1.0, seconds, i
                 elif excess <= slack or device < best.device:
-                    found[choice] = excess, seconds, i
-        order = sorted(found, key=found.__getitem__)
+                    ranked[choice] = excess, seconds, i
+        order = sorted(ranked, key=ranked.__getitem__)
         # Of changes of two settings many are alike: the best of each setting alone is never left
         # out (gpt2_small on v5e:2x4 would end 1% above the optimum).
         alone: dict[str, Choice] = {}
@@ -157,47 +157,51 @@ class SearchLoop:
         """
         pending = iter(dict.fromkeys(c for c in choices if c not in self.done))
         under_way: dict[Future[Estimate], Choice] = {}
-        found: Choice | None = None
+        better: Choice | None = None
         while True:
-            while found is None and self._may_begin(len(under_way)):
+            while better is None and self._may_begin(len(under_way)):
                 choice = next(pending, None)
                 if choice is None:
                     break
                 under_way[self.submit(choice)] = choice
             if not under_way:
-                return found
+                return better
             left = self.limits.seconds - (time.monotonic() - self._begun)
             ready, _ = wait(under_way, timeout=max(left, 0.0), return_when=FIRST_COMPLETED)
             if not ready and self._over():
-                return found
+                return better
             for future in ready:
                 choice = under_way.pop(future)
                 self.done[choice] = future.result()
                 self.on_estimate(len(self.done), self.best)
                 if above and is_better(self.done[choice], above):
-                    found, above = choice, self.done[choice]
+                    better, above = choice, self.done[choice]
 
 
 _RANKS = {"fits": 0, "tight": 1, "does not fit": 2}
 
 
-def order_of(found: Estimate) -> tuple[float, ...]:
+def order_of(estimate: Estimate) -> tuple[float, ...]:
     """Sort key, best first: fitting choices by time, others by memory excess."""
-    if found.refused:
+    if estimate.refused:
         return (3, 0.0)
-    rank = _RANKS[found.fits]
-    return (rank, found.over if rank == 2 else found.seconds)
+    rank = _RANKS[estimate.fits]
+    return (rank, estimate.over if rank == 2 else estimate.seconds)
 
 
-def is_better(found: Estimate, than: Estimate) -> bool:
-    """Whether `found` is an improvement on `than`."""
-    if found.refused:
+def is_better(estimate: Estimate, than: Estimate) -> bool:
+    """Whether `estimate` is an improvement on `than`."""
+    if estimate.refused:
         return False
-    (rank, value), (other, bar) = order_of(found), order_of(than)
+    (rank, value), (other, bar) = order_of(estimate), order_of(than)
     return rank < other or (rank == other and value < bar * (1 - GAIN))
 
 
 def best_of(done: dict[Choice, Estimate]) -> Choice | None:
     """The best choice that fits, or fits tightly."""
-    able = [c for c, found in done.items() if not found.refused and found.fits != "does not fit"]
+    able = [
+        c
+        for c, estimate in done.items()
+        if not estimate.refused and estimate.fits != "does not fit"
+    ]
     return min(able, key=lambda c: order_of(done[c]), default=None)

@@ -41,7 +41,7 @@ def host_transfers(step: Step) -> HostTransfers:
     if not step.uses_host:
         return HostTransfers((), {})
     walk = _TransferCounter(step)
-    moves = tuple(each.communication for each in walk.sent())
+    moves = tuple(move.communication for move in walk.sent())
     return HostTransfers(moves, walk.by_host(), walk.written())
 
 
@@ -62,13 +62,13 @@ class _TransferCounter:
         self.works: list[tuple[Value, int]] = []  # read in place by the host's cores, and runs
         self.run(step.scope, 1)
         scope, state = step.scope, step.state
-        steps = [each for each in flows(scope) if each[1].host and each[2].host]
+        steps = [flow for flow in flows(scope) if flow[1].host and flow[2].host]
         # Slices, updates and carries of one array, in both directions.
-        alike = [(v, made) for op, v, made in steps if op.name != _COMPUTE_ON]
+        alike = [(v, out) for op, v, out in steps if op.name != _COMPUTE_ON]
         alike += [
             (v, out) for v, out in zip(scope.ins, scope.outs[:state]) if out and v.host and out.host
         ]
-        alike += [(made, v) for v, made in alike]
+        alike += [(out, v) for v, out in alike]
         self.gradients = reach((v for v in self.kinds.gradients if v.host), alike)
         self.paths = {
             same: jax.tree_util.keystr(path[1:], simple=True, separator="/")
@@ -78,11 +78,11 @@ class _TransferCounter:
         }
         # What the host's cores read or compute, and other shapes of it.
         handed = reach(
-            (v for v, _ in self.works), ((made, v) for op, v, made in steps if op.name in _SAME)
+            (v for v, _ in self.works), ((out, v) for op, v, out in steps if op.name in _SAME)
         )
         self.computed = [out for op in all_ops(scope) if op.name == _COMPUTE_ON for out in op.outs]
         handed |= {*self.computed}
-        self.handed = reach(handed, ((v, made) for op, v, made in steps if op.name == "reshape"))
+        self.handed = reach(handed, ((v, out) for op, v, out in steps if op.name == "reshape"))
 
     # -- one scope -------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class _TransferCounter:
                         self.moves.append(_Transfer(kind, node, sent, runs, scope, op))
 
     def _largest(self, op: Op, runs: int) -> None:
-        """Of branches, the one that transfers most."""
+        """Count the branch that transfers most."""
         before, best = self.moves, list[_Transfer]()
         for body in op.bodies:
             self.moves = []
@@ -140,11 +140,11 @@ class _TransferCounter:
 
     def by_host(self) -> dict[str, int]:
         """{path of an argument: bytes that the host's cores read in place}."""
-        found: dict[str, int] = defaultdict(int)
+        read_in_place: dict[str, int] = defaultdict(int)
         for value, runs in self.works:
             if path := self.paths.get(value):
-                found[path] += runs * self.sizes.plain(value)
-        return dict(found)
+                read_in_place[path] += runs * self.sizes.plain(value)
+        return dict(read_in_place)
 
     def written(self) -> frozenset[str]:
         """Paths of the arguments whose new values the host's cores compute in place."""

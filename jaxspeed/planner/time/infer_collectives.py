@@ -81,9 +81,9 @@ class _Inference:
         for op in scope.ops:
             for v in set(op.values):
                 self.readers[v] += 1
-        for given in scope.outs:
-            if given is not None:
-                self.readers[given] += 1
+        for out in scope.outs:
+            if out is not None:
+                self.readers[out] += 1
         self.pending: dict[Value, tuple[set[str], Value]] = {}  # partial sums: axes, original value
         self.gathered: set[tuple[Value, str]] = set()
         self.found: list[CollectiveOp] = []
@@ -140,10 +140,10 @@ class _Inference:
         if op.name not in _PARTIAL or (op.name in SCATTERS and any(_local(op))):
             return
         known, out = relations_of(op), op.outs[0]
-        made = {f for factors in known.results for f in factors}
+        out_factors = {f for factors in known.results for f in factors}
         for i, (v, factors) in enumerate(zip(op.ins, known.operands, strict=True)):
             for d, factor in enumerate(factors if v is not None else ()):
-                if v is None or (factor is not None and factor in made):
+                if v is None or (factor is not None and factor in out_factors):
                     continue
                 axes = set(v.spec[d])
                 if op.name == "dot_general":
@@ -172,7 +172,7 @@ class _Inference:
         if broadcast is not None and broadcast.ins[0] is not None:
             v, dims = broadcast.ins[0], broadcast.params["broadcast_dimensions"]
             places = zip(v.shape, v.spec, dims, strict=True)
-            spec = [spec[int(e)] if n > 1 else own for n, own, e in places]
+            spec = [spec[int(e)] if n > 1 else current for n, current, e in places]
         remaining = {a for e in spec for a in e}
         moved = {a for e, new in zip(v.spec, spec, strict=True) for a in e if a not in new}
         gathers = {a for a in moved - remaining if (v, a) not in self.gathered}
@@ -349,8 +349,8 @@ def _local(op: Op) -> Iterator[tuple[Value, int]]:
         yield from ((updates, d) for d in range(len(updates.shape)) if d not in window)
 
 
-def _sum(found: Sequence[CollectiveOp]) -> int:
-    return sum(one.communication.payload for one in found)
+def _sum(collectives: Sequence[CollectiveOp]) -> int:
+    return sum(collective.communication.payload for collective in collectives)
 
 
 def _width(v: Value) -> int:

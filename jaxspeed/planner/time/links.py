@@ -52,35 +52,35 @@ class Links:
             self._routes[key] = self._find(key)
         return self._routes[key]
 
-    def link(self, one: Communication) -> str:
+    def link(self, communication: Communication) -> str:
         """The kind of link that bounds it."""
-        if not one.axes:
+        if not communication.axes:
             return HOST
-        return NETWORK if self.route(one.axes).across > 1 else LINKS
+        return NETWORK if self.route(communication.axes).across > 1 else LINKS
 
-    def seconds(self, one: Communication, latency: bool = True) -> float:
+    def seconds(self, communication: Communication, latency: bool = True) -> float:
         """Seconds of one run; without `latency` if it is combined with another."""
         chip = self.target.chip
-        if not one.axes:
-            return one.bytes / (chip.host_link * chip.reached["host"])
-        route = self.route(one.axes)
-        if one.kind == "collective-permute":
-            return self._message(one, route)
-        within = self._within(one, route, latency)
+        if not communication.axes:
+            return communication.bytes / (chip.host_link * chip.reached["host"])
+        route = self.route(communication.axes)
+        if communication.kind == "collective-permute":
+            return self._message(communication, route)
+        within = self._within(communication, route, latency)
         if route.across == 1:
             return within
-        across = self._across(one, route, latency)
+        across = self._across(communication, route, latency)
         # NCCL's rings go through nodes and network at once; slices of TPUs do one after the other.
         return max(within, across) if chip.platform == "cuda" else within + across
 
-    def _within(self, one: Communication, route: Route, latency: bool) -> float:
+    def _within(self, communication: Communication, route: Route, latency: bool) -> float:
         chip = self.target.chip
         if route.inside == 1:
             return 0.0
         rate = chip.link * chip.reached["links"] * route.parallel_links
-        turns = ring_passes(one.kind) * latency
-        bytes_ = ring_share(one.bytes, one.kind, route.inside)
-        if one.kind == "all-to-all" and chip.torus_dims:
+        turns = ring_passes(communication.kind) * latency
+        bytes_ = ring_share(communication.bytes, communication.kind, route.inside)
+        if communication.kind == "all-to-all" and chip.torus_dims:
             # Half of a ring's bytes cross its middle, over all hops on the way; other groups, which
             # share its links, do not make more of them.
             bytes_ *= max(route.hops / route.sharing, 1) / 2
@@ -91,22 +91,24 @@ class Links:
         chip = self.target.chip
         return chip.hop["links"] * (route.hops if chip.torus_dims else 1)
 
-    def _across(self, one: Communication, route: Route, latency: bool) -> float:
+    def _across(self, communication: Communication, route: Route, latency: bool) -> float:
         """Time between slices or nodes, where each device sends its share of its slice's bytes."""
         chip = self.target.chip
-        turns = ring_passes(one.kind) * latency
+        turns = ring_passes(communication.kind) * latency
         steps = math.ceil(math.log2(route.across))
-        bytes_ = ring_share(one.bytes, one.kind, route.across) / route.inside
+        bytes_ = ring_share(communication.bytes, communication.kind, route.across) / route.inside
         rate = chip.outside * chip.reached["outside"]
         return bytes_ / rate + turns * steps * chip.hop["outside"]
 
-    def _message(self, one: Communication, route: Route) -> float:
+    def _message(self, communication: Communication, route: Route) -> float:
         chip = self.target.chip
         if route.across > 1:
-            return one.bytes / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
+            return (
+                communication.bytes / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
+            )
         # A neighbour is as many links away as groups are interleaved.
         rate = chip.link * chip.reached["links"] / route.sharing
-        return one.bytes / rate + route.sharing * chip.hop["links"]
+        return communication.bytes / rate + route.sharing * chip.hop["links"]
 
     def _find(self, axes: tuple[str, ...]) -> Route:
         """The route of a group: the sum of those along the dims of a torus."""
@@ -127,7 +129,7 @@ class Links:
 
 
 def _along(positions: Any, size: int, wraps: bool) -> tuple[float, int, int]:
-    """Of groups along a dim: links that a ring of each uses at once, its diameter, and sharing.
+    """(links a ring uses at once, its diameter, groups that share a link) of groups along a dim.
 
     All groups communicate at the same time, so a link's bandwidth is divided by the groups that
     pass it. A group has two routes:

@@ -111,7 +111,7 @@ def _waited(
     idle: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float, int, bool]]
 ) -> dict[int, float]:
     """Divide each idle interval among the communications that run in it, awaited ones first."""
-    found: dict[int, float] = defaultdict(float)
+    waited: dict[int, float] = defaultdict(float)
     for start, end in idle:
         over = [
             (max(a, start), min(b, end), i, awaited)
@@ -123,5 +123,5 @@ def _waited(
             running = [(i, awaited) for a, b, i, awaited in over if a <= left and b >= right]
             at = [i for i, awaited in running if awaited] or [i for i, _ in running]
             for i in at:
-                found[i] += (right - left) / len(at)
-    return dict(found)
+                waited[i] += (right - left) / len(at)
+    return dict(waited)

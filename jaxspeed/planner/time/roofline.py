@@ -48,11 +48,11 @@ class _Clock:
         self.step, self.target = step, target
         self.links = Links(target, dict(step.program.mesh.shape))
         self.at: dict[tuple[int, int], list[CollectiveOp]] = defaultdict(list)
-        found = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
-        found += host_moves(step)
-        self.seconds = _alone(found, self.links)
-        self.moved = found
-        for moved in found:
+        collectives = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
+        collectives += host_moves(step)
+        self.seconds = _alone(collectives, self.links)
+        self.moved = collectives
+        for moved in collectives:
             self.at[id(moved.scope), id(moved.op)].append(moved)
         self.exposed: dict[int, float] = defaultdict(float)
         self.compute = self.memory = self.bubble = 0.0
@@ -75,8 +75,8 @@ class _Clock:
         chip, scope = self.target.chip, analysis.scope
         tasks: list[list[TimedTask]] = []
         ahead: dict[int, list[TimedTask]] = {}
-        own = works(analysis, self.step.sizes, chip)
-        for i, (op, work) in enumerate(zip(scope.ops, own, strict=True)):
+        op_works = works(analysis, self.step.sizes, chip)
+        for i, (op, work) in enumerate(zip(scope.ops, op_works, strict=True)):
             at = self.at.get((id(scope), id(op)), [])
             sends = {True: [], False: []}  # type: ignore[var-annotated]
             for moved in at:
@@ -110,7 +110,7 @@ class _Clock:
 
     def _inside(self, analysis: ScopeAnalysis, op: Any, runs: int, busy: float) -> list[float]:
         """Seconds of all trips of each of its bodies."""
-        found = []
+        per_body = []
         for body in op.bodies:
             trips = max(op.trips, 1)
             if op.name == "scan":
@@ -120,8 +120,8 @@ class _Clock:
             seconds = self.run(inner, runs * trips, busy, slices if trips > 1 else []) * trips
             if busy < 1 and self._idle([body]):
                 self.bubble += seconds * (1 - busy) * runs
-            found.append(seconds)
-        return found or [0.0]
+            per_body.append(seconds)
+        return per_body or [0.0]
 
     def _a_trip_ahead(self, moved: CollectiveOp, slices: Collection[Value]) -> bool:
         """Whether the trip before starts a transfer from the host.
@@ -130,8 +130,8 @@ class _Clock:
         backward pass carries those of the next trip. It does not for parameters, nor for one
         device (libtpu 0.0.52, seen in compiled programs).
         """
-        one, target = moved.communication, self.target
-        if one.kind != FROM_HOST or one.purpose != ACTIVATIONS:
+        communication, target = moved.communication, self.target
+        if communication.kind != FROM_HOST or communication.purpose != ACTIVATIONS:
             return False
         several = target.chip.platform == "tpu" and target.count > 1
         return several and all(v in slices for v in moved.op.values if v.host)
@@ -173,37 +173,39 @@ class _Clock:
         )
 
 
-def _alone(found: Sequence[CollectiveOp], links: Links) -> dict[int, float]:
+def _alone(collectives: Sequence[CollectiveOp], links: Links) -> dict[int, float]:
     """Seconds per run of each. Small ones have no latency, as compilers combine collectives."""
     largest: dict[Any, CollectiveOp] = {}
 
     def key(moved: CollectiveOp) -> Any:
         return id(moved.scope), moved.communication.kind, moved.communication.axes
 
-    for moved in found:
+    for moved in collectives:
         most = largest.setdefault(key(moved), moved)
         if moved.communication.bytes > most.communication.bytes:
             largest[key(moved)] = moved
     seconds = {}
-    for moved in found:
-        one = moved.communication
-        alone = one.bytes >= COMBINED or one.kind == "collective-permute"
+    for moved in collectives:
+        communication = moved.communication
+        alone = communication.bytes >= COMBINED or communication.kind == "collective-permute"
         pays = alone or moved is largest[key(moved)]
-        seconds[id(moved)] = links.seconds(one, latency=pays)
+        seconds[id(moved)] = links.seconds(communication, latency=pays)
     return seconds
 
 
 def _grouped(
-    found: Sequence[CollectiveOp],
+    collectives: Sequence[CollectiveOp],
     seconds: Mapping[int, float],
     exposed: Mapping[int, float],
     links: Links,
     step: Step,
 ) -> Iterable[CommunicationGroup]:
     groups: dict[Any, list[CollectiveOp]] = defaultdict(list)
-    for moved in found:
-        one = moved.communication
-        groups[one.kind, one.axes, one.purpose, links.link(one)].append(moved)
+    for moved in collectives:
+        communication = moved.communication
+        groups[
+            communication.kind, communication.axes, communication.purpose, links.link(communication)
+        ].append(moved)
     for (*_, link), group in groups.items():
         yield CommunicationGroup(
             tuple(moved.communication for moved in group),

@@ -55,7 +55,7 @@ class CommunicationGroup:
     @property
     def runs(self) -> int:
         """Runs per step."""
-        return sum(one.runs for one in self.communications)
+        return sum(communication.runs for communication in self.communications)
 
     def figures(self) -> dict[str, Any]:
         return {

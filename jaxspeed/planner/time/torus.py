@@ -75,17 +75,17 @@ def groups_of(placed: Any, axes: Sequence[str]) -> Any:
 
 
 def extents(group: Any) -> list[int]:
-    """Over how many slices or nodes a group goes, and along each dim."""
+    """The extent of a group: its number of slices or nodes, then of places along each dim."""
     return [len(set(column)) for column in group.T.tolist()]
 
 
 def _standins(target: Target) -> list[_Standin]:
     chip, dims = target.chip, (*target.topology, 1)[:3]
     places = itertools.product(*map(range, reversed(dims)))
-    each = itertools.product(range(target.slices), places, range(chip.per_chip))
+    positions = itertools.product(range(target.slices), places, range(chip.per_chip))
     return [
         _Standin(i, chip.platform, chip.kind, tuple(reversed(place)), core, 0, which)
-        for i, (which, place, core) in enumerate(each)
+        for i, (which, place, core) in enumerate(positions)
     ]
 
 
@@ -129,15 +129,15 @@ def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, i
       target: devices on which the mesh can be laid out.
       sizes: sizes of all mesh axes.
     """
-    placed, found = placed_on(target, sizes), {}
+    placed, layout = placed_on(target, sizes), {}
     inside, outside = ("core", "slice") if target.topology else ("node", "network")
     for axis in axis_names():
         if sizes[axis] > 1:
             across, *dims = extents(groups_of(placed, (axis,))[0])
             same = sizes[axis] // across // math.prod(dims)  # at the same coordinates
             links = {**dict(zip(DIMS, dims)), inside: same, outside: across}
-            found[axis] = {link: n for link, n in links.items() if n > 1}
-    return found
+            layout[axis] = {link: n for link, n in links.items() if n > 1}
+    return layout
 
 
 def split_dims(target: Target, sizes: Mapping[str, int]) -> dict[str, list[str]]:

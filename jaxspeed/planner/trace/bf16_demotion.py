@@ -33,7 +33,7 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
         elif op.name not in moves and not _narrows(op):
             wide.update(op.values)
     # Also operands of which a view, a slice or a loop's part is read in fp32.
-    wide = reach(wide, ((made, v) for op, v, made in flows(scope) if op.name in moves))
+    wide = reach(wide, ((out, v) for op, v, out in flows(scope) if op.name in moves))
     outputs = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
     inner = (v for op in ops for b in op.bodies for v in b.ins if v.dtype == jnp.float32)
     return frozenset(v for v in (*outputs, *inner) if v not in wide)
@@ -45,5 +45,5 @@ def _narrows(op: Op) -> bool:
 
 
 def _rounds(precision: Any) -> bool:
-    each = precision if isinstance(precision, tuple) else (precision,)
-    return all(str(p).rpartition(".")[2] in _ROUNDING for p in each)
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return all(str(p).rpartition(".")[2] in _ROUNDING for p in precisions)

@@ -49,21 +49,21 @@ class Kinds:
 
     def __init__(self, scope: Scope, state: int, vocabularies: Iterable[Value]) -> None:
         steps = list(flows(scope))
-        pairs = [(v, made) for _, v, made in steps]
+        pairs = [(v, out) for _, v, out in steps]
         self.of_batch = reach(scope.ins[state:], pairs)
         self.of_state = reach(scope.ins[:state], pairs)
-        tables = reach(vocabularies, ((v, made) for op, v, made in steps if _copies(op)))
+        tables = reach(vocabularies, ((v, out) for op, v, out in steps if _copies(op)))
         self.logits = reach(
             (out for op in all_ops(scope) for out in op.outs if self._is_logits(op, tables)),
             ((v, out) for op, v, out in steps if _passes(op) or out.size >= v.size),
         )
         stacked = reach(
             (out for op in all_ops(scope) if op.name == LEAVE for out in op.outs),
-            ((v, made) for op, v, made in steps if _passes(op) or v.size == made.size),
+            ((v, out) for op, v, out in steps if _passes(op) or v.size == out.size),
         )
         self.gradients = reach(
             (v for v in scope.outs[:state] if v is not None),
-            ((made, v) for op, v, made in steps if _passes(op) or v in _sources(op, made, stacked)),
+            ((out, v) for op, v, out in steps if _passes(op) or v in _sources(op, out, stacked)),
         )
 
     def _is_logits(self, op: Op, tables: set[Value]) -> bool:

@@ -129,7 +129,7 @@ class ScopeAnalysis:
 
     def _sources(self) -> dict[Value, list[Value]]:
         """The sources of each element-wise result, in its order, without relatively small ones."""
-        found: dict[Value, list[Value]] = {}
+        sources: dict[Value, list[Value]] = {}
         for i, op in enumerate(self.scope.ops):
             inside = [self.origins.get(self.root(v), v.size) for v in op.values]
             for out in op.outs:
@@ -142,12 +142,12 @@ class ScopeAnalysis:
                     r = self.root(v)
                     if not self._is_broadcast(r) and SMALL * v.size >= out.size:
                         read = r in self.materialized and not by.isdisjoint(self.readers[r])
-                        of += [r] if read else found.get(r, [r])
-                found[out] = [*dict.fromkeys(of)]
+                        of += [r] if read else sources.get(r, [r])
+                sources[out] = [*dict.fromkeys(of)]
                 of_same = {self.root(v) for v in op.values if v.size == out.size}
                 if of_same & self.of_exp or self._is_costly(op):
                     self.of_exp.add(out)
-        return found
+        return sources
 
     def _is_costly(self, op: Op) -> bool:
         """Whether a matmul's operand is computed once, not once per block of the result.
@@ -247,7 +247,7 @@ class ScopeAnalysis:
             of |= self.read_by(v)
         return of
 
-    def pass_origins(self, given: Sequence[Value | None], inner: Sequence[Value]) -> None:
-        for v, to in zip(given, inner, strict=False):
+    def pass_origins(self, operands: Sequence[Value | None], inner: Sequence[Value]) -> None:
+        for v, to in zip(operands, inner, strict=False):
             if v is not None and self.root(v) in self.origins:
                 self.origins[to] = self.origins[self.root(v)]

@@ -34,12 +34,12 @@ class Work:
 def works(analysis: ScopeAnalysis, sizes: Sizes, chip: Chip) -> list[Work]:
     """The work of a scope's operations, in order; zero for loops, whose bodies are scopes."""
     bytes_ = _traffic(analysis, sizes)
-    found = []
+    per_op = []
     for op, traffic in zip(analysis.scope.ops, bytes_, strict=True):
         flops, rate = _product(op, sizes.mesh, chip)
         memory = traffic / (chip.bandwidth * chip.reached["bandwidth"])
-        found.append(Work(flops, flops / rate if flops else 0.0, memory))
-    return found
+        per_op.append(Work(flops, flops / rate if flops else 0.0, memory))
+    return per_op
 
 
 def device_flops(scope: Scope, mesh: Mapping[str, int]) -> float:
@@ -58,7 +58,7 @@ def device_flops(scope: Scope, mesh: Mapping[str, int]) -> float:
 def _traffic(analysis: ScopeAnalysis, sizes: Sizes) -> list[float]:
     """Bytes that each operation reads from memory and writes to memory."""
     ops = analysis.scope.ops
-    found = [0.0] * len(ops)
+    traffic = [0.0] * len(ops)
     by_product = _read_for_products(analysis)
     for value, by in analysis.readers.items():
         if (
@@ -72,12 +72,12 @@ def _traffic(analysis: ScopeAnalysis, sizes: Sizes) -> list[float]:
             if not ops[i].bodies and not _is_view(ops[i]):
                 base = ops[i].ins[0]
                 indexed = base is not None and analysis.root(base) is value
-                found[i] += _read_of(ops[i], sizes) if indexed else sizes.of(value)
+                traffic[i] += _read_of(ops[i], sizes) if indexed else sizes.of(value)
     for value in analysis.materialized:
         i = analysis.producers[value]
         if not ops[i].bodies and not _is_view(ops[i]) and not value.host and value.shape:
-            found[i] += _written_of(ops[i], value, sizes)
-    return found
+            traffic[i] += _written_of(ops[i], value, sizes)
+    return traffic
 
 
 def _read_of(op: Op, sizes: Sizes) -> float:
@@ -112,13 +112,13 @@ def _is_view(op: Op) -> bool:
 
 def _read_for_products(analysis: ScopeAnalysis) -> dict[tuple[Value, int], int]:
     """{(operand of a fused matmul, consumer): the matmul, which reads it instead}."""
-    found = {}
+    matmuls = {}
     for j, op in enumerate(analysis.scope.ops):
         if op.name not in PRODUCTS or op.outs[0] in analysis.materialized:
             continue
         for i in analysis.readers.get(op.outs[0], set()) - {OUT}:
-            found.update({(r, i): j for v in op.values for r in analysis.read_by(v)})
-    return found
+            matmuls.update({(r, i): j for v in op.values for r in analysis.read_by(v)})
+    return matmuls
 
 
 # -- matmuls, convolutions, kernels ----------------------------------------------------------------

@@ -35,9 +35,9 @@ from jaxspeed.planner.trace.trace_ir import (
 Tie = tuple[Value, int, Value, int]  # (an input, its dim, an output, its dim)
 
 
-def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None:
-    """Set the `spec` of every value from `given`, the PartitionSpecs of the scope's inputs."""
-    for value, spec in zip(scope.ins, given, strict=True):
+def propagate_shardings(scope: Scope, specs: Sequence[Any], mesh: Mapping[str, int]) -> None:
+    """Set the `spec` of every value from `specs`, the PartitionSpecs of the scope's inputs."""
+    for value, spec in zip(scope.ins, specs, strict=True):
         _set(value, spec, mesh)
     ops = list(all_ops(scope))
     read: dict[Value, set[str]] = {}
@@ -110,8 +110,8 @@ def _merge(op: Op, mesh: Mapping[str, int]) -> bool:
     for olds, e in merged_dims(op):
         axes = tuple(axis for d in olds for axis in source.spec[d])
         outer = all(num_shards(source.spec[d], mesh) == source.shape[d] for d in olds[:-1])
-        own = target.axes - {*target.spec[e]}
-        if outer and axes != target.spec[e] and e not in target.fixed and not own & {*axes}:
+        other_axes = target.axes - {*target.spec[e]}
+        if outer and axes != target.spec[e] and e not in target.fixed and not other_axes & {*axes}:
             target.spec[e], changed = axes, True
             target.axes.update(axes)
     return changed
@@ -132,19 +132,19 @@ def ties_of(op: Op) -> Iterator[Tie]:
     known = relations_of(op)
     for out, factors in zip(op.outs, known.results, strict=True):
         at = {factor: e for e, factor in enumerate(factors) if factor is not None}
-        for v, given in zip(op.ins, known.operands, strict=True):
+        for v, operand_factors in zip(op.ins, known.operands, strict=True):
             if v is not None:
-                yield from ((v, d, out, at[f]) for d, f in enumerate(given) if f in at)
+                yield from ((v, d, out, at[f]) for d, f in enumerate(operand_factors) if f in at)
 
 
 def relations_of(op: Op) -> DimRelations:
     """The relations of an operation's dims; guessed from their positions if it has no rule."""
-    given = [v.shape if v is not None else () for v in op.ins]
-    made = [out.shape for out in op.outs]
+    in_shapes = [v.shape if v is not None else () for v in op.ins]
+    out_shapes = [out.shape for out in op.outs]
     if op.name in PAIRWISE:
-        return pairwise(made)
-    known = relations(op.name, op.params, given, made)
-    return same_place(given, made) if known is None else known
+        return pairwise(out_shapes)
+    known = relations(op.name, op.params, in_shapes, out_shapes)
+    return same_place(in_shapes, out_shapes) if known is None else known
 
 
 def _leading(v: Value | None, more: int, out: Value, skip: int) -> Iterator[Tie]:
@@ -159,11 +159,11 @@ def _of_bodies(op: Op) -> Iterator[Tie]:
     scan = op.name == "scan"
     consts, carry = consts_and_carry(op) if scan else (len(op.ins), len(op.outs))
     for body in op.bodies:
-        given, outs, _ = wires(op, body)
-        for i, (v, inner) in enumerate(given):
+        inputs, outs, _ = wires(op, body)
+        for i, (v, inner) in enumerate(inputs):
             yield from _leading(v, i >= consts + carry, inner, 0)
-        for i, (made, out) in enumerate(outs):
-            yield from _leading(made, 0, out, i >= carry)
+        for i, (body_out, out) in enumerate(outs):
+            yield from _leading(body_out, 0, out, i >= carry)
             if scan and i < carry:
-                yield from _leading(made, 0, body.ins[consts + i], 0)
+                yield from _leading(body_out, 0, body.ins[consts + i], 0)
                 yield from _leading(op.ins[consts + i], 0, out, 0)

@@ -41,7 +41,7 @@ class Sizes:
         return nbytes(shape, dtype, tiled, self.minor.get(value))
 
     def dtype(self, value: Value) -> Any:
-        """In which it is stored."""
+        """The dtype in which an array is stored."""
         return jnp.bfloat16 if value in self.narrow else value.dtype
 
     def plain(self, value: Value) -> int:
@@ -58,10 +58,10 @@ def kernel_layouts(scope: Scope) -> dict[Value, int]:
     """
     kernels = (op for op in all_ops(scope) if op.name in KERNELS)
     start = [(v, len(v.shape) - 1) for op in kernels for v in (*op.values, *op.outs) if v.shape]
-    found: dict[Value, int] = {}
+    layouts: dict[Value, int] = {}
     for value, dim in nearest_first(start, _layout_ties(scope)):
-        found.setdefault(value, dim)
-    return found
+        layouts.setdefault(value, dim)
+    return layouts
 
 
 def _layout_ties(scope: Scope) -> Iterator[tuple[tuple[Value, int], tuple[Value, int]]]:

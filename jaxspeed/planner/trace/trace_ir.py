@@ -158,8 +158,8 @@ class _Converter:
         if eqn.effects or len(eqn.outvars) != 1 or (name in _NEVER_MERGED and not fetch):
             return None
         pairs = zip(ins, eqn.invars, strict=True)
-        given = [v if v is not None else _literal(a) for v, a in pairs]
-        key = (id(ops), name, *given, tuple(sorted(eqn.params.items())))
+        operands = [v if v is not None else _literal(a) for v, a in pairs]
+        key = (id(ops), name, *operands, tuple(sorted(eqn.params.items())))
         try:
             hash(key)
         except TypeError:
@@ -193,8 +193,10 @@ class _Converter:
             return False
         (body,) = op.bodies
         consts, _ = consts_and_carry(op)
-        given = {v for v in body.ins[:consts] if v.host}
-        return any(o.name == "device_put" and not given.isdisjoint(o.values) for o in body.ops)
+        host_consts = {v for v in body.ins[:consts] if v.host}
+        return any(
+            o.name == "device_put" and not host_consts.isdisjoint(o.values) for o in body.ops
+        )
 
     def _call(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
         params, inner = eqn.params, called(eqn)
@@ -308,9 +310,9 @@ def wires(op: Op, body: Scope) -> tuple[Wires, Wires, Wires]:
     body's output and its input in the next trip.
     """
     consts, carry = consts_and_carry(op) if op.name in LOOPS else (0, 0)
-    given = zip(op.ins[len(op.ins) - len(body.ins) :], body.ins, strict=True)
+    inputs = zip(op.ins[len(op.ins) - len(body.ins) :], body.ins, strict=True)
     carried = zip(body.outs, body.ins[consts : consts + carry], strict=False)
-    return [*given], [*zip(body.outs, op.outs, strict=True)], [*carried]
+    return [*inputs], [*zip(body.outs, op.outs, strict=True)], [*carried]
 
 
 def flows(scope: Scope) -> Iterator[tuple[Op, Value, Value]]:
@@ -318,10 +320,10 @@ def flows(scope: Scope) -> Iterator[tuple[Op, Value, Value]]:
     for op in scope.ops:
         pairs: Iterable[tuple[Value | None, Value]] = itertools.product(op.values, op.outs)
         if op.bodies:
-            pairs = (pair for body in op.bodies for each in wires(op, body) for pair in each)
+            pairs = (pair for body in op.bodies for wired in wires(op, body) for pair in wired)
         elif op.name in PAIRWISE:
             pairs = zip(op.ins, op.outs, strict=True)
-        yield from ((op, v, made) for v, made in pairs if v is not None)
+        yield from ((op, v, out) for v, out in pairs if v is not None)
         for body in op.bodies:
             yield from flows(body)
 
@@ -338,11 +340,11 @@ def nearest_first[Node: Hashable](
     after: dict[Node, list[Node]] = defaultdict(list)
     for v, to in edges:
         after[v].append(to)
-    found = dict.fromkeys(start)
-    order = [*found]
+    reached = dict.fromkeys(start)
+    order = [*reached]
     for v in order:
-        new = [to for to in dict.fromkeys(after[v]) if to not in found]
-        found.update(dict.fromkeys(new))
+        new = [to for to in dict.fromkeys(after[v]) if to not in reached]
+        reached.update(dict.fromkeys(new))
         order += new
     return order
 
@@ -359,7 +361,7 @@ def _is_backward(eqn: Any) -> bool:
 
 def _remove_dead(scope: Scope) -> None:
     """Remove operations, and a loop's operands and results, on which no output depends."""
-    sources = [(made, v) for _, v, made in flows(scope)]
+    sources = [(out, v) for _, v, out in flows(scope)]
     ends = [v for v in scope.outs if v is not None]
     for op in all_ops(scope):
         if not op.outs:  # run for its effect

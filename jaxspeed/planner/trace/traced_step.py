@@ -69,8 +69,8 @@ class Step:
     @cached_property
     def uses_host(self) -> bool:
         """Whether any array is in host memory."""
-        made = (v for op in all_ops(self.operations) for v in op.outs)
-        return any(v.host for v in (*self.operations.ins, *made))
+        outs = (v for op in all_ops(self.operations) for v in op.outs)
+        return any(v.host for v in (*self.operations.ins, *outs))
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -103,17 +103,17 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
       batch: arrays or their shapes, of an entire step.
       platform: by default that of the devices.
     """
-    own = _platform(program)
-    platform = platform or own
-    given = (program.state, program.abstract_batch(batch))
+    program_platform = _platform(program)
+    platform = platform or program_platform
+    arguments = (program.state, program.abstract_batch(batch))
     # JAX caches the trace for the first step on these devices: it must choose kernels that run.
-    with as_on("" if platform == own else platform):
-        traced = program.step.trace(*given)
+    with as_on("" if platform == program_platform else platform):
+        traced = program.step.trace(*arguments)
     operations = open_program(traced.jaxpr, platform)
-    leaves = jax.tree_util.tree_flatten_with_path(given)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(arguments)[0]
     return Step(
         program,
-        given[1],
+        arguments[1],
         platform,
         operations,
         len(jax.tree.leaves(program.state)),
