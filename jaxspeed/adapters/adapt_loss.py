@@ -78,9 +78,9 @@ class AdaptedLoss:
 
 def weight_dims(jaxpr: Jaxpr, weights: Mapping[Var, str]) -> dict[str, list[WeightDims]]:
     """The dims of each weight in the products that read it, in the program's order."""
-    found = _Walk({})
-    found.run(jaxpr, [_first_view(weights[v], v) if v in weights else None for v in jaxpr.invars])
-    return found.uses
+    walk = _Walk({})
+    walk.run(jaxpr, [_first_view(weights[v], v) if v in weights else None for v in jaxpr.invars])
+    return walk.uses
 
 
 def adapt_loss(
@@ -227,12 +227,12 @@ class _Walk(Rewriter[View | None]):
             joint = frozenset().union(*(view.labels[d] for d in before))
             stacked |= frozenset() if after else joint
             labels += [joint if len(before) else frozenset()] * len(after)
-        made = View(view.path, tuple(labels), tuple(range(len(new))), stacked)
-        if not self._separates(made):
+        reshaped = View(view.path, tuple(labels), tuple(range(len(new))), stacked)
+        if not self._separates(reshaped):
             return self._read(program, eqn, [program.state(v) for v in eqn.invars])
         program.emit(eqn)
         if view.parts:
-            dims = self._dims(made)
+            dims = self._dims(reshaped)
             a, b = factor_shapes(new, dims, self.adapters[view.path].rank)
             stack, outputs = (tuple(new[d] for d in x) for x in (dims.stack, dims.outputs))
             shapes = {"a": a, "b": b, "mask": (*stack, a[-1])}
@@ -241,8 +241,8 @@ class _Walk(Rewriter[View | None]):
                 (name, self._spliced(program, x, eqn, _reshaped, shapes.get(name, stack)))
                 for name, x in view.parts
             )
-            made = made._replace(parts=parts)
-        return [made]
+            reshaped = reshaped._replace(parts=parts)
+        return [reshaped]
 
     def _slice(self, program: Rewriting[View | None], eqn: JaxprEqn) -> Sequence[View | None]:
         view, params = _of(program, eqn), eqn.params
@@ -250,9 +250,9 @@ class _Walk(Rewriter[View | None]):
         strides = params["strides"] or [1] * len(ends)
         shape = _aval(eqn.invars[0]).shape
         part_of = {
-            d: slice(*each, stride)
-            for d, (each, stride) in enumerate(zip(ends, strides, strict=True))
-            if (each, stride) != ((0, shape[d]), 1)
+            d: slice(*bounds, stride)
+            for d, (bounds, stride) in enumerate(zip(ends, strides, strict=True))
+            if (bounds, stride) != ((0, shape[d]), 1)
         }
         if self._measures(view, part_of):
             return self._read(program, eqn, [program.state(v) for v in eqn.invars])
@@ -264,12 +264,12 @@ class _Walk(Rewriter[View | None]):
         if self._measures(view, [axis]):
             return self._read(program, eqn, [program.state(v) for v in eqn.invars])
         program.emit(eqn)
-        found: list[View | None] = []
+        slices: list[View | None] = []
         for size in eqn.params["sizes"]:
             part_of = {axis: slice(start, start + size, 1)}
-            found.append(self._sliced(program, view, part_of, eqn))
+            slices.append(self._sliced(program, view, part_of, eqn))
             start += size
-        return found
+        return slices
 
     def _sliced(
         self,
@@ -331,8 +331,8 @@ class _Walk(Rewriter[View | None]):
         labels = self._labels_of_parts(view) if view.parts else {}
 
         def changed(name: str, x: Atom) -> Atom:
-            own = labels[name]
-            return program.splice(lambda x, *o: change(x, own, *o), [x, *operands], eqn)[0]
+            of_part = labels[name]
+            return program.splice(lambda x, *o: change(x, of_part, *o), [x, *operands], eqn)[0]
 
         return view._replace(parts=tuple((name, changed(name, x)) for name, x in view.parts))
 
@@ -421,8 +421,8 @@ class _Walk(Rewriter[View | None]):
         stack, inputs, outputs = of(used.stack) | view.stacked, of(used.inputs), of(used.outputs)
         count = len(stack | inputs | outputs)
         if inputs and outputs and len(stack) + len(inputs) + len(outputs) == count:
-            each = (tuple(sorted(x)) for x in (stack, inputs, outputs))
-            dims = WeightDims(next(each), next(each), next(each), used.kind)
+            sorted_dims = (tuple(sorted(x)) for x in (stack, inputs, outputs))
+            dims = WeightDims(next(sorted_dims), next(sorted_dims), next(sorted_dims), used.kind)
             self.uses.setdefault(view.path, []).append(dims)
 
     def _adapts(self, eqn: JaxprEqn, operand: int, view: View) -> bool:
@@ -451,8 +451,8 @@ class _Walk(Rewriter[View | None]):
             rate = adapter.dropout if key is not None else 0
             return adapted(eqn, operands, operand, dims, factors, scale, dropout=rate, key=key)
 
-        made = program.splice(product, [*atoms, *(x for _, x in view.parts)], eqn)
-        program.replace(eqn.outvars, made)
+        outputs = program.splice(product, [*atoms, *(x for _, x in view.parts)], eqn)
+        program.replace(eqn.outvars, outputs)
 
     def _merged(
         self, program: Rewriting[View | None], v: Atom, view: View, eqn: JaxprEqn | None
@@ -513,14 +513,16 @@ class _Walk(Rewriter[View | None]):
             }
             for name, x in constants.items():
                 if name != "adapted" or adapter.dora:
-                    own = np.asarray(x, np.float32)
+                    array = np.asarray(x, np.float32)
                     # A variable, as other inputs of a scan are.
-                    (parts[name],) = program.splice(lambda own=own: jnp.asarray(own) * 1, [], None)
+                    (parts[name],) = program.splice(
+                        lambda array=array: jnp.asarray(array) * 1, [], None
+                    )
         if key is not None and adapter.dropout:
 
             def keys(*args: Any) -> Any:
-                own = adapter.key(micro_batch_key(*args))
-                return jax.random.split(own, adapter.stack) if adapter.stack else own
+                root = adapter.key(micro_batch_key(*args))
+                return jax.random.split(root, adapter.stack) if adapter.stack else root
 
             (parts["key"],) = program.splice(keys, key, None)
         return view._replace(parts=tuple(parts.items()))
@@ -539,26 +541,26 @@ class _Walk(Rewriter[View | None]):
             self._merged(program, v, view, eqn) if view and not kept else program.atom(v)
             for v, view, kept in zip(eqn.invars, views, inner, strict=True)
         ]
-        given = [
+        entering = [
             self._in_front(program, view, eqn) if view and kept and i >= first else view
             for i, (view, kept) in enumerate(zip(views, inner, strict=True))
         ]
-        pairs = list(zip(given, inner, strict=True))
+        pairs = list(zip(entering, inner, strict=True))
         more = [
-            [x for view, kept in each if view and kept for _, x in view.parts]
-            for each in (pairs[:count], pairs[first:])
+            [x for view, kept in group if view and kept for _, x in view.parts]
+            for group in (pairs[:count], pairs[first:])
         ]
         same = forwarded_operands(eqn)
-        made = self._entered_body(
+        entered = self._entered_body(
             eqn, body, inner, [i for i, o in enumerate(same) if o is not None]
         )
-        run, carried = as_function(made, body.consts), body.num_carry
+        run, carried = as_function(entered, body.consts), body.num_carry
         parts = [atoms[:count], atoms[count:first], atoms[first:], *more]
         how = {key: eqn.params[key] for key in ("reverse", "unroll", "length")}
 
         def scan(*args: Any) -> list[Any]:
-            given = iter(args)
-            consts, carry, xs, of_consts, of_xs = ([next(given) for _ in each] for each in parts)
+            operands = iter(args)
+            consts, carry, xs, of_consts, of_xs = ([next(operands) for _ in part] for part in parts)
 
             def trip(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[Any, Any]:
                 outs = run(*consts, *carry, *xs[0], *of_consts, *xs[1])
@@ -600,23 +602,23 @@ class _Walk(Rewriter[View | None]):
         self,
         program: Rewriting[View | None],
         eqn: JaxprEqn,
-        found: Sequence[Body],
+        programs: Sequence[Body],
         views: Sequence[View | None],
     ) -> list[View | None]:
         """Write an equation whose programs get the parts of weights as further inputs."""
         same = forwarded_operands(eqn)
         kept = [i for i, operand in enumerate(same) if operand is not None]
-        left = iter(found)
+        left = iter(programs)
 
         def new(held: Any) -> Any:
             body = next(left)
             entered = self._entered_body(eqn, body, views[body.first :], kept)
-            found = held, entered, with_jaxpr(held, entered)
-            return self._held.setdefault((id(held), id(entered)), found)[-1]
+            entry = held, entered, with_jaxpr(held, entered)
+            return self._held.setdefault((id(held), id(entered)), entry)[-1]
 
-        made = with_functions(eqn, new)
+        rewritten = with_functions(eqn, new)
         more = [x for view in views if view for _, x in view.parts]
-        program.eqns.append(made.replace(invars=[*map(program.atom, eqn.invars), *more]))
+        program.eqns.append(rewritten.replace(invars=[*map(program.atom, eqn.invars), *more]))
         return [None if i is None else views[i] for i in same or [None] * len(eqn.outvars)]
 
     def _entered_body(
@@ -630,10 +632,10 @@ class _Walk(Rewriter[View | None]):
         first = body.first_xs if eqn.primitive.name == "scan" else len(views)
         key = id(body.jaxpr), *(view and (view[1:4], self._how(view)) for view in views)
         if key in self._entered:
-            _, made, are_merged = self._entered[key]
+            _, entered, are_merged = self._entered[key]
             paths = [view.path for view, on in zip(views, are_merged, strict=True) if view and on]
             self.merged |= dict.fromkeys(paths)
-            return made
+            return entered
         more: list[Var] = []
         inner: list[View | None] = []
         for i, view in enumerate(views):
@@ -651,9 +653,9 @@ class _Walk(Rewriter[View | None]):
         self.merge_results(program, jaxpr.outvars, kept)
         are_merged = [view is not None and view.path in self.merged for view in inner]
         self.merged = outside | self.merged
-        made = _without_unread(program.finished(), {*jaxpr.eqns})
-        self._entered[key] = body.jaxpr, made, are_merged
-        return made
+        entered = _without_unread(program.finished(), {*jaxpr.eqns})
+        self._entered[key] = body.jaxpr, entered, are_merged
+        return entered
 
     def _how(self, view: View) -> Any:
         """What an inner program depends on of an adapter; the path where there is none."""
@@ -700,7 +702,7 @@ def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Runs of dims before and after a reshape that have the same elements."""
-    found: list[tuple[Sequence[int], Sequence[int]]] = []
+    runs: list[tuple[Sequence[int], Sequence[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
         start, begin = i, j
@@ -716,16 +718,16 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
                     left, i = left * old[i], i + 1
                 else:
                     right, j = right * new[j], j + 1
-        found.append((range(start, i), range(begin, j)))
-    return found
+        runs.append((range(start, i), range(begin, j)))
+    return runs
 
 
-def _without_unread(jaxpr: Jaxpr, own: set[JaxprEqn]) -> Jaxpr:
+def _without_unread(jaxpr: Jaxpr, originals: set[JaxprEqn]) -> Jaxpr:
     """A program without the equations that were inserted and that nothing reads."""
     read = {v for v in jaxpr.outvars if is_var(v)}
     eqns: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
-        if eqn in own or eqn.effects or any(v in read for v in eqn.outvars):
+        if eqn in originals or eqn.effects or any(v in read for v in eqn.outvars):
             eqns.append(eqn)
             read.update(v for v in eqn.invars if is_var(v))
     return jaxpr.replace(eqns=eqns[::-1])

@@ -67,10 +67,10 @@ class AdaptedModel:
     def drawn(self, seed: jax.Array | int) -> Arrays:
         """First factors of the adapters."""
         key = jax.random.fold_in(jax.random.key(seed), _START)
-        made: Arrays = {}
+        factors: Arrays = {}
         for path, adapter in self.adapters.items():
-            made |= adapter.initialized(key, self.section.init_lora_weights, self._dtypes[path])
-        return made
+            factors |= adapter.initialized(key, self.section.init_lora_weights, self._dtypes[path])
+        return factors
 
     def magnitudes(self, params: Mapping[str, Any]) -> Arrays:
         """First magnitudes of DoRA, of these weights and factors."""
@@ -83,9 +83,9 @@ class AdaptedModel:
         }
 
     def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
-        own = {path: x for path, x in params.items() if path in self._own}
+        base_params = {path: x for path, x in params.items() if path in self._own}
         known = self._without_seed(variables)
-        return self.base.bind(own, known, train=train, step=step, micro=micro)
+        return self.base.bind(base_params, known, train=train, step=step, micro=micro)
 
     def _without_seed(self, variables: Arrays) -> Arrays:
         """The variables of the model: those without the seed, if only adapters read it."""
@@ -105,20 +105,20 @@ class AdaptedModel:
         }
 
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
-        own = {path: x for path, x in params.items() if path in self._own}
-        return self.base.mutated(bound, own)
+        base_params = {path: x for path, x in params.items() if path in self._own}
+        return self.base.mutated(bound, base_params)
 
     def after_step(self, variables: Arrays, step: Any) -> Arrays:
         return self.base.after_step(self._without_seed(variables), step)
 
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
-        own = {path: x for path, x in params.items() if path in self._own}
-        found = self.base.cached(rows, length, own, dtype)
-        if found is None:
+        base_params = {path: x for path, x in params.items() if path in self._own}
+        cached = self.base.cached(rows, length, base_params, dtype)
+        if cached is None:
             return None
         own_leaves = [leaf for leaf in self.leaves if leaf.path in self._own]
-        model = AdaptedModel(found.model, own_leaves, self.adapters, self.section)
-        return found._replace(model=model)
+        model = AdaptedModel(cached.model, own_leaves, self.adapters, self.section)
+        return cached._replace(model=model)
 
     def cached_values(self, bound: Any) -> Arrays:
         return self.base.cached_values(bound)

@@ -80,10 +80,10 @@ class Adapter:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its leaves, by their paths."""
         a, b = factor_shapes(self.shape, self.dims, self.rank)
-        found = {self.leaf("A"): a, self.leaf("B"): b}
+        shapes = {self.leaf("A"): a, self.leaf("B"): b}
         if self.dora:
-            found[self.leaf("magnitude")] = self.outputs
-        return found
+            shapes[self.leaf("magnitude")] = self.outputs
+        return shapes
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -98,8 +98,8 @@ class Adapter:
         """Its leaves, with the dims' names of the weight."""
         names = by_dim(weight.names, len(self.shape))
         stack, inputs, outputs = (
-            tuple(names[d] for d in each)
-            for each in (self.dims.stack, self.dims.inputs, self.dims.outputs)
+            tuple(names[d] for d in dims)
+            for dims in (self.dims.stack, self.dims.inputs, self.dims.outputs)
         )
         of_leaf = {
             self.leaf("A"): (*stack, *inputs, None),
@@ -160,9 +160,6 @@ def leaves_with_adapters(
 ) -> tuple[Leaf, ...]:
     """A model's leaves, and those of its adapters."""
     leaves = tuple(leaves)
-    own = (leaf for weight in leaves for leaf in _of(adapters.get(weight.path), weight))
-    return (*leaves, *own)
-
-
-def _of(adapter: Adapter | None, weight: Leaf) -> tuple[Leaf, ...]:
-    return adapter.leaves(weight) if adapter else ()
+    adapted = (weight for weight in leaves if weight.path in adapters)
+    adapter_leaves = (leaf for weight in adapted for leaf in adapters[weight.path].leaves(weight))
+    return (*leaves, *adapter_leaves)

@@ -85,8 +85,8 @@ def choose_adapters(
         choosing = _Choosing(section, leaves, uses, other_names)
         choice = choosing.choice()
     else:
-        own = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
-        choosing = _Choosing(own, leaves, uses, other_names)
+        completed = _as_saved(section, saved.settings({leaf.path: leaf.shape for leaf in leaves}))
+        choosing = _Choosing(completed, leaves, uses, other_names)
         choice = choosing.of_saved(saved)
         if not choosing.problems:
             asking = choice.section.model_copy(update=_named_in(section))
@@ -110,16 +110,18 @@ def refuse_unlike(
 ) -> None:
     """Raise ConfigError unless a saved adapter has the weights, ranks and scales of `adapters`."""
     root = saved.settings(shapes)["use_rslora"]
-    found = saved.ranks(shapes)
-    unlike = sorted(found.keys() ^ adapters.keys())
+    saved_ranks = saved.ranks(shapes)
+    unlike = sorted(saved_ranks.keys() ^ adapters.keys())
     for path, adapter in adapters.items():
-        if path not in found:
+        if path not in saved_ranks:
             continue
-        ranks, alphas = found[path]
+        ranks, alphas = saved_ranks[path]
         scales = np.where(ranks > 0, alphas / np.maximum(np.sqrt(ranks) if root else ranks, 1), 0)
-        own = np.where(adapter.per_layer(adapter.ranks) > 0, adapter.per_layer(adapter.scales), 0)
+        adapter_scales = np.where(
+            adapter.per_layer(adapter.ranks) > 0, adapter.per_layer(adapter.scales), 0
+        )
         same_ranks = np.array_equal(ranks, adapter.per_layer(adapter.ranks))
-        if not (same_ranks and np.allclose(scales, own)):
+        if not (same_ranks and np.allclose(scales, adapter_scales)):
             unlike.append(path)
     if unlike:
         raise ConfigError(
@@ -156,12 +158,12 @@ def _as_saved(section: Lora, settings: Mapping[str, Any]) -> Lora:
       ConfigError: the config says something else.
     """
     free = {"adapter", "lora_dropout"}  # dropout is of training alone
-    given = {key: getattr(section, key) for key in section.model_fields_set - free - _CHOOSE}
-    unlike = [key for key, x in given.items() if key not in settings or settings[key] != x]
+    configured = {key: getattr(section, key) for key in section.model_fields_set - free - _CHOOSE}
+    unlike = [key for key, x in configured.items() if key not in settings or settings[key] != x]
     if unlike:
-        found = ", ".join(f"lora.{key} is {given[key]!r}" for key in sorted(unlike))
+        settings_text = ", ".join(f"lora.{key} is {configured[key]!r}" for key in sorted(unlike))
         raise ConfigError(
-            f"lora.adapter: {section.adapter} has its own settings, and {found}; remove "
+            f"lora.adapter: {section.adapter} has its own settings, and {settings_text}; remove "
             + ("it" if len(unlike) == 1 else "them")
         )
     said = section.model_fields_set - _CHOOSE
@@ -173,28 +175,28 @@ def _named_in(section: Lora) -> dict[str, Any]:
     return {key: getattr(section, key) for key in _CHOOSE & section.model_fields_set}
 
 
-def _refuse_another_choice(section: Lora, found: ChosenAdapters, asking: "_Choosing") -> None:
+def _refuse_another_choice(section: Lora, chosen: ChosenAdapters, asking: "_Choosing") -> None:
     """Raise ConfigError if the config names what to adapt, and a saved adapter is another one."""
-    given = _named_in(section)
-    if not given:
+    named = _named_in(section)
+    if not named:
         return
     asked = asking.choice()
 
     def sizes(choice: ChosenAdapters) -> set[Any]:
         return {(path, x.ranks, x.scales) for path, x in choice.adapters.items()}
 
-    unlike = {path for path, *_ in sizes(asked) ^ sizes(found)}
-    if not given.keys() & {"target_modules", "target_parameters"}:
-        unlike &= found.adapters.keys()
-    if "modules_to_save" in given:
-        unlike |= asked.trained ^ found.trained
+    unlike = {path for path, *_ in sizes(asked) ^ sizes(chosen)}
+    if not named.keys() & {"target_modules", "target_parameters"}:
+        unlike &= chosen.adapters.keys()
+    if "modules_to_save" in named:
+        unlike |= asked.trained ^ chosen.trained
     if unlike or asking.problems:
         what = f" (of {listed(sorted(unlike))})" if unlike else ""
-        keys = listed([f"lora.{key}" for key in sorted(given)], len(given))
+        keys = listed([f"lora.{key}" for key in sorted(named)], len(named))
         raise ConfigError(
             f"lora.adapter: what {section.adapter} adapts and trains{what} is not what {keys} "
-            f"{'names' if len(given) == 1 else 'name'}; remove "
-            + ("it" if len(given) == 1 else "them")
+            f"{'names' if len(named) == 1 else 'name'}; remove "
+            + ("it" if len(named) == 1 else "them")
         )
 
 
@@ -244,8 +246,8 @@ class _Choosing:
         if wanted:
             self._check_layers(wanted)
         for key in ("rank_pattern", "alpha_pattern"):
-            own = [leaf for leaf in self.weights if leaf.path in adapters]
-            self._covered(key, getattr(section, key), own)
+            adapted = [leaf for leaf in self.weights if leaf.path in adapters]
+            self._covered(key, getattr(section, key), adapted)
         if not adapters and not self.problems:
             self.problems.append(
                 "lora: no weight of this model is adapted; name modules in lora.target_modules, "
@@ -284,27 +286,27 @@ class _Choosing:
         self, key: str, targets: Sequence[str] | Mapping[str, Any], leaves: Sequence[Leaf]
     ) -> dict[str, set[int]]:
         """The layers of each leaf that a name or pattern covers; one of nothing is a problem."""
-        found: dict[str, set[int]] = {}
+        covered: dict[str, set[int]] = {}
         for target in targets:
             pattern = _pattern(target)
             problem = pattern_problem(pattern)
             if problem:
                 self.problems.append(f"lora.{key}: found {target!r}. Needs {problem}.")
                 continue
-            own = {
+            layers_of = {
                 leaf.path: {i for i in self.named.layers(leaf) if self._is_of(target, leaf, i)}
                 for leaf in leaves
             }
-            if not any(own.values()):
+            if not any(layers_of.values()):
                 self.problems.append(
                     f"lora.{key}: {target!r} names nothing that this can be for; nearest: "
                     + listed(nearest(target, self._module_names()))
                     + self.named.hint(pattern)
                 )
-            for path, layers in own.items():
+            for path, layers in layers_of.items():
                 if layers:
-                    found[path] = found.get(path, set()) | layers
-        return found
+                    covered[path] = covered.get(path, set()) | layers
+        return covered
 
     def _is_of(self, target: str, leaf: Leaf, layer: int) -> bool:
         """Whether a name or pattern covers a leaf, or this layer of it.
@@ -348,7 +350,7 @@ class _Choosing:
         if leaf.path in self.named.prefixes:
             return layer
         segments = leaf.path.split("/")
-        members = (each for at in range(len(segments)) for each in member_of(segments, at))
+        members = (member for at in range(len(segments)) for member in member_of(segments, at))
         return next((number for _, number, _ in members), None)
 
     def _check_layers(self, wanted: set[int]) -> None:
@@ -364,14 +366,14 @@ class _Choosing:
 
     def of_saved(self, saved: SavedAdapter) -> ChosenAdapters:
         """The adapters that a saved one has."""
-        found = saved.ranks({leaf.path: leaf.shape for leaf in self.leaves})
+        saved_ranks = saved.ranks({leaf.path: leaf.shape for leaf in self.leaves})
         adapters: dict[str, Adapter] = {}
-        experts = [x.path for x in self.leaves if x.path in found and experts_dim(x)]
+        experts = [x.path for x in self.leaves if x.path in saved_ranks and experts_dim(x)]
         for leaf in self.leaves:
-            if leaf.path not in found:
+            if leaf.path not in saved_ranks:
                 continue
             of_layers = [
-                np.reshape(x, (x.shape[0] if x.shape else 1, -1)) for x in found[leaf.path]
+                np.reshape(x, (x.shape[0] if x.shape else 1, -1)) for x in saved_ranks[leaf.path]
             ]
             if any((x != x[:, :1]).any() for x in of_layers):
                 self.problems.append(
@@ -390,15 +392,15 @@ class _Choosing:
 
     def _saved(self) -> set[str]:
         """The parameters that `modules_to_save` names."""
-        found = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
-        for path, layers in found.items():
+        covered = self._covered("modules_to_save", self.section.modules_to_save or (), self.leaves)
+        for path, layers in covered.items():
             count = len(self.named.layers(self.named.by_path[path]))
             if len(layers) < count:
                 self.problems.append(
                     f"lora.modules_to_save: names {len(layers)} of the {count} layers of {path}, "
                     "which are one parameter here and are trained together: name all of them"
                 )
-        return {*found}
+        return {*covered}
 
     def _adapter_of(self, leaf: Leaf, layers: set[int], of_parameter: bool) -> Adapter:
         section = self.section
@@ -422,7 +424,7 @@ class _Choosing:
             for rank, alpha in zip(ranks, alphas, strict=True)
         ]
         inputs, outputs = (
-            math.prod(leaf.shape[d] for d in each) for each in (dims.inputs, dims.outputs)
+            math.prod(leaf.shape[d] for d in role) for role in (dims.inputs, dims.outputs)
         )
         if max(ranks) > min(inputs, outputs):
             self.problems.append(
@@ -454,7 +456,7 @@ class _Choosing:
         dims = next(iter((*lookups, *uses)), usual_dims(leaf))
         experts = experts_dim(leaf, of_parameter)
         inputs, outputs = (
-            tuple(d for d in each if d not in experts) for each in (dims.inputs, dims.outputs)
+            tuple(d for d in role if d not in experts) for role in (dims.inputs, dims.outputs)
         )
         if not inputs or not outputs:
             return dims, False
@@ -463,8 +465,8 @@ class _Choosing:
     def _of_layer(
         self, values: Mapping[str, float], leaf: Leaf, layer: int, default: float
     ) -> float:
-        found = (x for name, x in values.items() if self._is_of(name, leaf, layer))
-        return next(found, default)
+        matches = (x for name, x in values.items() if self._is_of(name, leaf, layer))
+        return next(matches, default)
 
     def _biases(self, adapters: Mapping[str, Adapter]) -> dict[str, Sequence[bool]]:
         """The biases that are trained, and which of their layers are."""
@@ -475,13 +477,13 @@ class _Choosing:
             count = len(self.named.layers(self.named.by_path[path]))
             ranks = adapter.ranks * (count if len(adapter.ranks) == 1 else 1)
             adapted[path.rpartition("/")[0]] |= {i for i, rank in enumerate(ranks) if rank}
-        found: dict[str, Sequence[bool]] = {}
+        biases: dict[str, Sequence[bool]] = {}
         for leaf in filter(lambda leaf: _is_bias(leaf.path), self.leaves):
             layers, module = self.named.layers(leaf), leaf.path.rpartition("/")[0]
-            own = layers if self.section.bias == "all" else adapted[module]
-            if own:
-                found[leaf.path] = [layer in own for layer in layers]
-        return found
+            trained = layers if self.section.bias == "all" else adapted[module]
+            if trained:
+                biases[leaf.path] = [layer in trained for layer in layers]
+        return biases
 
 
 def _is_bias(path: str) -> bool:

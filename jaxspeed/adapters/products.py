@@ -137,9 +137,9 @@ def _of_product(
     other = 1 - operand
     count, width = (len(shape_of(eqn.invars[i])) for i in (operand, other))
     pairs = {
-        theirs: own
+        theirs: of_weight
         for dims in (contracted, batch)
-        for theirs, own in zip(dims[other], dims[operand], strict=True)
+        for theirs, of_weight in zip(dims[other], dims[operand], strict=True)
     }
     beside = tuple(pairs.get(d, count + d) for d in range(width))
     outputs = [d for d in range(count) if d not in (*contracted[operand], *batch[operand], *groups)]
@@ -169,7 +169,7 @@ def _convolution(eqn: JaxprEqn, operand: int) -> _Use | None:
 
 def _lookup(eqn: JaxprEqn, operand: int) -> _Use | None:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shape, indices, found = map(shape_of, (*eqn.invars, *eqn.outvars))
+    shape, indices, result_shape = map(shape_of, (*eqn.invars, *eqn.outvars))
     indexed, batch = (
         [*map(int, d)] for d in (numbers.start_index_map, numbers.operand_batching_dims)
     )
@@ -181,10 +181,10 @@ def _lookup(eqn: JaxprEqn, operand: int) -> _Use | None:
     ):
         return None
     beside = [len(shape) + d for d in range(len(indices) - 1)]
-    for own, theirs in zip(batch, numbers.start_indices_batching_dims, strict=True):
-        beside[theirs] = own
+    for of_weight, theirs in zip(batch, numbers.start_indices_batching_dims, strict=True):
+        beside[theirs] = of_weight
     rows, columns = iter(beside), iter(outputs)
-    result = [next(columns if d in numbers.offset_dims else rows) for d in range(len(found))]
+    result = [next(columns if d in numbers.offset_dims else rows) for d in range(len(result_shape))]
     dims = WeightDims(tuple(batch), tuple(sorted(indexed)), tuple(outputs), "lookup")
     return _Use(dims, 1, tuple(beside), tuple(result))
 
@@ -206,7 +206,7 @@ def factor_shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of A and B."""
     stack, inputs, outputs = (
-        tuple(shape[d] for d in each) for each in (dims.stack, dims.inputs, dims.outputs)
+        tuple(shape[d] for d in role) for role in (dims.stack, dims.inputs, dims.outputs)
     )
     return (*stack, *inputs, rank), (*stack, rank, *outputs)
 
@@ -231,7 +231,7 @@ def initialized(
         zeros. A layer of rank 0 is not adapted.
     """
     stack = tuple(shape[d] for d in dims.stack)
-    inputs, outputs = ([shape[d] for d in each] for each in (dims.inputs, dims.outputs))
+    inputs, outputs = ([shape[d] for d in role] for role in (dims.inputs, dims.outputs))
     most = int(np.max(rank))
     ranks = jnp.broadcast_to(jnp.asarray(rank), stack).reshape(-1)
     if key.ndim == 0 and stack:
@@ -242,9 +242,9 @@ def initialized(
     def layer(key: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
         def rows(key: jax.Array, row: Callable[[jax.Array], jax.Array]) -> jax.Array:
             numbers = jnp.arange(most)
-            made = jax.vmap(lambda i: row(jax.random.fold_in(key, i)))(numbers)
-            used = (numbers < rank).reshape(-1, *[1] * (made.ndim - 1))
-            return jnp.where(used, made, 0)
+            drawn = jax.vmap(lambda i: row(jax.random.fold_in(key, i)))(numbers)
+            used = (numbers < rank).reshape(-1, *[1] * (drawn.ndim - 1))
+            return jnp.where(used, drawn, 0)
 
         def uniform(sizes: Sequence[int], fan_in: Any) -> Callable[[jax.Array], jax.Array]:
             """He et al. 2015 with a = sqrt(5), PEFT's and torch's choice."""
@@ -267,9 +267,9 @@ def initialized(
             b = jnp.zeros_like(b) if how else b
         return jnp.moveaxis(a, 0, -1), b
 
-    made = jax.vmap(layer)(keys, ranks)
+    factors = jax.vmap(layer)(keys, ranks)
     shapes = factor_shapes(shape, dims, most)
-    return tuple(x.reshape(s).astype(dtype) for x, s in zip(made, shapes, strict=True))  # type: ignore[return-value]
+    return tuple(x.reshape(s).astype(dtype) for x, s in zip(factors, shapes, strict=True))  # type: ignore[return-value]
 
 
 def delta(
@@ -311,8 +311,8 @@ def norms(weight: jax.Array, dims: WeightDims, factors: Factors, scale: Any) -> 
     twin = tuple(label if label != RANK else RANK - 1 for label in of_a)
     gram = _contract(a, of_a, a, twin, (*dims.stack, RANK, RANK - 1), **_EXACT)
     again = tuple(label if label != RANK else RANK - 1 for label in of_b)
-    own = _contract(gram, (*dims.stack, RANK, RANK - 1), b, again, of_b, **_EXACT)
-    total = squares + jnp.sum((2 * cross + own) * b, axis=len(dims.stack))
+    self_term = _contract(gram, (*dims.stack, RANK, RANK - 1), b, again, of_b, **_EXACT)
+    total = squares + jnp.sum((2 * cross + self_term) * b, axis=len(dims.stack))
     return lax.stop_gradient(jnp.sqrt(jnp.maximum(total, 0)))
 
 
@@ -332,7 +332,7 @@ def _labels_of_b(dims: WeightDims) -> tuple[int, ...]:
 
 
 def _labels_of_outputs(dims: WeightDims) -> tuple[int, ...]:
-    """Those of what there is one of for each output: magnitudes, norms."""
+    """The labels of arrays with one number for each output: magnitudes, norms."""
     return (*dims.stack, *dims.outputs)
 
 
@@ -376,10 +376,10 @@ def adapted(
         dropped = jnp.where(kept, x / (1 - dropout), 0).astype(x.dtype)
 
     def base(x: jax.Array) -> jax.Array:
-        given = list(operands)
-        given[use.other] = x
+        replaced = list(operands)
+        replaced[use.other] = x
         with eqn.ctx.manager:
-            return eqn.primitive.bind(*given, **eqn.params)
+            return eqn.primitive.bind(*replaced, **eqn.params)
 
     def low_rank(x: jax.Array) -> jax.Array:
         return _low_rank(eqn, use, operands, operand, x, dims, factors, scale)
@@ -421,8 +421,8 @@ def _low_rank(
         # A has no outputs and B no inputs that a tensor axis could shard.
         for factor, dim in ((first[0], "in"), (second[0], "out")):
             sharded = dim if params["sharded"] == dim else None
-            given = params | {"sharded": sharded, "preferred_element_type": dtype}
-            x = eqn.primitive.bind(x, factor, operands[2], **given)
+            params_of_factor = params | {"sharded": sharded, "preferred_element_type": dtype}
+            x = eqn.primitive.bind(x, factor, operands[2], **params_of_factor)
         return x
     if name == "ragged_dot_general":
         y, of_y = _ragged(eqn, use, (x, use.beside), first, operands[2])
@@ -430,7 +430,7 @@ def _low_rank(
         return _transposed(y, of_y, use.result)
 
     def multiplied(y: Labelled, factor: Labelled, kept: set[int]) -> Labelled:
-        """On the weight's side of the product, so that the result needs no transposition."""
+        """The product with the factor on the weight's side: it needs no transposition."""
         how = {key: params[key] for key in ("precision", "preferred_element_type") if key in params}
         swapped = name == "dot_general" and operand == 0
         return _contracted(*((factor, y) if swapped else (y, factor)), kept, **how)
@@ -524,14 +524,14 @@ def _contracted(lhs: Labelled, rhs: Labelled, kept: set[int], **how: Any) -> Lab
     batch = [label for label in shared if label in kept]
     summed = [label for label in shared if label not in kept]
     numbers = _places(labels, summed), _places(labels, batch)
-    rest = [label for each in labels for label in each if label not in shared]
+    rest = [label for side in labels for label in side if label not in shared]
     return lax.dot_general(lhs[0], rhs[0], numbers, **how), [*batch, *rest]
 
 
 def _places(
     labels: tuple[list[int], list[int]], wanted: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    lhs, rhs = ([each.index(label) for label in wanted] for each in labels)
+    lhs, rhs = ([side.index(label) for label in wanted] for side in labels)
     return lhs, rhs
 
 

@@ -46,8 +46,8 @@ def default_tag(step: int) -> str:
 
 def step_of(tag: str) -> int | None:
     """The step of a default tag, else None."""
-    found = _STEP.fullmatch(tag)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(tag)
+    return int(match[1]) if match else None
 
 
 def checkpoints(store: LocalStore | ObjectStore) -> list[CheckpointInfo]:
@@ -56,8 +56,10 @@ def checkpoints(store: LocalStore | ObjectStore) -> list[CheckpointInfo]:
         CheckpointInfo(tag, step_of(tag), 0, 0, False, "its save was interrupted")
         for tag in store.unfinished()
     ]
-    found = [info_of(store.root / tag) for tag in store.tags() if _is_checkpoint(store.root / tag)]
-    return partial + sorted(found, key=lambda info: (info.time, info.step or 0))
+    complete = [
+        info_of(store.root / tag) for tag in store.tags() if _is_checkpoint(store.root / tag)
+    ]
+    return partial + sorted(complete, key=lambda info: (info.time, info.step or 0))
 
 
 def info_of(folder: epath.Path) -> CheckpointInfo:
@@ -117,8 +119,8 @@ def existing(store: LocalStore | ObjectStore, tag: str) -> str:
     tags = [info.tag for info in checkpoints(store) if info.tag in store.tags()]
     if tag in store.tags():
         return tag
-    found = ", ".join(tags[-5:]) or "none"
-    raise CheckpointError(f"{store.root}: no checkpoint {tag!r}; existing checkpoints: {found}")
+    names = ", ".join(tags[-5:]) or "none"
+    raise CheckpointError(f"{store.root}: no checkpoint {tag!r}; existing checkpoints: {names}")
 
 
 def _problems(folder: epath.Path) -> list[str]:
@@ -139,12 +141,12 @@ def _wrong_sizes(folder: epath.Path, manifest: Manifest) -> list[str]:
     problems = []
     for name, (size, _) in manifest.files.items():
         try:
-            found = (folder / name).stat().length
+            actual = (folder / name).stat().length
         except OSError:
             problems.append(f"{name} is missing")
             continue
-        if found != size:
-            problems.append(f"{name} has {found:,} bytes, not {size:,}")
+        if actual != size:
+            problems.append(f"{name} has {actual:,} bytes, not {size:,}")
     return problems
 
 

@@ -137,8 +137,8 @@ class Checkpointer:
         self.wait()
         step = int(state.step)
         tag = check_tag(default_tag(step) if tag is None else tag)
-        given = dict(files or {})
-        for name in given:
+        contents = dict(files or {})
+        for name in contents:
             check_tag(name)
         check_client_state(client_state or {})
         leaves = saved_leaves(program, exclude_frozen)
@@ -146,7 +146,7 @@ class Checkpointer:
         leaves |= leaves_of_others(leaves, program, others)
         excluded = frozen_leaves(program) if exclude_frozen else {}
         header = header_of(
-            program, tag, step, client_state or {}, sorted(given), leaves, excluded, adapter
+            program, tag, step, client_state or {}, sorted(contents), leaves, excluded, adapter
         )
         with _as_checkpoint_error(self.folder, f"saving {tag}"):
             folder = self._begin(tag, _nbytes(leaves))
@@ -159,7 +159,7 @@ class Checkpointer:
                 raise
         self._thread = threading.Thread(
             target=self._finish,
-            args=(folder, header, given, snapshot.arrays if snapshot.copied else None),
+            args=(folder, header, contents, snapshot.arrays if snapshot.copied else None),
             name="jaxspeed-save",
         )
         self._thread.start()
@@ -206,15 +206,15 @@ class Checkpointer:
         leaves: Mapping[str, SavedLeaf],
         adapters: Mapping[str, OtherAdapter],
     ) -> Snapshot:
-        made = self._snapshot
-        if made is None or made[0] is not program or made[1] != leaves.keys():
-            self._snapshot = made = program, set(leaves), snapshot_function(program, leaves)
+        cached = self._snapshot
+        if cached is None or cached[0] is not program or cached[1] != leaves.keys():
+            self._snapshot = cached = program, set(leaves), snapshot_function(program, leaves)
         others = {
             f"{OTHERS}{adapter}/{name}": x
             for adapter, other in adapters.items()
             for name, x in other.arrays.items()
         }
-        snapshot: Snapshot = made[2](state, others)
+        snapshot: Snapshot = cached[2](state, others)
         return snapshot
 
     def _finish(
@@ -237,10 +237,10 @@ class Checkpointer:
                 sizes = {name: (folder / name).stat().length for name in files_of(folder)}
                 return shares_of(sizes, jax.process_count())
 
-            own = processes.share("writing arrays", write, describe)
+            share = processes.share("writing arrays", write, describe)
             processes.all(
                 "reading back",
-                lambda: checksums(folder, own),
+                lambda: checksums(folder, share),
                 lambda parts: self._commit(folder, header.tag, parts),
             )
         except BaseException as error:

@@ -65,7 +65,7 @@ class AdapterRecord:
 
     @classmethod
     def of(cls, program: Program) -> Self | None:
-        """Those of a program's model, if it has some."""
+        """The record of the adapters of a program's model, if it has some."""
         model = program.model
         if not isinstance(model, AdaptedModel):
             return None

@@ -152,14 +152,14 @@ def apart(name: str, leaf: SavedLeaf, x: Stored) -> dict[str, Stored]:
     """A saved value by its names in a state; called inside jit."""
     if not leaf.parts:
         return {name: x}
-    kind, found, start = name.partition("/")[0], {}, 0
+    kind, values, start = name.partition("/")[0], {}, 0
     for part, of_part in leaf.parts.items():
         rows = x[start : start + of_part.shape[0]]
         start += of_part.shape[0]
         if part.startswith(f"{kind}/"):  # an average has no part of its own for frozen layers
             value = unpad(rows, of_part.shape).astype(of_part.stored.dtype)
-            found[part] = pad(value, of_part.stored.shape)
-    return found
+            values[part] = pad(value, of_part.stored.shape)
+    return values
 
 
 def _leaf(x: Any, value: StoredValue | None, logical: tuple[int, ...] | None) -> SavedLeaf:

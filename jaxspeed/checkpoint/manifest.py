@@ -39,17 +39,17 @@ class Manifest:
 
 def files_of(folder: epath.Path) -> list[str]:
     """Sorted relative paths of the files and symlinks in a folder, without the manifest."""
-    found: list[str] = []
+    paths: list[str] = []
 
     def walk(at: epath.Path, prefix: str) -> None:
         for entry in at.iterdir():
             if entry.is_dir() and not os.path.islink(entry):
                 walk(entry, f"{prefix}{entry.name}/")
             elif f"{prefix}{entry.name}" not in (NAME, MARK):
-                found.append(prefix + entry.name)
+                paths.append(prefix + entry.name)
 
     walk(folder, "")
-    return sorted(found)
+    return sorted(paths)
 
 
 def shares_of(sizes: Mapping[str, int], processes: int) -> list[list[str]]:
@@ -75,14 +75,14 @@ def problems_of(folder: epath.Path, files: Sums) -> list[str]:
             problems.append(f"{name} is a link out of the checkpoint")
             continue
         try:
-            found = _sum(folder / name)
+            actual = _sum(folder / name)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             problems.append(f"{name} is missing" if missing else f"{name} cannot be read: {error}")
             continue
-        if found[0] != size:
-            problems.append(f"{name} has {found[0]:,} bytes, not {size:,}")
-        elif found[1] != crc:
+        if actual[0] != size:
+            problems.append(f"{name} has {actual[0]:,} bytes, not {size:,}")
+        elif actual[1] != crc:
             problems.append(f"{name} was modified: its checksum differs")
     return problems
 

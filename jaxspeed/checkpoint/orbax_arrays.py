@@ -71,9 +71,10 @@ def _failure(future: Any) -> BaseException | None:
 
 
 def _no_array_of_a_failed_save(record: logging.LogRecord) -> bool:
-    """Of several arrays that fail the first is raised; asyncio logs the others once collected.
+    """Whether a log record is of no array of a failed save.
 
-    A task, or the future of an array's writes, by where Orbax raised its error.
+    The first array that fails is raised; asyncio logs the others once collected: a task, or the
+    future of an array's writes, which is known by where Orbax raised its error.
     """
     trace = record.exc_info[2] if record.exc_info else None
     frames = traceback.walk_tb(trace)

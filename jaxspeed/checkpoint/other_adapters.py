@@ -51,12 +51,12 @@ def exchanged(
     program: Program, state: TrainState, other: OtherAdapter
 ) -> tuple[TrainState, OtherAdapter]:
     """(the state with another adapter, the one that was in use)."""
-    own, saved = names_of_adapter(program), saved_arrays(program, state)
+    names, saved = names_of_adapter(program), saved_arrays(program, state)
     both = [row.path for row in program.table if row.master and row.param]
     params = {path: state.params[path] for path in both}
     taken = OtherAdapter(
-        {name: saved[name] for name in own},
-        {path: x for path, x in params.items() if f"params/{path}" in own},
+        {name: saved[name] for name in names},
+        {path: x for path, x in params.items() if f"params/{path}" in names},
     )
 
     def with_arrays(arrays: Arrays) -> TrainState:
@@ -66,7 +66,7 @@ def exchanged(
     if not other.has_moments:
         rest = program.storage.rest(new.params, new.master)
         fresh = saved_arrays(program, replace(new, opt=rest["opt"], ema=rest["ema"]))
-        new = with_arrays({name: fresh[name] for name in own})
+        new = with_arrays({name: fresh[name] for name in names})
     if new.ring_errors:
         zeros = jax.jit(_zeros, out_shardings=program.shardings.ring_errors)
         new = replace(new, ring_errors=zeros(new.ring_errors))
@@ -108,10 +108,10 @@ def leaves_of_others(
 
     `have_moments` says of each, by name, whether it has more than parameters.
     """
-    own = names_of_adapter(program)
+    names = names_of_adapter(program)
     return {
         f"{PREFIX}{adapter}/{name}": leaves[name]
         for adapter, trained in have_moments.items()
         for name in leaves
-        if name in own and (trained or name.startswith("params/"))
+        if name in names and (trained or name.startswith("params/"))
     }

@@ -91,11 +91,11 @@ class Processes:
         """
         if jax.process_count() == 1:
             return combine([work()])
-        failure, own = None, {}
+        failure, outcome = None, {}
         try:
-            own["result"] = work()
+            outcome["result"] = work()
         except Exception as error:
-            failure, own["error"] = error, str(error)
+            failure, outcome["error"] = error, str(error)
 
         def answer(received: list[Any]) -> dict[str, Any]:
             nonlocal failure
@@ -108,7 +108,7 @@ class Processes:
                 failure = error
                 return {"error": f"process 0, {what}: {error}"}
 
-        received = self._exchange(what, own, answer)
+        received = self._exchange(what, outcome, answer)
         if failure is not None:
             raise failure
         if "error" in received:
@@ -150,13 +150,13 @@ class Processes:
                 raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from error
 
     def _exchange(
-        self, what: str, own: Any, answer: Callable[[list[Any]], dict[str, Any]]
+        self, what: str, message: Any, answer: Callable[[list[Any]], dict[str, Any]]
     ) -> dict[str, Any]:
         """Process 0's answer to what all have sent: two messages per process."""
         number, self._round = self._round, self._round + 1
         client, key = _client(), f"{self._channel}/{number}"
         rank, count = jax.process_index(), jax.process_count()
-        client.key_value_set(f"{key}/of/{rank}", json.dumps(own))
+        client.key_value_set(f"{key}/of/{rank}", json.dumps(message))
         received: dict[str, Any]
         if rank == 0:
             texts = answers_of(client, f"{key}/of", count, TIMEOUT_SECONDS)
@@ -191,14 +191,14 @@ def answers_of(
     deadline = time.monotonic() + seconds
     while True:
         texts = client.key_value_dir_get(f"{key}/")
-        found = {int(name.rpartition("/")[2]): text for name, text in texts}
-        missing = [rank for rank in range(count) if rank not in found and rank not in absent]
+        answers = {int(name.rpartition("/")[2]): text for name, text in texts}
+        missing = [rank for rank in range(count) if rank not in answers and rank not in absent]
         rest = deadline - time.monotonic()
         if not missing or rest <= 0:
-            return found
+            return answers
         try:
-            one = f"{key}/{_random.choice(missing)}"
-            client.blocking_key_value_get(one, max(int(rest * 1000), 1))
+            awaited = f"{key}/{_random.choice(missing)}"
+            client.blocking_key_value_get(awaited, max(int(rest * 1000), 1))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise

@@ -54,13 +54,13 @@ def restore_state(
     Raises:
       CheckpointError: its arrays are not those of this model and optimizer.
     """
-    own = saved_leaves(program, bool(header.excluded))
+    in_use = saved_leaves(program, bool(header.excluded))
     others: dict[str, bool] = {}  # whether each has moments
     for name in header.leaves:
         if name.startswith(OTHERS):
             adapter, _, rest = name.removeprefix(OTHERS).partition("/")
             others[adapter] = others.get(adapter, False) or not rest.startswith("params/")
-    wanted = own | leaves_of_others(own, program, others)
+    wanted = in_use | leaves_of_others(in_use, program, others)
     notes = []
     fresh: Arrays = {}
     if header.loss_scale_rule != repr(program.optimizer.rule):
@@ -93,8 +93,8 @@ def restore_state(
         stored, was = ({n: of[name] for name, n in named.items()} for of in (read, on_disk))
         return donatable_arrays(program, here, stored, was)
 
-    saved, params = donatable("", own)
-    adapters = {name: OtherAdapter(*donatable(f"{OTHERS}{name}/", own)) for name in others}
+    saved, params = donatable("", in_use)
+    adapters = {name: OtherAdapter(*donatable(f"{OTHERS}{name}/", in_use)) for name in others}
     if header.excluded:
         base = frozen or {f"params/{path}": x for path, x in program.storage.frozen().items()}
         saved |= base
@@ -194,13 +194,13 @@ def as_on_disk(name: str, leaf: SavedLeaf, record: LeafRecord) -> SavedLeaf:
     mesh, spec = leaf.stored.sharding.mesh, by_dim(leaf.stored.sharding.spec, len(leaf.shape))
 
     def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        """Sharded as the value is, where its dims allow that."""
+        """An encoded array, sharded as the value is where its dims allow that."""
         pairs = zip(shape, spec)  # an array may have fewer dims than its value
         fitting = [None if n % num_shards(entry, mesh.shape) else entry for n, entry in pairs]
         at = NamedSharding(mesh, PartitionSpec(*fitting))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=at)
 
-    arrays = {part: array(*each) for part, each in record.arrays.items()}
+    arrays = {part: array(*array_record) for part, array_record in record.arrays.items()}
     return replace(leaf, codec=codec, encoded=arrays)
 
 
@@ -236,18 +236,18 @@ def donatable_arrays(
             return encoded_anew(arrays[name], on_disk[name], leaf)
 
         def finish(arrays: Arrays, names: list[str] = names, rows: list = rows) -> Any:
-            made: Arrays = {}
+            values: Arrays = {}
             for name in names:
-                made |= apart(name, leaves[name], finished(name, arrays))
-            return made, {row.path: published(row, made[f"params/{row.path}"]) for row in rows}
+                values |= apart(name, leaves[name], finished(name, arrays))
+            return values, {row.path: published(row, values[f"params/{row.path}"]) for row in rows}
 
         at = (
             {n: jax.tree.map(lambda x: x.sharding, leaf.arrays) for n, leaf in in_state.items()},
             {row.path: program.shardings.params[row.path] for row in rows},
         )
         arrays = {name: read.pop(name) for name in names if name in read}
-        made, made_params = jax.jit(finish, out_shardings=at)(arrays)
-        saved.update(made)
+        values, made_params = jax.jit(finish, out_shardings=at)(arrays)
+        saved.update(values)
         params.update(jax.block_until_ready(made_params))
     return saved, params
 

@@ -66,12 +66,12 @@ def snapshot_function(
 
     def snapshot(state: TrainState, others: Mapping[str, Stored]) -> Snapshot:
         arrays: Arrays = {}
-        found = {**saved_arrays(program, state), **others}
+        values = {**saved_arrays(program, state), **others}
         for name, leaf in leaves.items():
             if leaf.parts:
-                arrays[name] = {part: found[part] for part in leaf.parts}
+                arrays[name] = {part: values[part] for part in leaf.parts}
             else:
-                arrays |= parts_of(name, found[name])
+                arrays |= parts_of(name, values[name])
         copies = jax.block_until_ready(copy({name: arrays[name] for name in moved}))
         return Snapshot({**arrays, **copies}, copied=on_host)
 

@@ -74,8 +74,8 @@ class LocalStore:
                 _try_to_remove(Path(left))
         folder = Path(self.writing(tag))
         # Without a mark: a save was killed before it, or writes in flight came after its removal.
-        own = folder.is_dir() and not folder.is_symlink()
-        if own and {*os.listdir(folder)} <= {ARRAYS, FILES, HEADER}:
+        is_folder = folder.is_dir() and not folder.is_symlink()
+        if is_folder and {*os.listdir(folder)} <= {ARRAYS, FILES, HEADER}:
             shutil.rmtree(folder)
         try:
             folder.mkdir()
@@ -144,8 +144,8 @@ class LocalStore:
     def _folders(self, ends: tuple[str, ...]) -> list[epath.Path]:
         if not self.root.is_dir():
             return []
-        found = [f for f in self.root.iterdir() if f.is_dir() and f.name.endswith(ends)]
-        return [f for f in found if not os.path.islink(f)]
+        folders = [f for f in self.root.iterdir() if f.is_dir() and f.name.endswith(ends)]
+        return [f for f in folders if not os.path.islink(f)]
 
     def _release(self, tag: str) -> None:
         os.close(self._marks.pop(tag))

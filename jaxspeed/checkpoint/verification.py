@@ -55,18 +55,18 @@ def problems_with(store: LocalStore | ObjectStore, processes: Processes, tag: st
     def shares() -> list[Any]:
         try:
             files = read_manifest(folder).files
-            if found := unlisted(folder, files, HEADER):
-                return ["; ".join(found[:_MOST])] * count
+            if extra := unlisted(folder, files, HEADER):
+                return ["; ".join(extra[:_MOST])] * count
         except CheckpointError as error:
             return [str(error)] * count
         sizes = {name: size for name, (size, _) in files.items()}
         return [{name: files[name] for name in share} for share in shares_of(sizes, count)]
 
-    own = processes.share("reading the manifest", lambda: None, shares)
-    if isinstance(own, str):
-        return [own]
+    to_read = processes.share("reading the manifest", lambda: None, shares)
+    if isinstance(to_read, str):
+        return [to_read]
     problems: list[str] = processes.all(
-        "checking", lambda: problems_of(folder, own), lambda parts: list(chain(*parts))[:_MOST]
+        "checking", lambda: problems_of(folder, to_read), lambda parts: list(chain(*parts))[:_MOST]
     )
     return problems
 

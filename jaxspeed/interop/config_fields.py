@@ -54,7 +54,7 @@ def read_fields(
     Raises:
       PretrainedError: lists what is missing, of a wrong type, or not supported.
     """
-    found: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     problems = []
     for field in fields:
         if isinstance(field, Read):
@@ -79,10 +79,10 @@ def read_fields(
         elif field.kind is float and value is not None and value < 0:
             problems.append(f"{field.theirs} is {value}, which is negative")
         else:
-            found[field.ours] = value
+            ours[field.ours] = value
     if problems:
         raise PretrainedError(f"{where}:{lines(problems)}")
-    return found
+    return ours
 
 
 def write_fields(config: Any, fields: Fields) -> dict[str, Any]:

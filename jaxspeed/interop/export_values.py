@@ -78,12 +78,12 @@ class CheckpointValues:
         """Blocks of full chunks, without padding; of an encoded stack layers."""
         for first, name in self._parts[path]:
             is_saved = name in self._header.leaves
-            found = self._saved(name) if is_saved else self._of_base(path, first, name)
-            for index, block in found:
+            blocks = self._saved(name) if is_saved else self._of_base(path, first, name)
+            for index, block in blocks:
                 yield _shifted(index, first), block
 
     def _of_base(self, path: str, first: int, name: str) -> Iterator[tuple[Index, np.ndarray]]:
-        """Those of what was frozen, encoded and decoded as it was when the rest was trained."""
+        """Blocks of what was frozen, encoded and decoded as when the rest was trained."""
         assert self._base is not None
         weights, record = self._base(), self._header.excluded[name]
         shape, dtype, codec = record.shape, jnp.dtype(record.dtype), codec_of(name, record)
@@ -103,9 +103,9 @@ class CheckpointValues:
         rows = LayerRange(path, first, first + shape[0], "") if stacked else None
         leaf = Leaf(path, shape, dtype, trainable=False, range=rows)
         for number in range(shape[0]) if stacked else [None]:
-            own = form if number is None else form.layer
-            arrays = read_encoded(weights, leaf, own, number)
-            yield _of_layer(shape, number, _decoded(codec, arrays, own.shape, dtype))
+            layer_form = form if number is None else form.layer
+            arrays = read_encoded(weights, leaf, layer_form, number)
+            yield _of_layer(shape, number, _decoded(codec, arrays, layer_form.shape, dtype))
 
     def _saved(self, name: str) -> Iterator[tuple[Index, np.ndarray]]:
         record = self._header.leaves[name]
@@ -116,8 +116,8 @@ class CheckpointValues:
             arrays = {part: self._open(f"{name}/{part}") for part in record.arrays}
             stacked = isinstance(codec, MatrixCodec) and codec.stack(shape)
             for number in range(shape[0]) if stacked else [None]:
-                own = {part: x if number is None else x[number] for part, x in arrays.items()}
-                read = {part: jnp.asarray(x.read().result()) for part, x in own.items()}
+                of_layer = {part: x if number is None else x[number] for part, x in arrays.items()}
+                read = {part: jnp.asarray(x.read().result()) for part, x in of_layer.items()}
                 layer = shape if number is None else shape[1:]
                 yield _of_layer(shape, number, _decoded(codec, read, layer, dtype))
             return
@@ -228,8 +228,8 @@ class MergedValues:
         for index, block in self._values.blocks(path):
             total = _with_delta(adapter, leaves, index, block)
             if ratio is not None:
-                own = ratio[tuple(index[dim] for dim in kept)]
-                total *= np.expand_dims(own, dims.inputs)
+                factors = ratio[tuple(index[dim] for dim in kept)]
+                total *= np.expand_dims(factors, dims.inputs)
             yield index, total.astype(block.dtype)
 
 
@@ -239,14 +239,14 @@ def _with_delta(
     """A block of a weight plus that of s A B, in fp32."""
     dims = adapter.dims
     stack, inputs, outputs = (
-        tuple(index[dim] for dim in each) for each in (dims.stack, dims.inputs, dims.outputs)
+        tuple(index[dim] for dim in role) for role in (dims.stack, dims.inputs, dims.outputs)
     )
     a = leaves[adapter.leaf("A")][(*stack, *inputs)].astype(np.float32)
     b = leaves[adapter.leaf("B")][(*stack, slice(None), *outputs)].astype(np.float32)
     total = block.astype(np.float32)
     # [*stack, *inputs, *outputs], a view of the total
     view = total.transpose([*dims.stack, *dims.inputs, *dims.outputs])
-    scales, ranks = (adapter.per_layer(each)[stack] for each in (adapter.scales, adapter.ranks))
+    scales, ranks = (adapter.per_layer(role)[stack] for role in (adapter.scales, adapter.ranks))
     for at in np.ndindex(*view.shape[: len(stack)]):
         if ranks[at]:
             view[at] += np.float32(scales[at]) * np.tensordot(a[at], b[at], 1)

@@ -181,13 +181,13 @@ def other_names(config: Config, model: Any, shapes: Mapping[str, Any]) -> OtherN
     except PretrainedError:  # it has no such form
         return {}
     heads = {embedding: head for head, embedding in bound.table.tied.items()}
-    found: dict[str, list[tuple[int | None, str]]] = {}
+    names: dict[str, list[tuple[int | None, str]]] = {}
     for path, pieces in bound.pieces.items():
         for piece in pieces:
             for tensor in filter(None, (piece.tensor, heads.get(piece.tensor))):
                 name = tensor.removesuffix(".weight").removesuffix(".bias")
-                found.setdefault(path, []).append((next(iter(piece.at), None), name))
-    return found
+                names.setdefault(path, []).append((next(iter(piece.at), None), name))
+    return names
 
 
 def save_adapter(
@@ -227,10 +227,10 @@ def _write_adapter(
     tag: str,
     step: int,
 ) -> ExportSummary:
-    own = AdapterForm(record, base=base)
+    adapter_form = AdapterForm(record, base=base)
     if form is not None:
-        own = replace(own, table=form.table, config=form.config)
-    tensors = write_adapter(values, out, own, _floating(dtype))
+        adapter_form = replace(adapter_form, table=form.table, config=form.config)
+    tensors = write_adapter(values, out, adapter_form, _floating(dtype))
     total = sum(tensor.nbytes for tensor in tensors.values())
     return ExportSummary(tag, step, [ADAPTER_CONFIG, ADAPTER], len(tensors), total)
 
@@ -274,9 +274,12 @@ def _base(
             weights = _weights_in(header.base.folder, form)
         shapes = {n: x.shape for n, x in (header.leaves | header.excluded).items()}
         params = {_path(n): n for n in shapes if n.startswith(_KINDS[0])}
-        own = {path: n for path, n in params.items() if not path.startswith(ADAPTERS)}
+        base_params = {path: n for path, n in params.items() if not path.startswith(ADAPTERS)}
         weights.check(
-            {p: shape for p, (shape, _) in CheckpointValues(source, header, own).leaves.items()}
+            {
+                p: shape
+                for p, (shape, _) in CheckpointValues(source, header, base_params).leaves.items()
+            }
         )
     except PretrainedError as error:
         raise CheckpointError(
@@ -454,7 +457,7 @@ def _tensors(
     bound: Bound, leaves: Mapping[str, tuple[tuple[int, ...], str]], dtype: str | None
 ) -> dict[str, Tensor]:
     """The tensors by name, the widest dtypes first, so that all are aligned."""
-    found = {}
+    tensors = {}
     for path, pieces in bound.pieces.items():
         stored = leaves[path][1]
         is_cast = jnp.issubdtype(jnp.dtype(stored), jnp.floating)
@@ -463,8 +466,8 @@ def _tensors(
             name = piece.tensor
             tensor = Tensor(name, bound.tensors[name], dtype if dtype and is_cast else stored)
             check_dtype(name, tensor.dtype)
-            found[name] = tensor
-    wide_first = sorted(found.values(), key=lambda t: (-jnp.dtype(t.dtype).itemsize, t.name))
+            tensors[name] = tensor
+    wide_first = sorted(tensors.values(), key=lambda t: (-jnp.dtype(t.dtype).itemsize, t.name))
     return {tensor.name: tensor for tensor in wide_first}
 
 

@@ -64,8 +64,8 @@ class PretrainedFolder:
         index = self.path / INDEX
         if index.exists():
             return self._indexed(index)
-        found = sorted(self.path.glob("*.safetensors"))
-        if not found:
+        paths = sorted(self.path.glob("*.safetensors"))
+        if not paths:
             pickled = [file.name for pattern in _PICKLED for file in self.path.glob(pattern)]
             if pickled:
                 raise PretrainedError(
@@ -76,7 +76,7 @@ class PretrainedFolder:
                 )
             raise PretrainedError(f"{self.path}: has no *.safetensors file")
         owners: dict[str, TensorFile] = {}
-        for file in map(TensorFile.open, found):
+        for file in map(TensorFile.open, paths):
             for name in file.tensors:
                 if name in owners:
                     raise PretrainedError(
@@ -132,8 +132,8 @@ class PretrainedFolder:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name, of which only headers are read."""
         parts = {part for packed in self._packed.values() for part in packed.parts}
-        found = {name: tensor for name, tensor in self._stored.items() if name not in parts}
-        return found | {name: packed.tensor for name, packed in self._packed.items()}
+        unpacked = {name: tensor for name, tensor in self._stored.items() if name not in parts}
+        return unpacked | {name: packed.tensor for name, packed in self._packed.items()}
 
     def array(self, name: str) -> np.ndarray:
         """A tensor as a view of its file; a quantized one is dequantized."""
@@ -160,12 +160,12 @@ class PretrainedFolder:
     def digests(self) -> dict[str, str]:
         """A digest of each file of tensors, and of how config.json says that they are quantized."""
         files = (TensorFile.open(path) for path in sorted({f.path for f in self._files.values()}))
-        found = {file.path.name: file.digest() for file in files}
+        digests = {file.path.name: file.digest() for file in files}
         there = (self.path / CONFIG).exists()
         if quantization := self.config.get("quantization_config") if there else None:
             text = json.dumps(quantization, sort_keys=True)
-            found[CONFIG] = f"quantization_config, crc32 {zlib.crc32(text.encode()):08x}"
-        return found
+            digests[CONFIG] = f"quantization_config, crc32 {zlib.crc32(text.encode()):08x}"
+        return digests
 
     def release(self) -> None:
         """Drop what was read from memory."""
@@ -197,9 +197,9 @@ class LanguageModelFolder(PretrainedFolder):
         if not isinstance(text := outer.get("text_config"), dict):
             raise PretrainedError(f"{self.path / CONFIG}: has no text_config")
         shared = ("tie_word_embeddings", "quantization_config")
-        given = {name: outer[name] for name in shared if name in outer} | text
-        defaults = {n: x for n, x in self._defaults.items() if given.get(n) is None}
-        return given | defaults
+        fields = {name: outer[name] for name in shared if name in outer} | text
+        defaults = {n: x for n, x in self._defaults.items() if fields.get(n) is None}
+        return fields | defaults
 
     def _opened(self) -> dict[str, TensorFile]:
         files: dict[TensorFile, dict[str, str]] = {}
@@ -209,8 +209,8 @@ class LanguageModelFolder(PretrainedFolder):
             if begin is None:
                 unread[".".join(name.split(".")[: 1 + name.startswith("model.")])] += 1
             else:
-                own = _LANGUAGE_MODEL[begin] + name.removeprefix(begin)
-                files.setdefault(file, {})[name] = own
+                local_name = _LANGUAGE_MODEL[begin] + name.removeprefix(begin)
+                files.setdefault(file, {})[name] = local_name
         log.warning(
             "%s: the language model alone is read, and these tensors are not: %s",
             self.path,

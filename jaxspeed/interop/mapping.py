@@ -66,8 +66,8 @@ class TensorRule:
     def dims(self, shape: tuple[int, ...]) -> tuple[list[list[str]], list[list[str]]]:
         """The dims of the tensor, and those of a parameter of this shape, each as its factors."""
         if not self.layout:
-            own = [[f"dim{i}"] for i in range(len(shape) - len(self.stacked))]
-            return own, [*([name] for name in self.stacked), *own]
+            unstacked = [[f"dim{i}"] for i in range(len(shape) - len(self.stacked))]
+            return unstacked, [*([name] for name in self.stacked), *unstacked]
         left, arrow, right = self.layout.partition("->")
         if not arrow:
             raise _Misfit(f"layout {self.layout!r} has no '->'")
@@ -114,7 +114,7 @@ class MappingTable:
         names = (name, f"{self.prefix}{name}")
         if not self.tied.keys().isdisjoint(names):
             return True
-        return any(_pattern(each).fullmatch(n) for each in self.ignored for n in names)
+        return any(_pattern(regex).fullmatch(n) for regex in self.ignored for n in names)
 
 
 @dataclass(frozen=True)
@@ -153,16 +153,16 @@ class TensorShare:
 
     def read(self, array: np.ndarray, index: Index, into: np.ndarray) -> None:
         """Copy what a block of the parameter has of this tensor."""
-        if found := self.within(index):
-            where, inner = found
+        if overlap := self.within(index):
+            where, inner = overlap
             view = self.view(array)
             view = view if view.ndim == len(self.shape) else view.reshape(self.shape)
             into[where] = view[inner] if self.scale == 1 else view[inner] / self.scale
 
     def write(self, array: np.ndarray, index: Index, block: np.ndarray) -> None:
         """The reverse of `read`."""
-        if found := self.within(index):
-            where, inner = found
+        if overlap := self.within(index):
+            where, inner = overlap
             view, values = self.view(array), block[where]
             values = values if self.scale == 1 else values * self.scale
             if view.ndim == len(self.shape):
@@ -203,11 +203,11 @@ def bind(
                             f"parameter {path} has two rules: {owners[path].tensor!r} and "
                             f"{rule.tensor!r}"
                         )
-                for name, shape, found in _applied(rule, numbers, paths, parameters, most):
+                for name, shape, shares_of in _applied(rule, numbers, paths, parameters, most):
                     if name in tensors:
                         problems.append(f"tensor {name} has two rules")
                     tensors[name] = shape
-                    for path, piece in found.items():
+                    for path, piece in shares_of.items():
                         pieces[path].append(piece)
         except _Misfit as misfit:
             problems.append(f"rule {rule.tensor!r}: {misfit}")
@@ -291,16 +291,16 @@ def matches(
     first, *others = _paths(rule)
     pattern = _pattern(first)
     for path in parameters:
-        if found := pattern.fullmatch(path):
-            numbers = {name: int(number) for name, number in found.groupdict().items()}
+        if match := pattern.fullmatch(path):
+            numbers = {name: int(number) for name, number in match.groupdict().items()}
             paths = (path, *(_named(other, numbers) for other in others))
-            if absent := [each for each in paths if each not in parameters]:
+            if absent := [other for other in paths if other not in parameters]:
                 raise _Misfit(f"the model has {path} but not {absent[0]}")
             yield numbers, paths
 
 
 def _named(name: str, numbers: Mapping[str, int]) -> str:
-    return _NUMBER.sub(lambda found: str(numbers[found[1]]), name)
+    return _NUMBER.sub(lambda match: str(numbers[match[1]]), name)
 
 
 def _applied(
@@ -324,8 +324,8 @@ def _applied(
     lengths = [[layout.sizes[name] for name in stacked] for layout in layouts]
     if math.prod(lengths[0]) > most:
         raise _Misfit(f"the model has {math.prod(lengths[0]):,} of it, the folder {most:,} tensors")
-    for each in itertools.product(*map(range, lengths[0])):
-        here = dict(zip(stacked, each, strict=True))
+    for position in itertools.product(*map(range, lengths[0])):
+        here = dict(zip(stacked, position, strict=True))
         in_name = {n: number + rule.first.get(n, 0) for n, number in here.items()}
         name = _named(rule.tensor, {**numbers, **in_name})
         start = 0
@@ -401,10 +401,10 @@ class _Layout:
 
 def _factors(text: str) -> list[list[str]]:
     """'(a b) c' as [['a', 'b'], ['c']]."""
-    found = re.findall(r"\(([^()]*)\)|([\w]+)", text)
+    groups = re.findall(r"\(([^()]*)\)|([\w]+)", text)
     if re.sub(r"\([^()]*\)|\w+|\s", "", text):
         raise _Misfit(f"layout {text!r} is not understood")
-    return [group.split() or [name] if group else [name] for group, name in found]
+    return [group.split() or [name] if group else [name] for group, name in groups]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -120,11 +120,11 @@ class _Reader:
         PEFT saves the weight of an adapted embedding as well, which is the base's.
         """
         keys = {self.base_name(k): k for k in self.there if not k.endswith(".base_layer.weight")}
-        found = {}
+        in_adapter = {}
         for path, pieces in self.bound.pieces.items():
             if there := [(piece, keys[piece.tensor]) for piece in pieces if piece.tensor in keys]:
-                found[path] = there
-        return found
+                in_adapter[path] = there
+        return in_adapter
 
     def key(self, key: str) -> str:
         """A key as the adapter has it: those of a bare model's lack the prefix."""
@@ -134,14 +134,14 @@ class _Reader:
         return self.there.get(self.key(module.keys[which]))
 
     def rank(self, module: AdaptedModule) -> int:
-        """That of A, which has all of its ranks."""
+        """The rank of a module: A has the ranks of all of its parts."""
         a = self.tensor(module, A)
         return a.shape[0] // module.experts if a is not None and a.shape else 0
 
     def parts(self, module: AdaptedModule) -> list[tuple[int, float]]:
         """(rank, alpha) of each part."""
-        if own := self.adapter.parts.get(module.name):
-            return list(own)
+        if saved_parts := self.adapter.parts.get(module.name):
+            return list(saved_parts)
         config = self.adapter.config
         alpha = matching_value(config["alpha_pattern"], module.name, config["lora_alpha"])
         return [(self.rank(module), alpha) for _ in module.parts]
@@ -164,8 +164,8 @@ class _Reader:
                 for path in paths:
                     shape = self.weights[path]
                     fits = partial(self._fits, rule, shape) if self._by_path else None
-                    if found := dims_of(rule, shape, fits):
-                        dims[path] = found
+                    if weight_dims := dims_of(rule, shape, fits):
+                        dims[path] = weight_dims
         modules = modules_of(self.table, self.weights, dims)
         for module in modules:  # which dim of a parameter has the inputs is seen in A
             a = self.tensor(module, A)
@@ -188,23 +188,23 @@ class _Reader:
 
         alphas = self.adapter.config["alpha_pattern"]
         for name, head in self.heads.items():
-            one, other = (matching_value(alphas, n, None) for n in (name, head.name))
-            if one != other:
-                problems.append(f"{name} and {head.name} have other alphas: {one} and {other}")
+            alpha, of_head = (matching_value(alphas, n, None) for n in (name, head.name))
+            if alpha != of_head:
+                problems.append(f"{name} and {head.name} have other alphas: {alpha} and {of_head}")
             embedding = f"{PREFIX}{name}.lora_embedding_"
             pairs = [(head.keys[A], f"{embedding}B"), (head.keys[B], f"{embedding}A")]
             pairs += [(f"{PREFIX}{head.name}.weight", f"{PREFIX}{name}.weight")]
-            for one, other in ((self.key(x), self.key(y)) for x, y in pairs):
-                if (one in self.there) != (other in self.there):
-                    lone = one if one in self.there else other
+            for key, twin in ((self.key(x), self.key(y)) for x, y in pairs):
+                if (key in self.there) != (twin in self.there):
+                    lone = key if key in self.there else twin
                     problems.append(
                         f"{lone} changes the embedding or its head alone, which are one weight here"
                     )
-                elif one in self.there:
-                    a, b = self.adapter.file.array(one), self.adapter.file.array(other)
-                    b = b if one.endswith(f"{head.name}.weight") else b.T
+                elif key in self.there:
+                    a, b = self.adapter.file.array(key), self.adapter.file.array(twin)
+                    b = b if key.endswith(f"{head.name}.weight") else b.T
                     if not np.array_equal(a, b):
-                        problems.append(f"{one} and {other} differ, which are one weight here")
+                        problems.append(f"{key} and {twin} differ, which are one weight here")
         return problems
 
     def _fits(self, rule: TensorRule, shape: Shape, dims: WeightDims) -> bool:
@@ -225,8 +225,8 @@ class AdapterFolder:
         return lora_section(self.adapter, shapes, self.table)
 
     def ranks(self, shapes: Mapping[str, Shape]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        found = adapted_weights(self.adapter, shapes, self.table)
-        return {path: (weight.ranks, weight.alphas) for path, weight in found.items()}
+        adapted = adapted_weights(self.adapter, shapes, self.table)
+        return {path: (weight.ranks, weight.alphas) for path, weight in adapted.items()}
 
     def values(self, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
         return adapter_values(self.adapter, shapes, self.table)
@@ -234,15 +234,15 @@ class AdapterFolder:
 
 def _stacks(there: Mapping[str, Tensor], weights: Mapping[str, Shape]) -> dict[str, int]:
     """The adapted weights of a model without a table: how many numbers follow their paths."""
-    found = {}
+    counts = {}
     ends = re.compile(r"((?:\.\d+)*)\.lora_A\.weight")
     for path in weights:
         begin = PREFIX + path.replace("/", ".")
         for name in there:
             if name.startswith(begin) and (end := ends.fullmatch(name, len(begin))):
-                found[path] = end[1].count(".")
+                counts[path] = end[1].count(".")
                 break
-    return found
+    return counts
 
 
 def adapted_weights(
@@ -259,15 +259,15 @@ def adapted_weights(
     """
     reader = _Reader(adapter, weights, table)
     _check(reader)
-    found: dict[str, AdaptedWeight] = {}
+    adapted: dict[str, AdaptedWeight] = {}
     for module in reader.modules:
         for part, (rank, alpha) in zip(module.parts, reader.parts(module), strict=True):
             if rank:
                 stack = weights[part.path][: len(part.stack)]
                 blank = AdaptedWeight(np.zeros(stack, np.int32), np.ones(stack))
-                weight = found.setdefault(part.path, blank)
+                weight = adapted.setdefault(part.path, blank)
                 weight.ranks[part.stack], weight.alphas[part.stack] = rank, alpha
-    return found
+    return adapted
 
 
 def adapter_values(
@@ -356,13 +356,13 @@ def _check(reader: _Reader) -> None:
         if key in known:
             continue
         name = reader.base_name(key)
-        own = reader.bound.tensors.get(reader.table.tied.get(name, name))
-        if own is None:
+        expected = reader.bound.tensors.get(reader.table.tied.get(name, name))
+        if expected is None:
             near = difflib.get_close_matches(key, known, n=1)
             problems.append(f"{key} {list(tensor.shape)} is of no module of the model")
             problems[-1] += f" (nearest: {near[0]})" if near else ""
-        elif own != tensor.shape:
-            problems.append(f"{key} has shape {list(tensor.shape)}, expected {list(own)}")
+        elif expected != tensor.shape:
+            problems.append(f"{key} has shape {list(tensor.shape)}, expected {list(expected)}")
     problems += reader.untied()
     adapted = {f"{module.name}.bias" for module in reader.modules}
     for path, pieces in reader.replaced.items():

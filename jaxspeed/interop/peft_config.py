@@ -186,8 +186,8 @@ class WrittenModule:
 
 def saved_modules(form: AdapterForm, bound: Bound) -> set[str]:
     """The modules that are saved: of trained parameters other than biases that `bias` selects."""
-    own = {p.tensor for path in form.record.trained for p in bound.pieces[path]}
-    tensors = {*own, *(head for head, other in bound.table.tied.items() if other in own)}
+    trained = {p.tensor for path in form.record.trained for p in bound.pieces[path]}
+    tensors = {*trained, *(head for head, other in bound.table.tied.items() if other in trained)}
     ignored = ".bias" if form.section["bias"] != "none" else None
     return {t.rpartition(".")[0] for t in tensors if not ignored or not t.endswith(ignored)}
 
@@ -200,8 +200,8 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
     """
     section = form.section
     config = {key: _plain(section[key]) for key in SECTION}
-    names = {each.module.name for each in modules if each.module.kind != "parameter"}
-    parameters = {each.module.name for each in modules if each.module.kind == "parameter"}
+    names = {written.module.name for written in modules if written.module.kind != "parameter"}
+    parameters = {written.module.name for written in modules if written.module.kind == "parameter"}
     owners = {tensor.rpartition(".")[0] for tensor in (*bound.tensors, *bound.table.tied)}
     if form.table is not None:
         # PEFT's own "all-linear" has other modules, the routers of mixtures among them.
@@ -227,8 +227,12 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
         if kept != {name for name in owners if name.endswith(saved)}:
             config["modules_to_save"] = _shortest(kept, owners, str.endswith) or None
     for key, pattern, of in (
-        ("r", "rank_pattern", {each.module.name: each.rank for each in modules}),
-        ("lora_alpha", "alpha_pattern", {each.module.name: each.alpha for each in modules}),
+        ("r", "rank_pattern", {written.module.name: written.rank for written in modules}),
+        (
+            "lora_alpha",
+            "alpha_pattern",
+            {written.module.name: written.alpha for written in modules},
+        ),
     ):
         if any(matching_value(config[pattern], n, config[key]) != x for n, x in of.items()):
             distinct = {*of.values()}
@@ -245,9 +249,9 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
 def _plain(value: Any) -> Any:
     """A number without a fraction as an integer, as PEFT's users write it."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(x) for x in value]
     return int(value) if isinstance(value, float) and value.is_integer() and value else value
 
 
@@ -270,13 +274,13 @@ def _base(form: AdapterForm) -> dict[str, Any]:
 
 
 def ends(name: str, names: Iterable[str]) -> bool:
-    return any(f".{name}".endswith(f".{each}") for each in names)
+    return any(f".{name}".endswith(f".{end}") for end in names)
 
 
 def _layer(name: str) -> int | None:
     """The number of a module's layer, as `layers_to_transform` finds it."""
-    found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def _selects(config: Mapping[str, Any], name: str) -> bool:
@@ -285,7 +289,7 @@ def _selects(config: Mapping[str, Any], name: str) -> bool:
     if isinstance(targets, str) or ends(name, config["exclude_modules"] or ()):
         return False
     kept = config["modules_to_save"] or ()
-    if any(re.match(rf"(^|.*\.){re.escape(each)}($|\..*)", name) for each in kept):
+    if any(re.match(rf"(^|.*\.){re.escape(module)}($|\..*)", name) for module in kept):
         return False
     return ends(name, targets or ()) and (not layers or _layer(name) in layers)
 
@@ -300,19 +304,19 @@ def _shortest(
     Args:
       has_end: PEFT's rule. In `modules_to_save` an end is any text: "norm" ends "input_layernorm".
     """
-    found = set()
+    shortest = set()
     for name in names:
         segments = name.split(".")
         tails = (".".join(segments[-n:]) for n in range(1, len(segments) + 1))
         rest = [other for other in others if other not in names]
-        found.add(next((e for e in tails if not any(has_end(o, e) for o in rest)), name))
-    return sorted(found)
+        shortest.add(next((e for e in tails if not any(has_end(o, e) for o in rest)), name))
+    return sorted(shortest)
 
 
 def _as_patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """The shortest patterns that give each module its value, where it is not the default."""
-    found: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
     for value in {*values.values()} - {default}:
-        names = {name for name, each in values.items() if each == value}
-        found |= dict.fromkeys(_shortest(names, values), value)
-    return found
+        names = {name for name, x in values.items() if x == value}
+        patterns |= dict.fromkeys(_shortest(names, values), value)
+    return patterns

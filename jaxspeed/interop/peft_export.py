@@ -73,8 +73,8 @@ class _Leaves:
             kept = [dim for dim in range(len(shape)) if dim not in dims.inputs]
             squares = np.zeros([shape[dim] for dim in kept])  # so exact that no block is seen
             for index, block in self._values.blocks(part.path):
-                own = np.square(block.astype(np.float64)).sum(axis=dims.inputs)
-                squares[tuple(index[dim] for dim in kept)] += own
+                sums = np.square(block.astype(np.float64)).sum(axis=dims.inputs)
+                squares[tuple(index[dim] for dim in kept)] += sums
             return np.sqrt(squares).astype(np.float32)
 
         return self._cached(module, part.path, norms)[part.stack]
@@ -108,24 +108,24 @@ def write_adapter(
     weights = {p: shape for p, (shape, _) in values.leaves.items() if not p.startswith(FOLDER)}
     dims = {path: adapter.dims for path, adapter in form.record.adapters.items()}
     if form.table is None:
-        table = path_table(weights, {path: len(each.stack) for path, each in dims.items()})
+        table = path_table(weights, {path: len(written.stack) for path, written in dims.items()})
     else:
         table = form.table.in_memory()
         _check_dims(table, weights, dims)
     bound, leaves = bind(table, weights), _Leaves(values)
     modules = [_written(module, leaves, form) for module in modules_of(table, weights, dims)]
-    modules = [each for each in modules if each.rank]
+    modules = [written for written in modules if written.rank]
     if form.section["use_dora"]:
         _refuse_dora_of_parameters(modules)
     heads = _tied_heads(table, modules, form)
     config = config_of(form, [*modules, *(head for head, _ in heads)], bound)
     saved = _saved(form, [*modules, *(head for head, _ in heads)], bound, config)
     tensors = {}
-    for each in modules:
-        first = _adapted(each)
-        for which, key in zip(form.factors, each.module.keys, strict=False):
+    for written in modules:
+        first = _adapted(written)
+        for which, key in zip(form.factors, written.module.keys, strict=False):
             stored = values.leaves[f"{FOLDER}{first.path}/{LEAVES[which]}"][1]
-            tensors[key] = Tensor(key, each.module.shape(which, each.rank), dtype or stored)
+            tensors[key] = Tensor(key, written.module.shape(which, written.rank), dtype or stored)
     for head, embedding in heads:
         for which, other in ((A, B), (B, A)):
             key, shape = head.module.keys[which], head.module.shape(which, head.rank)
@@ -142,7 +142,7 @@ def write_adapter(
         check_dtype(tensor.name, tensor.dtype)
     wide_first = sorted(tensors.values(), key=lambda t: (-jnp.dtype(t.dtype).itemsize, t.name))
     tensors = {tensor.name: tensor for tensor in wide_first}
-    in_blocks = {each.module.name: each.parts for each in modules if _in_blocks(each)}
+    in_blocks = {written.module.name: written.parts for written in modules if _in_blocks(written)}
     metadata = {"format": "pt", **({PARTS: json.dumps(in_blocks)} if in_blocks else {})}
     files: list[TensorFile] = []  # one, on the process that writes
 
@@ -174,8 +174,8 @@ def write_adapter(
     try:
         on_first(create)
         on_first.agree()
-        for each in modules:
-            for key, view, array in _arrays_of(each, leaves, form):
+        for written in modules:
+            for key, view, array in _arrays_of(written, leaves, form):
                 on_first(partial(_write_array, files, key, view, array))
         on_first(write_heads)
         for path, of in pieces.items():
@@ -193,18 +193,18 @@ def _tied_heads(
     table: MappingTable, modules: Sequence[WrittenModule], form: AdapterForm
 ) -> list[tuple[WrittenModule, WrittenModule]]:
     """(head, embedding) of adapted embeddings that are heads too."""
-    found = []
+    tied = []
     for head, embedding in table.tied.items():
-        for each in modules:
-            if f"{each.module.name}.weight" != embedding:
+        for written in modules:
+            if f"{written.module.name}.weight" != embedding:
                 continue
             if form.section["use_dora"]:
                 raise PretrainedError(
-                    f"{each.module.parts[0].path} is the head too, and PEFT has no DoRA of both in "
-                    "one: leave it out of lora.target_modules, or set lora.use_dora false"
+                    f"{written.module.parts[0].path} is the head too, and PEFT has no DoRA of both "
+                    "in one: leave it out of lora.target_modules, or set lora.use_dora false"
                 )
-            found.append((replace(each, module=head_of(each.module, head), parts=[]), each))
-    return found
+            tied.append((replace(written, module=head_of(written.module, head), parts=[]), written))
+    return tied
 
 
 def _check_dims(
@@ -226,23 +226,23 @@ def _check_dims(
 
 
 def _refuse_dora_of_parameters(modules: Sequence[WrittenModule]) -> None:
-    found = dict.fromkeys(e.module.parts[0].path for e in modules if e.module.kind == "parameter")
-    if found:
+    paths = dict.fromkeys(e.module.parts[0].path for e in modules if e.module.kind == "parameter")
+    if paths:
         raise PretrainedError(
-            f"{listed([*found])}: a parameter in Hugging Face's format, of which PEFT has no DoRA: "
+            f"{listed([*paths])}: a parameter in Hugging Face's format, of which PEFT has no DoRA: "
             "name it in lora.exclude_modules, or set lora.use_dora false"
         )
 
 
-def _adapted(each: WrittenModule) -> ModulePart:
+def _adapted(written: WrittenModule) -> ModulePart:
     """The first part that is adapted."""
-    pairs = zip(each.module.parts, each.parts, strict=True)
+    pairs = zip(written.module.parts, written.parts, strict=True)
     return next(part for part, (rank, _) in pairs if rank)
 
 
-def _in_blocks(each: WrittenModule) -> bool:
+def _in_blocks(written: WrittenModule) -> bool:
     """Whether its ranks are its parts', one after another."""
-    return any(rank != each.rank for rank, _ in each.parts)
+    return any(rank != written.rank for rank, _ in written.parts)
 
 
 def _written(module: AdaptedModule, leaves: _Leaves, form: AdapterForm) -> WrittenModule:
@@ -266,7 +266,7 @@ def _written(module: AdaptedModule, leaves: _Leaves, form: AdapterForm) -> Writt
     if len(adapted) < 2:
         return WrittenModule(module, parts, *(adapted[0] if adapted else (0, 0.0)))
     rank, alpha = adapted[0]
-    if all(each == parts[0] for each in parts):
+    if all(part_sizes == parts[0] for part_sizes in parts):
         first, *others = (
             leaves.of(module, part, A)[ranks_of(A, part, rank)] for part in module.parts
         )
@@ -278,23 +278,25 @@ def _written(module: AdaptedModule, leaves: _Leaves, form: AdapterForm) -> Writt
 
 
 def _arrays_of(
-    each: WrittenModule, leaves: _Leaves, form: AdapterForm
+    written: WrittenModule, leaves: _Leaves, form: AdapterForm
 ) -> Iterator[tuple[str, Callable[[np.ndarray], np.ndarray], np.ndarray]]:
     """The arrays of a module: (key, view of its tensor that is the array's, array)."""
-    module = each.module
-    spans = rank_spans([rank for rank, _ in each.parts], each.rank)
-    scales = relative_scales(each.parts, form.section["use_rslora"])
+    module = written.module
+    spans = rank_spans([rank for rank, _ in written.parts], written.rank)
+    scales = relative_scales(written.parts, form.section["use_rslora"])
     for part, span, scale in zip(module.parts, spans, scales, strict=True):
         rank = span.stop - span.start
         for which in form.factors:
             if rank:
-                own = leaves.of(module, part, which)[ranks_of(which, part, rank)]
+                array = leaves.of(module, part, which)[ranks_of(which, part, rank)]
             elif which == MAGNITUDE:
-                own = leaves.norms(module, part, form.record.adapters[_adapted(each).path].dims)
+                array = leaves.norms(
+                    module, part, form.record.adapters[_adapted(written).path].dims
+                )
             else:
                 continue
-            own = own * np.float32(scale) if which == B and scale != 1 else own
-            yield module.keys[which], partial(module.view, which, part, ranks=span), own
+            array = array * np.float32(scale) if which == B and scale != 1 else array
+            yield module.keys[which], partial(module.view, which, part, ranks=span), array
 
 
 def _write_array(
@@ -311,7 +313,7 @@ def _saved(
     form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound, config: Mapping[str, Any]
 ) -> dict[str, list[str]]:
     """The keys of each of the model's own tensors that PEFT saves beside the factors."""
-    adapted = {each.module.name for each in modules}
+    adapted = {written.module.name for written in modules}
     kept = saved_modules(form, bound) if form.table else set()  # each complete
     targets = config["target_modules"] or ()
     trained = {piece.tensor for path in form.record.trained for piece in bound.pieces[path]}
@@ -322,12 +324,13 @@ def _saved(
     inputs = (rule.tensor for rule in bound.table.rules if rule.kind == "embedding")
     both = {next(inputs, "").rpartition(".")[0], *(n for n in adapted if ends(n, SAVED_EMBEDDINGS))}
     embeddings = both & adapted if {*targets} & {*SAVED_EMBEDDINGS} else set()
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     tied = bound.table.tied
-    for own, tensor in ((own, tied.get(own, own)) for own in (*bound.tensors, *tied)):
-        module, _, name = own.rpartition(".")
+    for tensor_name in (*bound.tensors, *tied):
+        tensor = tied.get(tensor_name, tensor_name)
+        module, _, name = tensor_name.rpartition(".")
         if tensor in trained or module in kept or module in embeddings:
             inside = ".base_layer" if module in adapted else ""
             key = f"{PREFIX}{module}{inside}.{name}" if module else PREFIX + name
-            found.setdefault(tensor, []).append(key)
-    return found
+            keys.setdefault(tensor, []).append(key)
+    return keys

@@ -157,19 +157,19 @@ def modules_of(
     table: MappingTable, weights: Mapping[str, Shape], dims: Mapping[str, WeightDims]
 ) -> list[AdaptedModule]:
     """The modules of the weights that have `dims`, in the order of the table, each complete."""
-    found = []
+    modules = []
     for rule in table.rules:
         for _, paths in matches(rule, weights):
             if adapted := [path for path in paths if path in dims]:
-                found += _modules(rule, paths, weights, dims[adapted[0]])
+                modules += _modules(rule, paths, weights, dims[adapted[0]])
     inner: dict[str, str] = {}  # the keys of a module's parameters, from the last one inwards
-    for i, module in reversed([*enumerate(found)]):
+    for i, module in reversed([*enumerate(modules)]):
         if module.kind == "parameter":
             owner = module.name.rpartition(".")[0]
             within = inner.get(owner, f"{PREFIX}{owner}")
             inner[owner] = f"{within}.base_layer"
-            found[i] = replace(module, keys=_keys(within, module.kind))
-    return found
+            modules[i] = replace(module, keys=_keys(within, module.kind))
+    return modules
 
 
 def head_of(embedding: AdaptedModule, head: str) -> AdaptedModule:
@@ -244,7 +244,7 @@ def _modules(
                 for name, shape in bound.tensors.items():
                     tensors.setdefault(name, []).append(shape)
     kind = "parameter" if is_parameter(rule) else rule.kind
-    found = []
+    modules = []
     for tensor, of_paths in shares.items():
         name = tensor.removesuffix(_WEIGHT)
         parts = []
@@ -257,8 +257,8 @@ def _modules(
         )
         a, b, magnitude = tensors[tensor]
         keys = _keys(f"{PREFIX}{name}", kind)
-        found.append(AdaptedModule(name, kind, keys, (a, b, magnitude), count, tuple(parts)))
-    return found
+        modules.append(AdaptedModule(name, kind, keys, (a, b, magnitude), count, tuple(parts)))
+    return modules
 
 
 def rank_spans(ranks: Sequence[int], total: int) -> list[slice]:

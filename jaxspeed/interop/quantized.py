@@ -55,22 +55,22 @@ class BitsAndBytes:
         rows, size = self.shape
         codes, scales, *more = parts
         if isinstance(codec, RowInt8) and self.values == "int8":
-            found = {"codes": codes, "scales": scales[:, None]}
+            arrays = {"codes": codes, "scales": scales[:, None]}
         elif isinstance(codec, FourBit) and size % self.block == 0:
             if (codec.values, codec.block, codec.double) != (self.values, self.block, self.double):
                 return None
-            found = {"codes": codes.reshape(-1).view(np.uint8).reshape(rows, -1)}
-            found["scales"] = scales.reshape(rows, -1)
+            arrays = {"codes": codes.reshape(-1).view(np.uint8).reshape(rows, -1)}
+            arrays["scales"] = scales.reshape(rows, -1)
             if self.double:
-                found |= {"groups": more[2], "offset": np.asarray(self.offset, np.float32)}
+                arrays |= {"groups": more[2], "offset": np.asarray(self.offset, np.float32)}
         else:
             return None
         wanted = codec.arrays(shape, [1] * len(shape), np.float32, shape)
         for name in ("codes", "scales"):
-            if found[name].size != math.prod(wanted[name].shape):
+            if arrays[name].size != math.prod(wanted[name].shape):
                 return None
-            found[name] = found[name].T.reshape(wanted[name].shape)
-        return found
+            arrays[name] = arrays[name].T.reshape(wanted[name].shape)
+        return arrays
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def packed_tensors(
         )
     if method == "bitsandbytes":
         return _of_bitsandbytes(tensors, where, read, model_type in _CONV1D)
-    found = {}
+    packed = {}
     for name, tensor in tensors.items():
         scales = tensors.get(f"{name}{_SCALE}")
         if tensor.dtype in _FP8 and scales is not None:
@@ -128,7 +128,7 @@ def packed_tensors(
                     f"{list(tensor.shape)} needs {list(grid)}, one for each block of {block}"
                 )
             parts = (name, scales.name)
-            found[name] = Packed(Tensor(name, tensor.shape, "float32"), parts, _fp8(tuple(block)))
+            packed[name] = Packed(Tensor(name, tensor.shape, "float32"), parts, _fp8(tuple(block)))
         base = name.removesuffix(_BLOCKS)
         scales = tensors.get(f"{base}{_SCALES}")
         if base != name and tensor.dtype == "uint8" and scales is not None:
@@ -139,8 +139,8 @@ def packed_tensors(
                     f"{list(tensor.shape[:-1])}, a group of {name} each"
                 )
             shape = (*outer, 2 * groups * size, rows)
-            found[base] = Packed(Tensor(base, shape, "float32"), (name, scales.name), _mxfp4)
-    return found
+            packed[base] = Packed(Tensor(base, shape, "float32"), (name, scales.name), _mxfp4)
+    return packed
 
 
 def _block(shape: Sequence[int], scales: Sequence[int]) -> list[int]:
@@ -186,24 +186,24 @@ def _of_bitsandbytes(
     tensors: Mapping[str, Tensor], where: str, read: Callable[[str], np.ndarray], transposed: bool
 ) -> dict[str, Packed]:
     """Weights in 4 bits, each with a state in JSON, and in 8 bits, each with the scales of rows."""
-    found: dict[str, Packed] = {}
+    packed: dict[str, Packed] = {}
     for name in tensors:
         weight, is_state, values = name.rpartition(_STATE)
         if is_state:
             names = [weight, f"{weight}.absmax", f"{weight}.quant_map", name]
-            own = [f"{weight}.nested_absmax", f"{weight}.nested_quant_map"]
-            names += own if own[0] in tensors else []
+            nested = [f"{weight}.nested_absmax", f"{weight}.nested_quant_map"]
+            names += nested if nested[0] in tensors else []
             try:
                 state = json.loads(read(name).tobytes())
                 shape = tuple(map(int, state["shape"]))
                 dtype = jnp.dtype(state["dtype"])
                 block, offset = int(state["blocksize"]), float(state.get("nested_offset", 0))
                 table = TABLES[values]
-                sizes = [tensors[each].nbytes for each in names]
+                sizes = [tensors[part].nbytes for part in names]
                 full = -(-math.prod(shape) // 2), -(-math.prod(shape) // block)
-                each = 1 if len(names) > 4 else 4
+                scale_bytes = 1 if len(names) > 4 else 4
                 group = int(state.get("nested_blocksize", 256))
-                if (sizes[0], sizes[1]) != (full[0], full[1] * each):
+                if (sizes[0], sizes[1]) != (full[0], full[1] * scale_bytes):
                     raise ValueError(f"{sizes[0]} bytes and {sizes[1]} of scales for {shape}")
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise PretrainedError(
@@ -226,8 +226,8 @@ def _of_bitsandbytes(
         if transposed:
             shape, unpack = shape[::-1], _transposed(unpack)
         codes = None if transposed or len(shape) != 2 else how
-        found[weight] = Packed(Tensor(weight, shape, dtype.name), names, unpack, codes)
-    return found
+        packed[weight] = Packed(Tensor(weight, shape, dtype.name), names, unpack, codes)
+    return packed
 
 
 def _four_bit(

@@ -125,8 +125,8 @@ class TensorFile:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that what follows is aligned
-        made = cls(path.with_name(f"{path.name}.partial"), 8 + len(text), places)
-        with made.path.open("wb") as file:
+        partial = cls(path.with_name(f"{path.name}.partial"), 8 + len(text), places)
+        with partial.path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             file.flush()
@@ -134,9 +134,9 @@ class TensorFile:
             if hasattr(os, "posix_fallocate"):  # so that a full disk is an error, not a signal
                 os.posix_fallocate(file.fileno(), 0, size)
             file.truncate(size)
-        with made.path.open("r+b") as file:
-            made._mapped = mmap.mmap(file.fileno(), 0)
-        return made
+        with partial.path.open("r+b") as file:
+            partial._mapped = mmap.mmap(file.fileno(), 0)
+        return partial
 
     def part(self, names: Mapping[str, str]) -> "TensorFile":
         """Some of its tensors with other names, {name here: other name}."""
@@ -163,14 +163,14 @@ class TensorFile:
 
         It reads little of the file. A model that was trained further has other values in each.
         """
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         tensors = [place for place in self._places.values() if place[0].nbytes]
         with self.path.open("rb", buffering=0) as file:
-            found.update(file.read(self._start))
+            digest.update(file.read(self._start))
             for tensor, offset in tensors[:: max(1, -(-len(tensors) // _SAMPLED))]:
                 file.seek(self._start + offset + tensor.nbytes // 2)
-                found.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes - tensor.nbytes // 2)))
-        return f"{self.path.stat().st_size} bytes, sha256 {found.hexdigest()[:16]}"
+                digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes - tensor.nbytes // 2)))
+        return f"{self.path.stat().st_size} bytes, sha256 {digest.hexdigest()[:16]}"
 
     def release(self) -> None:
         """Unmap the pages that were used; what was written is in the system's page cache."""

@@ -87,9 +87,9 @@ class StreamedUpdate:
         """The update traced with `shapes` overriding the shapes of parameters."""
         rows = {row.path: row for row in self._trained}
 
-        def shape_of(path: str | None, own: tuple[int, ...]) -> tuple[int, ...]:
+        def shape_of(path: str | None, shape: tuple[int, ...]) -> tuple[int, ...]:
             part = shapes.get(path or "")
-            return part if part and path and own == rows[path].leaf.shape else own
+            return part if part and path and shape == rows[path].leaf.shape else shape
 
         def tree(wide: bool) -> Any:
             flat = {}
@@ -107,15 +107,15 @@ class StreamedUpdate:
             ],
         )
         grads, params = tree(True), tree(False)
-        own = [Slot("param", path, path) for path in flat_with_paths(params)]
+        param_slots = [Slot("param", path, path) for path in flat_with_paths(params)]
         states = [Slot("opt", path, self.owner(path)) for path in places]
-        inputs = [*(slot._replace(role="grad") for slot in own), *states, *own]
+        inputs = [*(slot._replace(role="grad") for slot in param_slots), *states, *param_slots]
 
         def update(grads: Any, opt: Any, params: Any) -> Any:
             updates, after = self.transform.update(grads, opt, params, placements=self.table)
             return after, optax.apply_updates(params, updates)
 
-        return separate(update, (grads, opt, params), inputs, [*states, *own])
+        return separate(update, (grads, opt, params), inputs, [*states, *param_slots])
 
     def owner(self, path: str) -> str | None:
         """The parameter to which a leaf of the optimizer state belongs."""
@@ -150,29 +150,29 @@ class StreamedUpdate:
 
         moments = layout(row.opt)
         on_device = StreamedArray(moments.shape, moments.at.with_memory_kind(row.read.memory_kind))
-        found = {
+        layouts = {
             GRAD: layout(row.grad) if in_host(row.grad) else on_device,
             UPDATED: layout(row.updated),
         }
         if row.master and row.param:
-            read, updated = layout(row.param), found[UPDATED]
+            read, updated = layout(row.param), layouts[UPDATED]
             if read.shape == updated.shape and not in_host(read.at):
                 # Each device fetches its shard, and gathers in device memory.
                 read = StreamedArray(read.shape, updated.at.with_memory_kind(row.read.memory_kind))
-            found[READ] = read
+            layouts[READ] = read
         if self.ema_decay is not None:
-            found[EMA] = moments
+            layouts[EMA] = moments
         for path, value in self.layout.values.items():
             if self.owner(path) == row.path and value.shape == row.leaf.shape:
                 arrays = parts_of(OPT + path, value.arrays)
-                found |= {name: StreamedArray(x.shape, x.sharding) for name, x in arrays.items()}
-        return found
+                layouts |= {name: StreamedArray(x.shape, x.sharding) for name, x in arrays.items()}
+        return layouts
 
     def encoded(self, row: Row) -> dict[str, StoredValue]:
         """The moments of a parameter that a codec stores."""
         values = self.layout.values.items()
-        own = {OPT + path: value for path, value in values if self.owner(path) == row.path}
-        return {name: value for name, value in own.items() if value.codec != PLAIN}
+        moments = {OPT + path: value for path, value in values if self.owner(path) == row.path}
+        return {name: value for name, value in moments.items() if value.codec != PLAIN}
 
     def plan(self, row: Row, layouts: Mapping[str, StreamedArray]) -> StreamPlan | None:
         """How a parameter is streamed; None where all of it is updated at once.
@@ -222,7 +222,8 @@ class StreamedUpdate:
         opt = self.layout.flat(state.opt)
         params, master, average = dict(state.params), dict(state.master), dict(state.ema)
         shared = {
-            id(each): each.shared(self._shared_values(each, opt)) for each in self._programs()
+            id(program): program.shared(self._shared_values(program, opt))
+            for program in self._programs()
         }
         token, ready = jnp.zeros(()), finite
         for row in self._trained:
@@ -232,8 +233,8 @@ class StreamedUpdate:
                 arrays[READ] = params[row.path]
             if self.ema_decay is not None:
                 arrays[EMA] = average[row.path]
-            own = {path: x for path, x in opt.items() if self.owner(path) == row.path}
-            for path, x in own.items():
+            moments = {path: x for path, x in opt.items() if self.owner(path) == row.path}
+            for path, x in moments.items():
                 arrays |= parts_of(OPT + path, x)
             updated, token = _ParameterUpdate(self, shared, factor, ready)(row, arrays, token)
             ready = self._after(updated[UPDATED], finite, state.step)
@@ -242,7 +243,7 @@ class StreamedUpdate:
                 params[row.path] = updated[READ]
             if EMA in updated:
                 average[row.path] = updated[EMA]
-            for path, x in own.items():
+            for path, x in moments.items():
                 names = jax.tree.unflatten(jax.tree.structure(x), sorted(parts_of(OPT + path, x)))
                 opt[path] = jax.tree.map(updated.__getitem__, names)
         for path, value in shared[id(self.full_update)].outputs().items():
@@ -409,8 +410,8 @@ class _ParameterUpdate:
                 part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=value.arrays[part].sharding)
                 for part, x in parts[name].items()
             }
-            made = value.codec.encode(new, shape, like)
-            for part, x in made.items():  # which may have fewer dims than the value
+            recoded = value.codec.encode(new, shape, like)
+            for part, x in recoded.items():  # which may have fewer dims than the value
                 mask = keep.reshape(
                     keep.shape[: keep.ndim + x.ndim - len(shape)] if keep.ndim else ()
                 )

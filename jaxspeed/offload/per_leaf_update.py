@@ -60,14 +60,14 @@ class Separated:
     def owners(self) -> dict[Any, frozenset[str]]:
         """Parameters on which each variable depends."""
         none: frozenset[str] = frozenset()
-        found = dict.fromkeys(self.jaxpr.constvars, none)
+        owners = dict.fromkeys(self.jaxpr.constvars, none)
         for var, slot in zip(self.jaxpr.invars, self.inputs, strict=True):
-            found[var] = frozenset([slot.owner]) if slot.owner else none
+            owners[var] = frozenset([slot.owner]) if slot.owner else none
         for eqn in self.jaxpr.eqns:
-            sets = {found[v] for v in eqn.invars if is_var(v)}
+            sets = {owners[v] for v in eqn.invars if is_var(v)}
             union = sets.pop() if len(sets) == 1 else none.union(*sets)
-            found.update(dict.fromkeys(eqn.outvars, union))
-        return found
+            owners.update(dict.fromkeys(eqn.outvars, union))
+        return owners
 
     def mixed(self) -> tuple[Slot, frozenset[str]] | None:
         """An output that depends on parameters other than its owner, and those; or None."""
@@ -86,10 +86,10 @@ class Separated:
 
     @cached_property
     def _by_owner(self) -> dict[str | None, list[tuple[Any, Slot]]]:
-        found: dict[str | None, list[tuple[Any, Slot]]] = {}
+        by_owner: dict[str | None, list[tuple[Any, Slot]]] = {}
         for var, slot in zip(self.jaxpr.outvars, self.outputs, strict=True):
-            found.setdefault(slot.owner, []).append((var, slot))
-        return found
+            by_owner.setdefault(slot.owner, []).append((var, slot))
+        return by_owner
 
     def leaf(self, owner: str, shape: tuple[int, ...]) -> LeafProgram:
         """The update of one parameter of this shape."""
@@ -102,10 +102,10 @@ class Separated:
         while pending:
             var = pending.pop()
             number = self._producers.get(var)
-            own = self.owners[var] or (shape and var.aval.shape == shape)
+            is_of_leaf = self.owners[var] or (shape and var.aval.shape == shape)
             if number is None and self.owners[var]:
                 inputs[var] = slots[var]
-            elif number is None or not own:
+            elif number is None or not is_of_leaf:
                 shared[var] = None
             elif number not in numbers:
                 numbers.add(number)

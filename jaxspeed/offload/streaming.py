@@ -179,8 +179,8 @@ def stream(
     def step(start: Any, rows: int, carried: Arrays) -> Arrays:
         wanted = {n: x for n, x in (read | carried).items() if n not in unread}
         slices = {n: plan.fetch(x, layouts[n], start, rows, cores) for n, x in wanted.items()}
-        made = compute(slices, start, rows)
-        return {n: plan.write(x, layouts[n], start, made[n], cores) for n, x in carried.items()}
+        computed = compute(slices, start, rows)
+        return {n: plan.write(x, layouts[n], start, computed[n], cores) for n, x in carried.items()}
 
     def body(i: Any, carried: Arrays) -> Arrays:
         return step(i * plan.rows, plan.rows, carried)

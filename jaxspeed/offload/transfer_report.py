@@ -78,10 +78,10 @@ class HostTransfers:
 
 
 def _sums(named: Iterable[tuple[str, Communication]]) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)
+    sums: dict[str, int] = defaultdict(int)
     for name, move in named:
-        found[name] += move.payload
-    return dict(found)
+        sums[name] += move.payload
+    return dict(sums)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class TransferReport:
             cells = [*map(bytes_text, sizes), seconds_text(sum(sizes) / self.link)]
             table.add_row(kind, *cells, style="bold" if kind == "sum" else None)
         basis, *times = self._lines()
-        lines = [Text(f"{basis}:"), *(Text(f" {each}") for each in times)]
+        lines = [Text(f"{basis}:"), *(Text(f" {time}") for time in times)]
         if self.transfers.by_host:
             held = bytes_text(sum(self.transfers.by_host.values()))
             lines.append(Text(f"the host's cores update {held} in place; not in these times"))

@@ -47,8 +47,8 @@ def build_schedule(type: str | None, params: Mapping[str, Any]) -> LRSchedule:
     if type not in _SCHEDULES:
         raise ConfigError(f"scheduler.type: unknown {type!r}; known: {', '.join(_SCHEDULES)}")
     # The config accepts only last_batch_iteration -1, the start.
-    given = {name: value for name, value in params.items() if name != "last_batch_iteration"}
-    return _SCHEDULES[type](**given)
+    arguments = {name: value for name, value in params.items() if name != "last_batch_iteration"}
+    return _SCHEDULES[type](**arguments)
 
 
 def warmup_lr(

@@ -53,8 +53,8 @@ def guarded(
     `states` and `params` are the old ones; `keep` is broadcast against each.
     """
     state_vars = zip(jaxpr.outvars, states)
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    selected = {v: before for v, before in state_vars if is_var(v) and v in made}
+    computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    selected = {v: before for v, before in state_vars if is_var(v) and v in computed}
 
     def select(var: Any, value: Any) -> Any:
         value = in_memory_of(value, keep)  # a constant is on the device

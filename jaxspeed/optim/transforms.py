@@ -97,8 +97,8 @@ def with_scheduled_betas(
     """
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        made = optax.with_extra_args_support(make(*betas(state.count)))
-        return made.update(updates, state, params, **extra)
+        transformation = optax.with_extra_args_support(make(*betas(state.count)))
+        return transformation.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(make(0.0, 0.0).init, update)
 

@@ -120,7 +120,7 @@ class ServedEngine(Engine):
 
     @watched("evaluate")
     def eval_totals(self, batch: Batch, extra: Any = None) -> Metrics:
-        """As `Engine.eval_totals`, once every push in flight has arrived."""
+        """The totals of `Engine.eval_totals`, once every push in flight has arrived."""
         parts = self._parts(batch, "eval_batch", None, extra)
         self._drain()
         return self._as_arrays(self._aborting(evaluated, self._workers, self._store, parts))
@@ -204,12 +204,12 @@ class LocalServedEngine(ServedEngine):
     @property
     def module(self) -> Any:
         """The live model on the first worker, with a copy of the current parameters."""
-        own, state = self.runnable
-        device = own.mesh.devices.flat[0]
+        worker, state = self.runnable
+        device = worker.mesh.devices.flat[0]
         params = {path: np.asarray(x) for path, x in self.parameters.items()}
         variables = jax.tree.map(lambda x: x.addressable_shards[0].data, state.variables)
         here = jax.device_put((params, variables), device)
-        return self._bound(own, *here)
+        return self._bound(worker, *here)
 
     def reduced_by(self, program: Program) -> checking.Reduced:
         """The gradients of one synchronous step of such a program."""
@@ -218,7 +218,9 @@ class LocalServedEngine(ServedEngine):
         def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
             workers, store = _opened(program, state)
             done = run_all(workers, store, program.parts(batch))
-            return store.reduce([(one, store.losses(one)) for one in done]).sums, state.variables
+            return store.reduce(
+                [(finished, store.losses(finished)) for finished in done]
+            ).sums, state.variables
 
         return reduced
 
@@ -226,14 +228,16 @@ class LocalServedEngine(ServedEngine):
     def diagnose(self, batch: Batch, extra: Any = None) -> diagnosing.Diagnosis:
         """The first non-finite value, part by part, on the first worker."""
         batch = self.program.read_batch(batch, self.program.batch.train, extra)
-        own, state = self.runnable
-        found = None
+        worker, state = self.runnable
+        diagnosis = None
         for part in host_parts(batch, self.program.workers):
-            found = diagnosing.diagnose(own, state, jax.device_put(part, own.batch_shardings(part)))
-            if not found.finite:
+            diagnosis = diagnosing.diagnose(
+                worker, state, jax.device_put(part, worker.batch_shardings(part))
+            )
+            if not diagnosis.finite:
                 break
-        assert found is not None
-        return found
+        assert diagnosis is not None
+        return diagnosis
 
 
 def _opened(program: LocalProgram, state: TrainState) -> tuple[LocalWorkers, LocalServers]:

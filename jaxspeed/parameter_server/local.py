@@ -52,11 +52,11 @@ class Traffic:
     ) -> Iterator[jax.Array]:
         """Send each array to its device or mesh, without blocking."""
         sizes = [(x.size, x.dtype) for x in arrays]
-        one = Communication.of_arrays(
+        message = Communication.of_arrays(
             kind, (), sizes, 1, source="run", purpose=purpose, site=f"worker {worker}"
         )
-        (self.up if kind == PUSH else self.down)[worker] += one.bytes
-        self.order.append(one)
+        (self.up if kind == PUSH else self.down)[worker] += message.bytes
+        self.order.append(message)
         return iter(jax.device_put(list(arrays), list(to)))
 
 
@@ -202,8 +202,8 @@ class LocalServers:
 
     @property
     def buckets(self) -> Sequence[int | None]:
-        found = self.program.server.buckets
-        return (None,) if found is None else range(len(found.paths))
+        buckets = self.program.server.buckets
+        return (None,) if buckets is None else range(len(buckets.paths))
 
     def publish(self, bucket: int | None = None) -> PulledVersion:
         """Parameters as layers read them; with the last bucket the version is complete."""
@@ -213,17 +213,17 @@ class LocalServers:
             return PulledVersion(version, lambda: params, self._state, None)
         if self._published is None:
             state, dynamic = self._state, self.program.optimizer.rule != StaticRule()
-            made = cache(lambda: self._pieces(self.program.server.publish(state)))
+            pieces = cache(lambda: self._pieces(self.program.server.publish(state)))
             scale = jnp.copy(state.loss_scale.scale) if dynamic else None
-            self._published = PulledVersion(self.version, made, state, scale)
+            self._published = PulledVersion(self.version, pieces, state, scale)
         return self._published
 
     def _pieces(self, params: Arrays) -> Pieces:
-        splits, found = self.program.worker(0).splits, {}
+        splits, pieces = self.program.worker(0).splits, {}
         for path, x in params.items():
             by_device = {shard.device: shard.data for shard in x.addressable_shards}
-            found[path] = [by_device[self._servers[p.server]] for p in splits[path].pieces]
-        return found
+            pieces[path] = [by_device[self._servers[p.server]] for p in splits[path].pieces]
+        return pieces
 
     def losses(self, done: Finished) -> Sums:
         """Send loss, weight and metrics to every server."""
@@ -233,11 +233,11 @@ class LocalServers:
         to = self._servers * len(leaves)
         sent = self.traffic.send(PUSH, done.worker, "scalars", copies, to)
         at = self.program.shardings.step
-        made = [
+        scalars = [
             jax.make_array_from_single_device_arrays((), at, [next(sent) for _ in range(count)])
             for _ in leaves
         ]
-        moved: Sums = jax.tree.unflatten(tree, made)
+        moved: Sums = jax.tree.unflatten(tree, scalars)
         return moved
 
     def reduce(
@@ -267,13 +267,13 @@ class LocalServers:
             shards[path] = list(map(_shards, pushed[path]))
             if step.splits[path].dim is None:
                 shards[path] *= len(servers)
-            for own, server in zip(shards[path], servers, strict=True):
-                flat += own
-                to += [server] * len(own)
+            for of_server, server in zip(shards[path], servers, strict=True):
+                flat += of_server
+                to += [server] * len(of_server)
         sent = self.traffic.send(PUSH, done.worker, "gradients", flat, to)
         grads = {}
         for path, by_server in shards.items():
-            arrived = [[next(sent) for _ in own] for own in by_server]
+            arrived = [[next(sent) for _ in of_server] for of_server in by_server]
             dim = sharded_dim(step.piece_specs[path], TENSOR) or 0
             pieces = [x[0] if len(x) == 1 else jnp.concatenate(x, dim) for x in arrived]
             shape, at = step.splits[path].stored, self._at[path]

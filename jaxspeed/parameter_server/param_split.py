@@ -120,20 +120,20 @@ def split_by_bytes(parameters: Sequence[AssignableParam], servers: int) -> dict[
     largest dim where a share is full.
     """
     load = [0.0] * servers
-    found: dict[str, ParamSplit] = {}
+    splits: dict[str, ParamSplit] = {}
     undivided = [p for p in parameters if not p.divisible or math.prod(p.shape) < 2]
-    for one in sorted(undivided, key=lambda p: -p.nbytes):
+    for param in sorted(undivided, key=lambda p: -p.nbytes):
         least = load.index(min(load))
-        found[one.path] = ParamSplit(one.shape, one.shape, None, (Piece(least, 0, 0),))
-        load[least] += one.nbytes
-    rest = [one for one in parameters if one.path not in found]
-    total = sum(load) + sum(one.nbytes for one in rest)
+        splits[param.path] = ParamSplit(param.shape, param.shape, None, (Piece(least, 0, 0),))
+        load[least] += param.nbytes
+    rest = [param for param in parameters if param.path not in splits]
+    total = sum(load) + sum(param.nbytes for param in rest)
     room = [max(total / servers - had, 0.0) for had in load]
     server = 0
-    for one in rest:
-        dim = one.shape.index(max(one.shape))
-        rows, pieces, start = one.shape[dim], [], 0
-        row_bytes = one.nbytes / rows
+    for param in rest:
+        dim = param.shape.index(max(param.shape))
+        rows, pieces, start = param.shape[dim], [], 0
+        row_bytes = param.nbytes / rows
         while start < rows:
             fits = max(round(room[server] / row_bytes), 0)
             stop = rows if server == servers - 1 else min(rows, start + fits)
@@ -144,5 +144,5 @@ def split_by_bytes(parameters: Sequence[AssignableParam], servers: int) -> dict[
                 room[server + 1] += room[server]
                 server += 1
             start = stop
-        found[one.path] = ParamSplit(one.shape, one.shape, dim, tuple(pieces))
-    return {one.path: found[one.path] for one in parameters}
+        splits[param.path] = ParamSplit(param.shape, param.shape, dim, tuple(pieces))
+    return {param.path: splits[param.path] for param in parameters}

@@ -84,8 +84,8 @@ class ServedProgram(Program):
 
         def sent(row: Row) -> Any:
             assert row.grad is not None
-            made = row.grad.dtype if self.batch.accumulation > 1 else row.read.dtype
-            return jnp.dtype(reduction_dtype(made, wire))
+            dtype = row.grad.dtype if self.batch.accumulation > 1 else row.read.dtype
+            return jnp.dtype(reduction_dtype(dtype, wire))
 
         def of(kind: str, purpose: str, dtype: Callable[[Row], Any]) -> Communication:
             arrays = [(self._sent_elements(row), dtype(row)) for row in trained]
@@ -209,12 +209,12 @@ class LocalProgram(ServedProgram):
 
     def _part(self, x: jax.Array, by_device: dict[Any, jax.Array], worker: int) -> jax.Array:
         mesh = self.worker_meshes[worker]
-        own = [by_device[device] for device in mesh.devices.flat]
-        if len(own) == 1:
-            return own[0]
+        parts = [by_device[device] for device in mesh.devices.flat]
+        if len(parts) == 1:
+            return parts[0]
         shape = (x.shape[0] // self.workers, *x.shape[1:]) if x.shape else ()
         at = self.worker(worker).program.batch_shardings(jax.ShapeDtypeStruct(shape, x.dtype))
-        return jax.make_array_from_single_device_arrays(shape, at, own)
+        return jax.make_array_from_single_device_arrays(shape, at, parts)
 
     def _sent_elements(self, row: Row) -> int:
         return math.prod(row.shape(row.source))
@@ -245,29 +245,35 @@ class LocalProgram(ServedProgram):
     def values(self, batch: Any) -> dict[str, Any]:
         """The shapes of what a worker and the servers read."""
         worker = self.worker(0)
-        found = dict(zip(PART, worker.abstract(batch, self.workers), strict=True))
-        pushed = jax.eval_shape(worker.gradients, *found.values())
+        arguments = dict(zip(PART, worker.abstract(batch, self.workers), strict=True))
+        pushed = jax.eval_shape(worker.gradients, *arguments.values())
         if self.server.buckets is None:
             every = [row.path for row in self.table if row.leaf.trainable]
-            return found | dict(zip(UPDATE[0], self.server.abstract(pushed, every), strict=True))
+            return arguments | dict(
+                zip(UPDATE[0], self.server.abstract(pushed, every), strict=True)
+            )
         for number, paths in enumerate(self.server.bucket_paths, 1):
             names = (f"{name} {number}" for name in BUCKET)
-            found |= dict(zip(names, self.server.abstract(pushed, paths), strict=True))
-        return found
+            arguments |= dict(zip(names, self.server.abstract(pushed, paths), strict=True))
+        return arguments
 
 
 def apart(
     devices: Sequence[jax.Device] | None, servers: int
 ) -> tuple[list[jax.Device], list[jax.Device]]:
     """Split devices into (workers, servers); the last ones are the servers."""
-    found = checked_devices(jax.devices() if devices is None else devices)
-    if servers >= len(found):
-        works = f"at most {len(found) - 1} would do" if len(found) > 1 else "more devices would do"
-        raise PlacementError(
-            f"parallel.servers is {servers} of {len(found)} devices, and at least one has to be a "
-            f"worker: {works}"
+    available = checked_devices(jax.devices() if devices is None else devices)
+    if servers >= len(available):
+        works = (
+            f"at most {len(available) - 1} would do"
+            if len(available) > 1
+            else "more devices would do"
         )
-    return found[:-servers], found[-servers:]
+        raise PlacementError(
+            f"parallel.servers is {servers} of {len(available)} devices, and at least one has to "
+            f"be a worker: {works}"
+        )
+    return available[:-servers], available[-servers:]
 
 
 def batch_of(config: Config) -> Batch:
@@ -285,17 +291,17 @@ def build(
     loss_fn: Callable[[Any, Any], Any],
     *,
     devices: Sequence[jax.Device] | None = None,
-    **given: Any,
+    **arguments: Any,
 ) -> Program:
-    """The program of any config; `given` are the other arguments of `build_program`."""
+    """The program of any config; `arguments` are the other ones of `build_program`."""
 
     if config.lora:
-        given["other_names"] = partial(other_names, config, model)
+        arguments["other_names"] = partial(other_names, config, model)
     if config.lora and config.lora.adapter:
-        given["saved"] = saved_adapter(config.lora.adapter, config, model)
+        arguments["saved"] = saved_adapter(config.lora.adapter, config, model)
 
     def built(config: Config, devices: Sequence[jax.Device] | None) -> Program:
-        return build_program(config, model, loss_fn, devices=devices, **given)
+        return build_program(config, model, loss_fn, devices=devices, **arguments)
 
     if config.parallel.data_reduction == "parameter_server":
         return build_served(config, devices, built)
@@ -316,13 +322,13 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
             "jaxspeed train CONFIG --engine ray"
         )
     on_workers, on_servers = apart(devices, parallel.servers)
-    each = mesh.replica * mesh.tensor  # devices of a worker
-    workers, rest = divmod(len(on_workers), each)
+    per_worker = mesh.replica * mesh.tensor  # devices of a worker
+    workers, rest = divmod(len(on_workers), per_worker)
     there = f"{len(on_workers) + len(on_servers)} devices without {len(on_servers)} servers"
     if rest:
         raise PlacementError(
-            f"mesh.replica x mesh.tensor is {each}, the devices of each worker, and {there} leave "
-            f"{len(on_workers)}: leave a multiple of {each}"
+            f"mesh.replica x mesh.tensor is {per_worker}, the devices of each worker, and {there} "
+            f"leave {len(on_workers)}: leave a multiple of {per_worker}"
         )
     if mesh.data not in (-1, workers):
         raise PlacementError(
@@ -336,10 +342,12 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
             f"parallel.worker_pace: {len(paces)} paces, and there are {workers} workers ({there})"
         )
     owner = built(server_config(config), on_servers)
-    groups = [on_workers[i * each : (i + 1) * each] for i in range(workers)]
-    own = worker_config(config, batch)
+    groups = [on_workers[i * per_worker : (i + 1) * per_worker] for i in range(workers)]
+    of_worker = worker_config(config, batch)
     # Programs of one device run on any; those of a mesh only there.
-    programs = tuple(built(own, group) for group in (groups if each > 1 else groups[:1]))
+    programs = tuple(
+        built(of_worker, group) for group in (groups if per_worker > 1 else groups[:1])
+    )
     alone = [
         Mesh(np.array(g).reshape(programs[0].mesh.devices.shape), axis_names()) for g in groups
     ]
@@ -356,7 +364,7 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
         rule=rule_of(config),
         worker_programs=programs,
         paces=paces,
-        worker_meshes=tuple(p.mesh for p in programs) if each > 1 else tuple(alone),
+        worker_meshes=tuple(p.mesh for p in programs) if per_worker > 1 else tuple(alone),
     )
 
 
@@ -395,7 +403,7 @@ def _without_mesh(
     config: Config, batch: dict[str, int], zero: dict[str, Any], mesh: dict[str, int] | None = None
 ) -> Config:
     """A config for a part of the devices, without the keys of the global mesh and batch."""
-    given = config.given
+    settings = config.given
     for key in (
         "mesh",
         "data_parallel_size",
@@ -405,17 +413,17 @@ def _without_mesh(
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",
     ):
-        given.pop(key, None)
+        settings.pop(key, None)
     if not mesh or mesh[TENSOR] == 1:
-        given.pop("tensor_parallel", None)
+        settings.pop("tensor_parallel", None)
     mesh = {axis: size for axis, size in (mesh or {}).items() if size > 1}
-    given |= {"mesh": {**mesh, DATA: 1}} if mesh else {}
-    return Config.load({**without_servers(given), "zero_optimization": zero, **batch})
+    settings |= {"mesh": {**mesh, DATA: 1}} if mesh else {}
+    return Config.load({**without_servers(settings), "zero_optimization": zero, **batch})
 
 
-def without_servers(given: dict[str, Any]) -> dict[str, Any]:
+def without_servers(settings: dict[str, Any]) -> dict[str, Any]:
     """The config as given, without the keys of a parameter server."""
-    own = ("data_reduction", "servers", "max_staleness", "on_stale", "staleness_decay")
-    parallel = given.get("parallel", {})
-    others = {key: x for key, x in parallel.items() if key not in (*own, "worker_pace")}
-    return {**given, "parallel": others}
+    server_keys = ("data_reduction", "servers", "max_staleness", "on_stale", "staleness_decay")
+    parallel = settings.get("parallel", {})
+    others = {key: x for key, x in parallel.items() if key not in (*server_keys, "worker_pace")}
+    return {**settings, "parallel": others}

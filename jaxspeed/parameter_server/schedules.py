@@ -130,7 +130,7 @@ class SynchronousSchedule:
 
     def _updated(self, done: Sequence[Finished]) -> Metrics:
         store, metrics = self._store, {}
-        pushes = [(one, store.losses(one)) for one in done]
+        pushes = [(finished, store.losses(finished)) for finished in done]
         for bucket in store.buckets:  # each is pulled while the next one is pushed
             metrics = store.apply(store.reduce(pushes, bucket=bucket))
             self._workers.pull(store.publish(bucket))
@@ -151,7 +151,7 @@ def run_all(
     published = store.publish()
     for part, batch in enumerate(parts):
         workers.start(part, Task(part, batch, published, train))
-    return sorted((workers.next() for _ in parts), key=lambda one: one.worker)
+    return sorted((workers.next() for _ in parts), key=lambda finished: finished.worker)
 
 
 class WorkerSchedule:
@@ -249,7 +249,7 @@ class AsynchronousSchedule:
         assert self._losses is not None
         counts = (ledger.accepted, ledger.dropped, ledger.waited)
         since = (now - before for now, before in zip(counts, self._last_counts, strict=True))
-        found = {
+        report = {
             **update,
             **mean_loss(self._losses),
             **dict(zip(("accepted", "dropped", "waited"), since, strict=True)),
@@ -259,12 +259,14 @@ class AsynchronousSchedule:
             **self._workers.metrics(),
         }
         self._losses, self._update, self._stalenesses, self._last_counts = None, None, [], counts
-        return found
+        return report
 
 
 def evaluated(workers: Pool, store: ServerStore, parts: Sequence[Any]) -> Metrics:
     """The loss of the parts in evaluation mode, with the current parameters."""
-    first, *others = (store.losses(one) for one in run_all(workers, store, parts, train=False))
-    for one in others:
-        first = folded_losses(first, one)
+    first, *others = (
+        store.losses(finished) for finished in run_all(workers, store, parts, train=False)
+    )
+    for sums in others:
+        first = folded_losses(first, sums)
     return {**mean_loss(first), **totals(first.metrics)}

@@ -36,12 +36,12 @@ class ServerStep:
         Each is taken when it is added, so that two are in memory at once.
         """
         one_by_one = iter(pushes)
-        found = next(one_by_one)
+        total = next(one_by_one)
         for number, push in enumerate(one_by_one):
             if number == 0:
-                found = found._replace(grads=self._widen(found.grads))
-            found = self.fold(found, push)
-        return found
+                total = total._replace(grads=self._widen(total.grads))
+            total = self.fold(total, push)
+        return total
 
     @cached_property
     def _widen(self) -> Any:
@@ -49,8 +49,8 @@ class ServerStep:
 
         def widen(grads: Arrays) -> Arrays:
             narrow = {path: x for path, x in grads.items() if x.dtype != wide[path]}
-            made = compiled(narrow) if narrow else {}
-            return {path: made.get(path, x) for path, x in grads.items()}
+            widened = compiled(narrow) if narrow else {}
+            return {path: widened.get(path, x) for path, x in grads.items()}
 
         compiled = jax.jit(lambda grads: {path: x.astype(wide[path]) for path, x in grads.items()})
         return widen

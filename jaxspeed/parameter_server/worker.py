@@ -56,8 +56,8 @@ class WorkerStep:
         def pieces(path: str, grad: jax.Array) -> list[jax.Array]:
             split = self.splits[path]
             grad = unpad(grad, split.shape)
-            found: list[jax.Array] = split.split(grad.astype(reduction_dtype(grad.dtype, wire)))
-            return [self._placed(x, path) for x in found]
+            parts: list[jax.Array] = split.split(grad.astype(reduction_dtype(grad.dtype, wire)))
+            return [self._placed(x, path) for x in parts]
 
         return jax.jit(self.program.in_mesh(gradients))
 
@@ -96,17 +96,17 @@ class WorkerStep:
 
     @cached_property
     def piece_specs(self) -> dict[str, PartitionSpec]:
-        """Of each parameter's pieces: over `tensor` like the parameter, if it divides them all."""
+        """Specs of parameters' pieces: over `tensor` as the parameter, if it divides them all."""
         tensor = self.program.mesh.shape[TENSOR]
-        found = {}
+        specs = {}
         if tensor == 1:
             return dict.fromkeys(self.splits, REPLICATED)
         for path, split in self.splits.items():
             dim = sharded_dim(self.program.table[path].read.spec, TENSOR)
             sizes = {1} if dim is None else {split.shape_of(piece)[dim] for piece in split.pieces}
             divides = all(size % tensor == 0 for size in sizes)
-            found[path] = PartitionSpec(*[None] * (dim or 0), TENSOR) if divides else REPLICATED
-        return found
+            specs[path] = PartitionSpec(*[None] * (dim or 0), TENSOR) if divides else REPLICATED
+        return specs
 
     def _placed(self, piece: jax.Array, path: str) -> jax.Array:
         if self.program.mesh.size == 1:
@@ -131,7 +131,7 @@ class WorkerStep:
         for row in self.program.table:
             split, spec = self.splits[row.path], self.piece_specs[row.path]
             shapes = map(split.shape_of, split.pieces)
-            pulled[row.path] = [shape(each, row.read.dtype, spec) for each in shapes]
+            pulled[row.path] = [shape(piece_shape, row.read.dtype, spec) for piece_shape in shapes]
         variables = {
             path: shape(x.shape, x.dtype) for path, x in self.program.model.variables.items()
         }
@@ -194,8 +194,8 @@ def refuse_mixed_samples(program: Program, workers: int, variables: Arrays, part
             "norm, say), and workers push gradients alone. "
             'Write "xla", or use a norm without running statistics'
         )
-    found = program.objective.by_parts(rest, train=True, parts=workers)
-    found.refuse_mixed(where, "each worker", 'use "xla"')
+    separable = program.objective.by_parts(rest, train=True, parts=workers)
+    separable.refuse_mixed(where, "each worker", 'use "xla"')
     if program.objective.trace(rest, train=True).loss_outputs.terms:
         raise ModelError(
             f"{where}: the loss has several terms, which are averaged by their weights of the "

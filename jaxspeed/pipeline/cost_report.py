@@ -117,12 +117,12 @@ class PipelineReport:
     @property
     def messages(self) -> int:
         """Messages of a step: one per direction in each tick that has that direction."""
-        return sum(one.runs for one in self._between_stages)
+        return sum(message.runs for message in self._between_stages)
 
     @property
     def message_bytes(self) -> int:
         """Bytes of a step's messages."""
-        return sum(one.payload for one in self._between_stages)
+        return sum(message.payload for message in self._between_stages)
 
     # -- embedding and head ---------------------------------------------------------------------
 
@@ -226,8 +226,8 @@ class PipelineReport:
             "weight_bytes": self.weight_bytes,
             "gather": self.gather if self.gatherings else None,
             "gatherings": {
-                name: {"at_once": found.at_once, "sent": found.sent}
-                for name, found in self.gatherings.items()
+                name: {"at_once": gathering.at_once, "sent": gathering.sent}
+                for name, gathering in self.gatherings.items()
             },
             "reduced_sent": self.reduced_sent,
             "moved_sent": self.moved_sent,

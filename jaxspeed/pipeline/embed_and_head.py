@@ -51,25 +51,25 @@ def _run(
     split: SplitStep, jaxpr: Any, inputs: Values, carry: Values, style: ActivationLayout
 ) -> Values:
     read, table = read_by(jaxpr), split.table
-    given = {v: x for v, x in zip(jaxpr.invars, [*inputs, *carry], strict=True) if v in read}
+    arguments = {v: x for v, x in zip(jaxpr.invars, [*inputs, *carry], strict=True) if v in read}
     paths = {path: v for path, v in split.outside.items() if v in read}
-    activations = [v for v in given if v not in split.index]
+    activations = [v for v in arguments if v not in split.index]
     samples = [*(v for v in split.program.batch if v in read), *activations]
     specs = {path: table[path].read.spec for path in paths}
     also: tuple[str, ...] = ()
     if not any(PIPE in spec_axes(spec) for spec in specs.values()):
-        given |= {v: _shard_over_stages(given[v]) for v in samples}
+        arguments |= {v: _shard_over_stages(arguments[v]) for v in samples}
         also = (PIPE,)
     storage = {v: split.objective.stored(table[p]) for p, v in paths.items() if table[p].gathered}
     units = split.program.units
-    closed = ClosedJaxpr(jaxpr.replace(invars=list(given)), ())
+    closed = ClosedJaxpr(jaxpr.replace(invars=list(arguments)), ())
     part = split.program.part(closed, paths, samples)
     by_unit = units if storage else None
     part = after_split(
         part, PartContext(table.mesh, specs, style, by_unit, also, split.objective.sequence)
     )
     context = EvalContext(units, split.samples, exchange=split.objective.exchange)
-    return run_segmented(part.closed.jaxpr, (), list(given.values()), storage, context)
+    return run_segmented(part.closed.jaxpr, (), list(arguments.values()), storage, context)
 
 
 def _shard_over_stages(x: Any) -> Any:

@@ -27,16 +27,16 @@ def evaluate(split: SplitStep, stage: Stage, schedule: Schedule) -> Loss:
         ahead, seen = state
         entry = embed(split, *entering(split, row.entering, ahead))
 
-        def stage_body(number: Any, own: Any, every: Any) -> Any:
-            work, weights, ahead = own
+        def stage_body(number: Any, stage_row: Any, every: Any) -> Any:
+            work, weights, ahead = stage_row
             entry, context = every
             x = stage.entered(number, work, entry, ahead)
             y = stage.run(stage.arguments(number, work, weights, context, x))
             end = broadcast_from(y, number == stages - 1) if phase.head else []
             return send_to_stage(y, stages, 1), end
 
-        own = (row.forward, stage.weights, ahead)
-        ahead, end = on_stages(stage_body, stages, own, (entry, stage.context))
+        per_stage = (row.forward, stage.weights, ahead)
+        ahead, end = on_stages(stage_body, stages, per_stage, (entry, stage.context))
         if phase.head:
             loss, _ = head_and_loss(split, row.leaving, outer, end, {})
             seen, _ = accumulate(seen, loss)

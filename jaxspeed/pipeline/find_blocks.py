@@ -51,13 +51,13 @@ def find_stages(
       PlacementError: there are no blocks, or too few.
       ModelError: the loss cannot be split into stages, with the reasons.
     """
-    found: Stack | None = None
+    stack: Stack | None = None
     try:
-        found = find_blocks(leaves, patterns, trace)
-        refuse_stages(found, stages, chunks)
-        assert found is not None
-        if trace is None or patterns or _is_most(found, leaves, patterns):
-            return found
+        stack = find_blocks(leaves, patterns, trace)
+        refuse_stages(stack, stages, chunks)
+        assert stack is not None
+        if trace is None or patterns or _is_most(stack, leaves, patterns):
+            return stack
         reason = None
     except (ModelError, PlacementError) as error:
         if trace is None or patterns:
@@ -67,12 +67,12 @@ def find_stages(
         if against:
             raise ModelError(f"they need {', '.join(against)}")
         program = trace()
-        own = {v: path for path, v in program.parameters.items()}
-        return partition_stages(program.closed, own, stages)
+        parameters = {v: path for path, v in program.parameters.items()}
+        return partition_stages(program.closed, parameters, stages)
     except ModelError as error:
         if reason is None:
-            assert found is not None
-            return found
+            assert stack is not None
+            return stack
         text = str(error).removeprefix("mesh.pipe: ")
         raise type(reason)(f"{reason}. Nor can unlike blocks be stages: {text}") from None
 
@@ -80,10 +80,10 @@ def find_stages(
 def _is_most(stack: Stack, leaves: Sequence[Leaf], patterns: Sequence[str]) -> bool:
     """Whether equal blocks are about the entire model."""
     every = Stack(1, {leaf.path: (leaf.path,) for leaf in leaves if "vocab" not in leaf.names})
-    own = stack_bytes(stack, leaves)
+    covered = stack_bytes(stack, leaves)
     others = [s for s in find_stacks(leaves, patterns, match) if not s.paths & stack.paths]
     largest = max((stack_bytes(s, leaves) for s in others), default=0)
-    return own >= LEAST_SHARE * stack_bytes(every, leaves) and largest < OTHER_SHARE * own
+    return covered >= LEAST_SHARE * stack_bytes(every, leaves) and largest < OTHER_SHARE * covered
 
 
 def find_blocks(
@@ -110,7 +110,7 @@ def find_blocks(
         return None
     reasons = []
     for stack in stacks:
-        members = {name: [variables[p] for p in own] for name, own in stack.leaves.items()}
+        members = {name: [variables[p] for p in paths] for name, paths in stack.leaves.items()}
         try:
             split_loss(program.closed, members)
         except ModelError as error:

@@ -63,7 +63,7 @@ class PackedLayout:
     @cached_property
     def packs(self) -> dict[str, list[_Shard]]:
         """The parameters of each packed array, by its name."""
-        found: dict[str, list[_Shard]] = {}
+        packs: dict[str, list[_Shard]] = {}
         ends: dict[tuple[str, int], int] = {}
         for path, stage in self.stack.stage_of.items():
             row = self.table[path]
@@ -73,9 +73,9 @@ class PackedLayout:
             shape = list(row.shape(row.source))
             shape[dim] //= self.stages
             start = ends.get((name, stage), 0)
-            found.setdefault(name, []).append(_Shard(path, stage, start, tuple(shape), dim))
+            packs.setdefault(name, []).append(_Shard(path, stage, start, tuple(shape), dim))
             ends[name, stage] = start + math.prod(shape)
-        return found
+        return packs
 
     def names(self) -> Sequence[str]:
         return list(self.packs)
@@ -97,13 +97,13 @@ class PackedLayout:
 
     @property
     def gradient_pieces(self) -> Mapping[str, Sequence[str]]:
-        """As `StageLayout.gradient_pieces`: each packed array is one."""
+        """The packed arrays, each one piece, as in `StageLayout.gradient_pieces`."""
         return {name: [name] for name in self.names() if self.trained(name)}
 
     def accumulated(
         self, name: str, gradients: Sequence[jax.Array], stage: Any, chunk: Any
     ) -> tuple[jax.Array, Any]:
-        """As `StageLayout.accumulated`: all of a gradient is."""
+        """All of the gradient, where `StageLayout.accumulated` selects rows."""
         (gradient,) = gradients
         return gradient, True
 
@@ -140,8 +140,8 @@ class PackedLayout:
             flat = [x.astype(dtype).reshape(-1) for x in arrays]
             rows = []
             for stage in range(self.stages):
-                own = [x for x, s in zip(flat, shards, strict=True) if s.stage == stage]
-                row = jnp.concatenate(own) if own else jnp.zeros((0,), dtype)
+                stage_shards = [x for x, s in zip(flat, shards, strict=True) if s.stage == stage]
+                row = jnp.concatenate(stage_shards) if stage_shards else jnp.zeros((0,), dtype)
                 rows.append(jnp.pad(row, (0, room - row.size)))
             sent = lax.all_to_all(jnp.stack(rows), PIPE, 0, 0, tiled=True)
             return [sent.reshape(1, 1, self.stages, room)]
@@ -158,12 +158,12 @@ class PackedLayout:
             return [rows[s.stage, s.start : s.start + s.size].reshape(s.shape) for s in shards]
 
         specs = [self.table[s.path].source.spec for s in shards]
-        found = exchanges.per_device(exchange, [PartitionSpec(PIPE)], specs, [gradient])
-        return dict(zip([s.path for s in shards], found, strict=True))
+        parameters = exchanges.per_device(exchange, [PartitionSpec(PIPE)], specs, [gradient])
+        return dict(zip([s.path for s in shards], parameters, strict=True))
 
     def of_stage(self, stage: int, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """A stage's parameters by path, from its packed arrays, [shards, elements]."""
-        found = {}
+        arrays = {}
         for name, shards in self.packs.items():
             for s in shards:
                 if s.stage == stage:
@@ -171,5 +171,5 @@ class PackedLayout:
                     x = jnp.moveaxis(x.reshape(self.stages, *s.shape), 0, s.dim)
                     shape = (*s.shape[: s.dim], -1, *s.shape[s.dim + 1 :])
                     x = x.reshape(shape)
-                    found[s.path] = x[tuple(map(slice, self.table[s.path].leaf.shape))]
-        return found
+                    arrays[s.path] = x[tuple(map(slice, self.table[s.path].leaf.shape))]
+        return arrays

@@ -28,7 +28,7 @@ SLACK = 1.25  # how much more than in the best division the largest stage may ha
 
 
 def uses_of_parameters(jaxpr: Any, parameters: Mapping[Any, str]) -> list[frozenset[str]]:
-    """For each equation the parameters that it reads beside other values.
+    """The parameters that each equation reads beside other values.
 
     A cast or transpose of parameters alone is no use; its reader is.
     """
@@ -56,11 +56,11 @@ def partition_stages(closed: Any, parameters: Mapping[Any, str], stages: int) ->
         if len(places) < stages:
             raise ModelError(_reason(jaxpr, parameters, stages))
         starts = _best_division(_Graph(jaxpr, parameters, uses, places), stages)
-        found = _stages_of(uses, places, starts)
-        stage_of = {path: min(read) for path, read in found.items() if len(read) == 1}
+        readers = _stages_of(uses, places, starts)
+        stage_of = {path: min(read) for path, read in readers.items() if len(read) == 1}
         if set(stage_of.values()) == set(range(stages)):
             return UnlikeStages(stages, {path: (path,) for path in stage_of}, stage_of=stage_of)
-        shared = found.keys() - stage_of.keys()  # some stage has no others
+        shared = readers.keys() - stage_of.keys()  # some stage has no others
         uses = [paths - shared for paths in uses]
 
 
@@ -68,21 +68,21 @@ def _stages_of(
     uses: Sequence[frozenset[str]], places: Sequence[int], starts: Sequence[int]
 ) -> dict[str, set[int]]:
     """The stages that read each parameter."""
-    found: dict[str, set[int]] = {}
+    readers: dict[str, set[int]] = {}
     for stage, (start, stop) in enumerate(zip(starts, [*starts[1:], len(places)], strict=True)):
         for place in places[start:stop]:
             for path in uses[place]:
-                found.setdefault(path, set()).add(stage)
-    return found
+                readers.setdefault(path, set()).add(stage)
+    return readers
 
 
 def _reason(jaxpr: Any, parameters: Mapping[Any, str], stages: int) -> str:
-    found = [sorted(paths)[0] for paths in uses_of_parameters(jaxpr, parameters) if paths]
-    blocks = list(dict.fromkeys(path.rpartition("/")[0] or path for path in found))
+    first_read = [sorted(paths)[0] for paths in uses_of_parameters(jaxpr, parameters) if paths]
+    blocks = list(dict.fromkeys(path.rpartition("/")[0] or path for path in first_read))
     names = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
     return (
         f"mesh.pipe: each of {stages} stages needs parameters that no other stage reads, and the "
-        f"loss reads its parameters ({names}) in {len(found)} operations, a loop over stacked "
+        f"loss reads its parameters ({names}) in {len(first_read)} operations, a loop over stacked "
         "layers being one. Use fewer stages, or blocks in a list"
     )
 
@@ -120,14 +120,16 @@ class _Graph:
             change[last + 1] -= size
 
         moving = dependents(self.jaxpr, self.parameters)
-        made = {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars if v in moving}
+        producers = {
+            v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars if v in moving
+        }
         last = dict.fromkeys(filter(is_var, self.jaxpr.outvars), len(self.jaxpr.eqns))
         used: dict[str, list[int]] = {}
         for i, eqn in enumerate(self.jaxpr.eqns):
             last |= {v: max(i, last.get(v, 0)) for v in filter(is_var, eqn.invars)}
             for path in self.uses[i]:
                 used.setdefault(path, []).append(i)
-        for v, i in made.items():
+        for v, i in producers.items():
             spans(nbytes(v.aval), i, last.get(v, i))
         for v, path in self.parameters.items():
             if path in used:

@@ -27,34 +27,34 @@ def pipeline_report(
 
     Call it with the mesh in the context: the loss is traced.
     """
-    table, own = pipeline.objective.table, pipeline.layout
+    table, layout = pipeline.objective.table, pipeline.layout
     sizes = table.mesh.shape
     stored_over = {axis: sizes[axis] for axis in storing_axes() if sizes[axis] > 1}
     first = (
         pipeline.schedule(micro_batches),
         _carry(pipeline.objective, variables, batch, micro_batches),
-        own.layers,
-        own.rows,
+        layout.layers,
+        layout.rows,
         pipeline.recompute,
         pipeline.gather,
         stored_over or {DATA: 1},
     )
-    if isinstance(own, PackedLayout):
-        weights, gradients = own.packed_bytes
+    if isinstance(layout, PackedLayout):
+        weights, gradients = layout.packed_bytes
         return PipelineReport(*first, weights, moved_bytes=weights + gradients, unlike=True)
-    blocks = [(own.length(name), own.row(name)) for name in own.names()]
+    blocks = [(layout.length(name), layout.row(name)) for name in layout.names()]
 
     def of_chunk(size: Callable[[Row], int]) -> int:
         return sum(length * size(row) for length, row in blocks)
 
-    one = _LayerBytes(table, pipeline.objective.wire)
+    layer_bytes = _LayerBytes(table, pipeline.objective.wire)
     slots = pipeline.stages * pipeline.chunks
     return PipelineReport(
         *first,
-        pipeline.chunks * of_chunk(one.read),
-        of_chunk(one.gathered) // own.rows,
-        of_chunk(one.reduced) // own.rows,
-        0 if own.stack.in_place else slots * of_chunk(one.exchanged),
+        pipeline.chunks * of_chunk(layer_bytes.read),
+        of_chunk(layer_bytes.gathered) // layout.rows,
+        of_chunk(layer_bytes.reduced) // layout.rows,
+        0 if layout.stack.in_place else slots * of_chunk(layer_bytes.exchanged),
     )
 
 
@@ -66,12 +66,12 @@ def _carry(
     assert stack is not None
 
     micro = micro_batch_shapes(batch, micro_batches)
-    one = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), micro)
+    cast_micro = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), micro)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = objective.trace((shapes, one, index, index), train=True)
-    carry = split_program(traced, stack, one).carry
-    samples = objective.samples(one)
+    traced = objective.trace((shapes, cast_micro, index, index), train=True)
+    carry = split_program(traced, stack, cast_micro).carry
+    samples = objective.samples(cast_micro)
     ranks = objective.table.ranks
     tensor = mesh.shape[TENSOR] if objective.style.sequence_parallel else 1
 

@@ -20,15 +20,15 @@ def scanned_stacks(closed: Any, parameters: Mapping[Any, str]) -> list[Stack]:
     jaxpr = with_calls_inlined(closed.jaxpr, set(parameters))
     dims: dict[Any, int] = {}
     stacked, _ = _casts_of(jaxpr, parameters, dims)
-    found = []
+    stacks = []
     for scan in (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"):
         xs = [v for v in scan.invars[sum(consts_and_carry(scan)) :] if is_var(v) and v in stacked]
         paths = [stacked[v][0] for v in xs]
         if paths and scan.params["length"] > 1:
             layers = {path: dims[v] for path, v in zip(paths, xs, strict=True) if dims.get(v)}
             leaves = {path: (path,) for path in paths}
-            found.append(Stack(scan.params["length"], leaves, dims=layers))
-    return found
+            stacks.append(Stack(scan.params["length"], leaves, dims=layers))
+    return stacks
 
 
 def with_scanned_layers(leaves: Sequence[Leaf], program: LossProgram) -> tuple[Leaf, ...]:
@@ -84,26 +84,26 @@ def _casts_of(
     So is a transpose that has moved the layers' dim to the front: a stage's weights have it there.
     `dims` receives its place in the parameter.
     """
-    found: dict[Any, Any] = {v: (name, ()) for v, name in stack.items()}
+    stacked: dict[Any, Any] = {v: (name, ()) for v, name in stack.items()}
     casts = []
     for eqn in jaxpr.eqns:
         v = eqn.invars[0] if len(eqn.invars) == 1 else None
-        if v is None or not is_var(v) or v not in found:
+        if v is None or not is_var(v) or v not in stacked:
             continue
-        name, before = found[v]
+        name, before = stacked[v]
         (out,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
         if eqn.primitive.name in CASTS:
-            found[out] = (name, (*before, eqn))
+            stacked[out] = (name, (*before, eqn))
             dims[out] = dims.get(v, 0)
         elif eqn.primitive.name == "transpose" and not dims.get(v):
             first, *rest = eqn.params["permutation"]
             if list(rest) != sorted(rest):
                 continue
-            found[out], dims[out] = found[v], first
+            stacked[out], dims[out] = stacked[v], first
         else:
             continue
         casts.append(eqn)
-    return found, casts
+    return stacked, casts
 
 
 def _the_scan(eqns: Sequence[Any], stacked: Mapping[Any, Any], stack: Mapping[Any, str]) -> Any:

@@ -74,8 +74,8 @@ class LossParts:
         within = jnp.minimum(numbers, self.layers - 1)
 
         def per_layer(inputs: BlockInputs) -> Any:
-            found = [next(values) for _ in inputs.atoms]
-            return (found[0] if len(found) == 1 else jnp.stack(found))[within]
+            layer_values = [next(values) for _ in inputs.atoms]
+            return (layer_values[0] if len(layer_values) == 1 else jnp.stack(layer_values))[within]
 
         xs = [weights[r.name] if isinstance(r, BlockWeights) else per_layer(r) for r in reads]
         run = as_function(self.blocks.body)
@@ -116,8 +116,8 @@ def split_loss(closed: Any, stack: Mapping[str, Sequence[Any]]) -> LossParts:
     else:
         blocks = unrolled_blocks(jaxpr, stack)
     inputs, eqns = [*jaxpr.constvars, *jaxpr.invars], blocks.others
-    own = [v for r in blocks.per_layer if isinstance(r, BlockInputs) for v in r.atoms]
-    context = slice_of(jaxpr, eqns, inputs, [*blocks.shared, *own])
+    layer_inputs = [v for r in blocks.per_layer if isinstance(r, BlockInputs) for v in r.atoms]
+    context = slice_of(jaxpr, eqns, inputs, [*blocks.shared, *layer_inputs])
     read = read_by(context)
     of_context = [i for i, v in enumerate(inputs) if v in read]
     return LossParts(

@@ -112,7 +112,7 @@ class StageLayout:
         if not self.stack.stacked:
             return self.table[paths[layer]]
         ends = ((self.table[path].leaf.range, path) for path in paths)
-        return self.table[next(path for own, path in ends if not own or layer < own.stop)]
+        return self.table[next(path for layers, path in ends if not layers or layer < layers.stop)]
 
     def trains(self, layer: int) -> bool:
         """Whether some parameter of a layer is trained."""
@@ -136,11 +136,11 @@ class StageLayout:
     @cached_property
     def gradient_pieces(self) -> Mapping[str, Sequence[str]]:
         """The trained pieces by parameter, of which one array accumulates the gradients."""
-        found: dict[str, list[str]] = {}
+        by_parameter: dict[str, list[str]] = {}
         for name, piece in self.pieces.items():
             if self.trained(name):
-                found.setdefault(piece.parameter, []).append(name)
-        return found
+                by_parameter.setdefault(piece.parameter, []).append(name)
+        return by_parameter
 
     def accumulator(self, parameter: str) -> tuple[tuple[int, ...], Any, PartitionSpec]:
         """(shape, dtype, spec) of a chunk's gradients of a parameter of the blocks."""
@@ -155,18 +155,18 @@ class StageLayout:
 
         There are as many slots as the chunk with most trained layers needs; -1 is an empty one.
         """
-        found: dict[tuple[int, int], list[int]] = {}
+        chunk_rows: dict[tuple[int, int], list[int]] = {}
         rows = self._trained_rows(parameter)
         for stage, chunk in np.ndindex(self.stages, self.chunks):
             first = (chunk * self.stages + stage) * self.rows
-            found[stage, chunk] = [
+            chunk_rows[stage, chunk] = [
                 i
                 for i, row in enumerate(rows)
                 if first + row < self.layers and self._row_of(parameter, first + row).leaf.trainable
             ]
-        slots = np.full((self.stages, self.chunks, max(map(len, found.values()))), -1)
-        for (stage, chunk), own in found.items():
-            slots[stage, chunk, : len(own)] = own
+        slots = np.full((self.stages, self.chunks, max(map(len, chunk_rows.values()))), -1)
+        for (stage, chunk), filled in chunk_rows.items():
+            slots[stage, chunk, : len(filled)] = filled
         return slots
 
     def _trained_rows(self, parameter: str) -> list[int]:
@@ -306,9 +306,11 @@ class StageLayout:
 
         def of_path(path: str, x: jax.Array) -> jax.Array:
             """What belongs to a row of the table, of [chunks * stages * slots, ...]."""
-            own = self.table[path].leaf.range
+            layer_range = self.table[path].leaf.range
             number = [paths.index(path)] if layers is None else range(self.layers)
-            index = [place[layer] for layer in (number[own.rows] if own else number)]
+            index = [
+                place[layer] for layer in (number[layer_range.rows] if layer_range else number)
+            ]
             if index == list(range(index[0], index[-1] + 1)):
                 x = x[index[0] : index[-1] + 1]
             else:
@@ -323,11 +325,11 @@ class StageLayout:
             return apart(lax.all_to_all(x, PIPE, dim, 0, tiled=True))
 
         if dim is None:
-            found = apart(gradient)
+            gradients = apart(gradient)
         else:
             stage_spec = self._stage_spec(name, row.opt)
-            found = exchanges.per_device(exchange, stage_spec, row.opt.spec, [gradient])
-        return dict(zip(trained, found, strict=True))
+            gradients = exchanges.per_device(exchange, stage_spec, row.opt.spec, [gradient])
+        return dict(zip(trained, gradients, strict=True))
 
     def _split_by_stage(self, x: jax.Array) -> jax.Array:
         """[layers, ...] as [stages, chunks, layers, ...], padding layers zero."""
@@ -352,7 +354,7 @@ class StageLayout:
         return self.stack.layers_dim(self.stack.leaves[self.pieces[name].parameter][0])
 
     def _of_layer(self, name: str, dims: Sequence[Any]) -> list[Any]:
-        """What belongs to the dims of one layer's slice, of a stored array's."""
+        """The entries of a stored array's dims that are dims of one layer's slice."""
         layers = self._layers_dim(name)
         return [x for dim, x in enumerate(dims) if dim != layers]
 
@@ -390,7 +392,7 @@ class StageLayout:
         memory_kind = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
         spec = PartitionSpec(None, *self.spec(name, row.source))
         shards = NamedSharding(mesh, spec, memory_kind=memory_kind)
-        found = ShardedParam(shape, row.read.dtype, gathered, shards, wire, row.leaf.trainable)
+        sharded = ShardedParam(shape, row.read.dtype, gathered, shards, wire, row.leaf.trainable)
         value, read = self.table.stored(row, row.source), self.table.sharding(row.read)
 
         def of_stage(
@@ -413,9 +415,9 @@ class StageLayout:
             return replace(how, blocks=(1, *self._of_layer(name, array.blocks)))
 
         if row.source.codec == PLAIN:
-            return found
-        parts = tuple((each, part(array)) for each, array in value.parts.items())
-        return replace(found, codec=row.source.codec, parts=parts)
+            return sharded
+        parts = tuple((part_name, part(array)) for part_name, array in value.parts.items())
+        return replace(sharded, codec=row.source.codec, parts=parts)
 
 
 class OrderedExchanges:

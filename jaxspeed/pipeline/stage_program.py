@@ -87,8 +87,8 @@ class Stage:
         batch = {split.index[v]: x for v, x in zip(split.program.batch, leaves, strict=True)}
         values = split.inputs(jnp.zeros((), jnp.int32), split.outer)
         reads = split.parts.context_reads
-        own = {i: values[i] for i in reads if i not in batch and i != self._micro}
-        return own, {i: x for i, x in batch.items() if i in reads}
+        of_step = {i: values[i] for i in reads if i not in batch and i != self._micro}
+        return of_step, {i: x for i, x in batch.items() if i in reads}
 
     @property
     def _micro(self) -> int:
@@ -107,11 +107,11 @@ class Stage:
         self, number: Any, work: StageWork, weights: Values, context: Any, carry: Values
     ) -> Values:
         """The arguments of `run`: weights, context, first layer, carry."""
-        own, batch = context
+        of_step, batch = context
         micro = jnp.maximum(work.micro, 0)
         cast = self.split.objective.cast
-        given = own | {i: cast(at(x, micro)) for i, x in batch.items()} | {self._micro: micro}
-        reads = [given[i] for i in self.split.parts.context_reads]
+        inputs = of_step | {i: cast(at(x, micro)) for i, x in batch.items()} | {self._micro: micro}
+        reads = [inputs[i] for i in self.split.parts.context_reads]
         return [*self.chunk(weights, work), *reads, self.first_layer(number, work), *carry]
 
     def chunk(self, weights: Values, work: StageWork) -> Values:
@@ -188,10 +188,10 @@ class Stage:
         program, parts = split.traced()
         assert isinstance(parts, LossParts)
         layout, table, reads = self._layout, split.table, parts.context_reads
-        own = {n: layout.sharded_param(n, mesh, split.objective.wire) for n in self.names}
+        sharded = {n: layout.sharded_param(n, mesh, split.objective.wire) for n in self.names}
 
         def chunk(weights: Values, context: Values, first: Any, carry: Values) -> Values:
-            pieces = dict(zip(own, weights, strict=True))
+            pieces = dict(zip(sharded, weights, strict=True))
             for start, stop in layout.segments:
                 of_segment = {
                     piece.parameter: pieces[name]
@@ -203,34 +203,34 @@ class Stage:
             return carry
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        weights = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in own.values()]
+        weights = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sharded.values()]
         context = like(parts.inputs[i] for i in reads)
         closed = jax.make_jaxpr(chunk)(weights, context, number, parts.carry)
         invars = iter(closed.jaxpr.invars)
-        of_weights = {name: next(invars) for name in own}
+        of_weights = {name: next(invars) for name in sharded}
         of_context = {i: next(invars) for i in reads}
         next(invars)  # the first layer's number
         paths = {split.index[v]: path for path, v in split.outside.items()}
         shared = {paths[i]: v for i, v in of_context.items() if i in paths}
 
-        arrays = dict(zip(own, self.weights, strict=True))
-        own = {
+        arrays = dict(zip(sharded, self.weights, strict=True))
+        sharded = {
             name: stored
             if any(map(on_host, jax.tree.leaves(arrays[name])))
             else _on_device_memory(stored.with_parts(_on_device_memory))
-            for name, stored in own.items()
+            for name, stored in sharded.items()
         }
         storage = {
-            v: own[name]
+            v: sharded[name]
             for name, v in of_weights.items()
-            if own[name].parts
-            or arrays[name].dtype != own[name].dtype
-            or (own[name].sharding != own[name].gathered and not self.gather_once)
+            if sharded[name].parts
+            or arrays[name].dtype != sharded[name].dtype
+            or (sharded[name].sharding != sharded[name].gathered and not self.gather_once)
         }
         for path, v in shared.items():
             if table[path].gathered:
                 storage[v] = _without_pipe_axis(split.objective.stored(table[path]), mesh)
-        specs: Mapping[str, Any] = {name: s.gathered.spec for name, s in own.items()} | {
+        specs: Mapping[str, Any] = {name: s.gathered.spec for name, s in sharded.items()} | {
             path: without_axes(table[path].read.spec, (PIPE,)) for path in shared
         }
         samples = [*(of_context[i] for i in self.context[1]), *invars]

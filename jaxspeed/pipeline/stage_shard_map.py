@@ -21,15 +21,18 @@ from jaxspeed.placement.memory_kinds import in_memory_of, on_device
 
 
 def on_stages(
-    function: Callable[[jax.Array, Any, Any], tuple[Any, Any]], stages: int, own: Any, every: Any
+    function: Callable[[jax.Array, Any, Any], tuple[Any, Any]],
+    stages: int,
+    per_stage: Any,
+    every: Any,
 ) -> tuple[Any, Any]:
     """Run `function(stage, own row, every) -> (own row, every)` on all stages.
 
-    `own` has a leading dim of stages, `every` is replicated over them; so are the results.
+    `per_stage` has a leading dim of stages, `every` is replicated over them; so are the results.
     """
 
-    def stage_body(stage: jax.Array, own: Any, every: Any) -> tuple[Any, Any]:
-        row = jax.tree.map(lambda x: lax.squeeze(x, (0,)), own)
+    def stage_body(stage: jax.Array, per_stage: Any, every: Any) -> tuple[Any, Any]:
+        row = jax.tree.map(lambda x: lax.squeeze(x, (0,)), per_stage)
         out, shared = function(stage[0], row, every)
         return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), out), shared
 
@@ -41,7 +44,7 @@ def on_stages(
         check_vma=False,
     )
     # The stage number is an argument: XLA cannot partition `axis_index` everywhere.
-    return run(jnp.arange(stages), own, every)
+    return run(jnp.arange(stages), per_stage, every)
 
 
 def send_to_stage(values: Sequence[jax.Array], stages: int, by: int) -> list[jax.Array]:

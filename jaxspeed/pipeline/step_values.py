@@ -93,8 +93,8 @@ class SplitStep:
         """Whether a micro-batch can be computed as several, without drawing other numbers."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
-        found = self.objective.by_parts(rest, self.train, parts)
-        return not found.not_once and not self.program.draws_random_numbers
+        separable = self.objective.by_parts(rest, self.train, parts)
+        return not separable.not_once and not self.program.draws_random_numbers
 
     # -- in the global view -----------------------------------------------------------------------
 
@@ -120,8 +120,8 @@ class SplitStep:
         """The variables of the parameters outside of the blocks, by path."""
         variables = self.program.parameters
         stack = self.layout.stack
-        own = stack.leaves.keys() | stack.paths
-        return {path: v for path, v in variables.items() if path not in own}
+        inside = stack.leaves.keys() | stack.paths
+        return {path: v for path, v in variables.items() if path not in inside}
 
     def trained_inputs(self, jaxpr: Jaxpr) -> list[str]:
         """The trained parameters outside of the blocks that `jaxpr` reads."""
@@ -176,26 +176,26 @@ def _refuse_reads_before_writes(program: LossProgram, parts: LossParts | UnlikeP
         raise _changed_by_blocks(changed)
 
 
-def split_program(program: LossProgram, stack: Stack, one: Any) -> LossParts | UnlikeParts:
+def split_program(program: LossProgram, stack: Stack, micro_batch: Any) -> LossParts | UnlikeParts:
     """The parts of a traced loss.
 
     Args:
       stack: the blocks that become stages.
-      one: the shapes of a micro-batch.
+      micro_batch: its shapes.
     """
     if isinstance(stack, UnlikeStages):
-        own = {v: path for path, v in program.parameters.items()}
-        return split_unlike(program.closed, own, stack, _lead(one), program.batch)
-    paths = {name: (name,) if stack.divided else own for name, own in stack.leaves.items()}
-    leaves = {name: [program.parameters[p] for p in own] for name, own in paths.items()}
+        parameters = {v: path for path, v in program.parameters.items()}
+        return split_unlike(program.closed, parameters, stack, _lead(micro_batch), program.batch)
+    paths = {name: (name,) if stack.divided else members for name, members in stack.leaves.items()}
+    leaves = {name: [program.parameters[p] for p in members] for name, members in paths.items()}
     return split_loss(program.closed, leaves)
 
 
-def _lead(one: Any) -> int:
+def _lead(micro_batch: Any) -> int:
     """The first dim of messages between unlike stages: the samples if data ranks shard them."""
     if free_sample_shards() == 1:
         return 1
-    sizes = {x.shape[0] for x in jax.tree.leaves(one) if x.shape}
+    sizes = {x.shape[0] for x in jax.tree.leaves(micro_batch) if x.shape}
     if len(sizes) == 1:
         return int(sizes.pop())
     raise ModelError(

@@ -115,11 +115,11 @@ def _run_phases[State](run: Any, rows: Tick, tick: Callable[..., State], state: 
     start = 0
     for phase in run:
         stop = start + phase.length
-        own = jax.tree.map(lambda x: x[start:stop], rows)  # noqa: B023
+        phase_rows = jax.tree.map(lambda x: x[start:stop], rows)  # noqa: B023
         start = stop
 
         def step(state: State, row: Tick, phase: Phase = phase) -> tuple[State, None]:
             return tick(phase, state, row), None
 
-        state, _ = jax.lax.scan(step, state, own)
+        state, _ = jax.lax.scan(step, state, phase_rows)
     return state

@@ -91,8 +91,10 @@ class Training:
     def _accumulated(self) -> dict[str, list[str]]:
         """The same by the arrays that accumulate the gradients."""
         read, pieces = set(self._trained), self.split.layout.gradient_pieces
-        own = {name: [piece for piece in each if piece in read] for name, each in pieces.items()}
-        return {name: each for name, each in own.items() if each}
+        trained = {
+            name: [piece for piece in names if piece in read] for name, names in pieces.items()
+        }
+        return {name: names for name, names in trained.items() if names}
 
     # -- before the first tick --------------------------------------------------------------------
 
@@ -131,15 +133,15 @@ class Training:
         blank = stage_shard_map.blank
         parts = jax.eval_shape(lambda: [self._split(blank(x.shape[1:], x.dtype)) for x in shapes])
         self.parts = jax.tree.structure(parts)
-        found: Values = []
+        buffers: Values = []
         for x, of in zip(shapes, parts, strict=True):
             # Of two parts the first is offloaded.
             first, *rest = (
                 blank((x.shape[0], slots, *part.shape), x.dtype) for part in jax.tree.leaves(of)
             )
             on_host = self.host_ratio and inexact(first)
-            found += [jax.device_put(first, jax.memory.Space.Host) if on_host else first, *rest]
-        return found
+            buffers += [jax.device_put(first, jax.memory.Space.Host) if on_host else first, *rest]
+        return buffers
 
     def _split(self, x: Any) -> Any:
         divided = 0 < self.host_ratio < 1 and inexact(x) and x.ndim > 1
@@ -153,12 +155,12 @@ class Training:
         def residual_arrays() -> Any:
             none = StageWork(*jnp.zeros((3, stages), jnp.int32))
 
-            def stage_body(number: Any, own: Any, context: Any) -> Any:
-                work, weights, x = own
+            def stage_body(number: Any, stage_row: Any, context: Any) -> Any:
+                work, weights, x = stage_row
                 return self._forward(self.stage.arguments(number, work, weights, context, x)), ()
 
-            own = (none, self.stage.weights, self.stage.messages())
-            return on_stages(stage_body, stages, own, self.stage.context)[0]
+            per_stage = (none, self.stage.weights, self.stage.messages())
+            return on_stages(stage_body, stages, per_stage, self.stage.context)[0]
 
         return [x for values in jax.eval_shape(residual_arrays) for x in values]
 
@@ -177,8 +179,8 @@ class Training:
         number, outer = entering(self.split, row.entering, state.ahead)
         entry = embed(self.split, number, outer)
 
-        def stage_body(number: Any, own: Any, every: Any) -> Any:
-            work, weights, saved, ahead = own
+        def stage_body(number: Any, stage_row: Any, every: Any) -> Any:
+            work, weights, saved, ahead = stage_row
             entry, context = every
             x = stage.entered(number, work, entry, ahead)
             args = stage.arguments(number, work, weights, context, x)
@@ -191,8 +193,8 @@ class Training:
             saved = write_slot(saved, work.slot, parts, work.micro >= 0)
             return (saved, send_to_stage(y, stages, 1)), ()
 
-        own = (row.forward, stage.weights, state.saved, state.ahead)
-        (saved, ahead), _ = on_stages(stage_body, stages, own, (entry, stage.context))
+        per_stage = (row.forward, stage.weights, state.saved, state.ahead)
+        (saved, ahead), _ = on_stages(stage_body, stages, per_stage, (entry, stage.context))
         return state._replace(saved=saved, ahead=ahead)
 
     def _forward(self, args: Values) -> tuple[Values, Values]:
@@ -207,8 +209,8 @@ class Training:
         """Each stage runs a chunk's backward on the gradient that it received."""
         stage, stages, carried = self.stage, self.split.stages, len(self.split.parts.carry)
 
-        def recompute(number: Any, own: Any, context: Any) -> Any:
-            work, weights, saved, ahead = own
+        def recompute(number: Any, stage_row: Any, context: Any) -> Any:
+            work, weights, saved, ahead = stage_row
             x = [joined(x) for x in jax.tree.unflatten(self.parts, read_slot(saved, work.slot))]
             if self.saves:
                 y, residuals = x[:carried], x[carried:]
@@ -225,15 +227,15 @@ class Training:
         if not any(stage.active(self._trained)):  # only what follows the blocks is trained
             return state
 
-        def stage_body(number: Any, own: Any, every: Any) -> Any:
-            work, weights, residuals, ahead, back, blocks, shared = own
+        def stage_body(number: Any, stage_row: Any, every: Any) -> Any:
+            work, weights, residuals, ahead, back, blocks, shared = stage_row
             start, share = every
             ends = stage.ends(number, work)
             cotangents = [jnp.where(ends, a, b) for a, b in zip(start, back, strict=True)]
             received = [x for x in ahead if inexact(x)]
             cotangents = ordered_after(self.split, cotangents, received, work.micro)
-            own = jax.tree.leaves(stage.chunk(weights, work))
-            grads = iter(self.passes.backward(own, residuals, cotangents))
+            chunk_weights = jax.tree.leaves(stage.chunk(weights, work))
+            grads = iter(self.passes.backward(chunk_weights, residuals, cotangents))
             factor = share[jnp.maximum(work.micro, 0)]
             of_blocks = {name: on_device(next(grads)) for name in self._trained}
             blocks = [
@@ -249,8 +251,8 @@ class Training:
 
         share = state.weights / jnp.where(state.unit > 0, state.unit, 1)
         messages = (state.ahead, state.back)
-        own = (row.backward, stage.weights, residuals, *messages, state.blocks, state.shared)
-        (back, blocks, shared), returned = on_stages(stage_body, stages, own, (start, share))
+        per_stage = (row.backward, stage.weights, residuals, *messages, state.blocks, state.shared)
+        (back, blocks, shared), returned = on_stages(stage_body, stages, per_stage, (start, share))
         state = state._replace(back=back, blocks=blocks, shared=shared)
         return self._embedding_backward(state, row.returning, returned, share)
 
@@ -280,8 +282,8 @@ class Training:
             outputs = list(end)
             for i, x in zip(moving, carry, strict=True):
                 outputs[i] = x
-            given = {**outer, **active}
-            loss, written = head_and_loss(split, micro, given, outputs, state.written)
+            arrays = {**outer, **active}
+            loss, written = head_and_loss(split, micro, arrays, outputs, state.written)
             share = self.scale / unit_of(loss.weight)
             return loss.total * share.astype(loss.total.dtype), (loss, written)
 
@@ -289,13 +291,13 @@ class Training:
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
         (grads, start), (loss, written) = differentiate(active, [end[i] for i in moving])
         start = all_ordered_after(split, start, grads, micro)
-        own = unit_of(loss.weight)
-        unit = jnp.where(state.unit > 0, state.unit, own * len(state.weights))
+        weight = unit_of(loss.weight)
+        unit = jnp.where(state.unit > 0, state.unit, weight * len(state.weights))
         state = state._replace(
-            outer=state.outer | self._add_outer(state.outer, grads, own / unit, True),
+            outer=state.outer | self._add_outer(state.outer, grads, weight / unit, True),
             loss=accumulate(state.loss, loss)[0],
             written=written,
-            weights=state.weights.at[micro].set(own),
+            weights=state.weights.at[micro].set(weight),
             unit=unit,
         )
         return state, start

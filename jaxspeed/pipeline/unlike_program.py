@@ -69,8 +69,8 @@ class UnlikeStage(Stage):
         count = len(args)
 
         def pulled(branch: Branch) -> Branch:
-            def run(*given: Any) -> Values:
-                args, cotangents = given[:count], given[count:]
+            def run(*arguments: Any) -> Values:
+                args, cotangents = arguments[:count], arguments[count:]
 
                 def forward(*moving: Any) -> Values:
                     values = iter(moving)
@@ -107,28 +107,28 @@ class UnlikeStage(Stage):
         other = count // ranks if count > ranks else 2 * count
 
         def local(*args: Any) -> Values:
-            program, own = split.traced()
-            _, alike = self.split.traced() if ranks > 1 else (None, own)
-            assert isinstance(own, UnlikeParts) and isinstance(alike, UnlikeParts)
+            program, rank_parts = split.traced()
+            _, alike = self.split.traced() if ranks > 1 else (None, rank_parts)
+            assert isinstance(rank_parts, UnlikeParts) and isinstance(alike, UnlikeParts)
             if ranks > 1:
                 _, twin = self._of_samples(other).traced()
                 assert isinstance(alike, UnlikeParts) and isinstance(twin, UnlikeParts)
                 alike.refuse_other_computation(twin, (count, other))
-            own = own.of_samples(parts, ranks)
+            rank_parts = rank_parts.of_samples(parts, ranks)
             stages = range(self.split.stages)
-            branches = [of_branch(self._branch(program, own, stage)) for stage in stages]
-            found = lax.switch(args[at], branches, *args)
-            pairs = zip(found, results, strict=True)
+            branches = [of_branch(self._branch(program, rank_parts, stage)) for stage in stages]
+            outputs = lax.switch(args[at], branches, *args)
+            pairs = zip(outputs, results, strict=True)
             return [x if of_samples or not axes else self._sum(x, axes) for x, of_samples in pairs]
 
         if not axes:
             return local(*args)
         parts.refuse_mixed_samples()
         in_batch = [self._in_batch(i) for i in parts.context_reads]
-        given = [*[False] * len(self.names), *in_batch, False, *[True] * (len(args) - at - 1)]
+        has_samples = [*[False] * len(self.names), *in_batch, False, *[True] * (len(args) - at - 1)]
         run = jax.shard_map(
             local,
-            in_specs=tuple(P(axes) if of_samples else P() for of_samples in given),
+            in_specs=tuple(P(axes) if of_samples else P() for of_samples in has_samples),
             out_specs=[P(axes) if of_samples else P() for of_samples in results],
             axis_names=set(axes),
             check_vma=False,
@@ -151,13 +151,13 @@ class UnlikeStage(Stage):
         count, reads = len(names), len(parts.context_reads)
         jaxpr = parts.branches[stage]
         read = {*jaxpr.invars}
-        own = {path: v for path, v in program.parameters.items() if v in read}
+        params = {path: v for path, v in program.parameters.items() if v in read}
         before = parts.messages.sent[stage - 1] if stage else []
         samples = [v for v in (*program.batch, *before) if v in read]
-        specs = {path: table[path].read.spec for path in own}
+        specs = {path: table[path].read.spec for path in params}
         objective = self.split.objective
         at = PartContext(table.mesh, specs, objective.style, None, sequence=objective.sequence)
-        part = after_split(program.part(ClosedJaxpr(jaxpr, ()), own, samples), at)
+        part = after_split(program.part(ClosedJaxpr(jaxpr, ()), params, samples), at)
         no_units = EvalContext(Units())
 
         def evaluate(args: Sequence[Any]) -> Values:
@@ -166,8 +166,8 @@ class UnlikeStage(Stage):
         def run(*args: Any) -> Values:
             weights = dict(zip(names, args[:count], strict=True))
             context, carry = args[count : count + reads], args[count + reads + 1 :]
-            given = layout.of_stage(stage, weights), context, carry
-            return parts.branch(stage, evaluate, *given)
+            operands = layout.of_stage(stage, weights), context, carry
+            return parts.branch(stage, evaluate, *operands)
 
         return run
 

@@ -113,7 +113,7 @@ class UnlikeParts:
         self,
         stage: int,
         run: Callable[[Sequence[Any]], Sequence[Any]],
-        own: Mapping[str, Any],
+        params: Mapping[str, Any],
         context: Sequence[Any],
         carry: Sequence[Any],
     ) -> list[Any]:
@@ -122,12 +122,12 @@ class UnlikeParts:
         `run` evaluates the stage's jaxpr.
         """
         jaxpr = self.branches[stage]
-        given = dict(zip([self.inputs[i] for i in self.context_reads], context, strict=True))
-        given |= {self.weights[path]: x for path, x in own.items()}
+        operands = dict(zip([self.inputs[i] for i in self.context_reads], context, strict=True))
+        operands |= {self.weights[path]: x for path, x in params.items()}
         if stage:
             values = self.messages.unpack(stage - 1, carry)
-            given |= dict(zip(self.messages.sent[stage - 1], values, strict=True))
-        return self.messages.pack(stage, run([given[v] for v in jaxpr.invars]))
+            operands |= dict(zip(self.messages.sent[stage - 1], values, strict=True))
+        return self.messages.pack(stage, run([operands[v] for v in jaxpr.invars]))
 
     def of_samples(self, every: "UnlikeParts", ranks: int) -> "UnlikeParts":
         """These parts, of a data rank's samples, with messages that are shards of `every`'s.
@@ -143,9 +143,9 @@ class UnlikeParts:
         """
         rooms = {str(x.dtype): x.shape[1] for x in every.messages.shapes}
         messages = replace(self.messages, lead=every.messages.lead // ranks, least=rooms)
-        found = {str(x.dtype): x.shape[1] for x in messages.shapes}
+        needed = {str(x.dtype): x.shape[1] for x in messages.shapes}
         last = [[v.aval.shape[1:] for v in m.sent[-1]] for m in (messages, every.messages)]
-        if found != rooms or (ranks > 1 and last[0] != last[1]):
+        if needed != rooms or (ranks > 1 and last[0] != last[1]):
             raise _differs(messages.lead, every.messages.lead)
         return replace(self, messages=messages)
 
@@ -171,13 +171,15 @@ class UnlikeParts:
         """What a stage sends, to the samples of the batch."""
         jaxpr = self.branches[stage]
         before = self.messages.sent[stage - 1] if stage else []
-        given = [
+        entering = [
             samples()
             if v in {*self.batch, *before} and v.aval.shape[:1] == (counts[0],)
             else free(v.aval.ndim)
             for v in jaxpr.invars
         ]
-        return Analysis(counts, frozenset(summing_axes())).run(jaxpr, twin.branches[stage], given)
+        return Analysis(counts, frozenset(summing_axes())).run(
+            jaxpr, twin.branches[stage], entering
+        )
 
     def refuse_mixed_samples(self) -> None:
         """Refuse stages that a data rank cannot compute of its samples alone.
@@ -231,26 +233,27 @@ def split_unlike(
     Raises:
       ModelError: the parts of a stage do not follow one another.
     """
-    own = {v: path for v, path in parameters.items() if path in stages.stage_of}
-    jaxpr = with_calls_inlined(closed.jaxpr, set(own))
+    weights = {v: path for v, path in parameters.items() if path in stages.stage_of}
+    jaxpr = with_calls_inlined(closed.jaxpr, set(weights))
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    stage_of = {v: stages.stage_of[path] for v, path in own.items()}
-    tail = _tail(jaxpr, own)
+    stage_of = {v: stages.stage_of[path] for v, path in weights.items()}
+    tail = _tail(jaxpr, weights)
     at: list[int] = []
     last = stages.layers
     for number, eqn in enumerate(jaxpr.eqns):
         read = [v for v in eqn.invars if is_var(v)]
         stage = max((stage_of.get(v, NOWHERE) for v in read), default=NOWHERE)
         for v in read:
-            if v in own and stage_of[v] < stage and not _only(eqn, own):
+            if v in weights and stage_of[v] < stage and any(x not in weights for x in read):
                 raise ModelError(
-                    f"mesh.pipe: {own[v]} of stage {stage_of[v]} is read after stage {stage} began"
+                    f"mesh.pipe: {weights[v]} of stage {stage_of[v]} is read after stage {stage} "
+                    "began"
                 )
         if number in tail and stage != NOWHERE:
             stage = last
         at.append(stage)
         stage_of |= dict.fromkeys(eqn.outvars, stage)
-    sent = _sent(jaxpr, at, stage_of, own, last)
+    sent = _sent(jaxpr, at, stage_of, weights, last)
     for v in {v for values in sent for v in values}:
         if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended):
             raise ModelError(f"mesh.pipe: a {v.aval.dtype} cannot be sent from stage to stage")
@@ -268,7 +271,7 @@ def split_unlike(
             if s in (NOWHERE, stage) or (s < stage and e.primitive.name in RESHAPES)
         ]
         branches.append(slice_of(jaxpr, eqns, [*inputs, *before], sent[stage]))
-    inside = set[Any]().union(*map(read_by, branches)) - own.keys()
+    inside = set[Any]().union(*map(read_by, branches)) - weights.keys()
     reads = [i for i, v in enumerate(inputs) if v in inside]
     branches = [b.replace(invars=[v for v in b.invars if v in read_by(b)]) for b in branches]
     messages = Messages(sent, lead)
@@ -280,20 +283,16 @@ def split_unlike(
         _after(jaxpr, rest, inputs, messages),
         reads,
         messages,
-        {path: v for v, path in own.items()},
+        {path: v for v, path in weights.items()},
         branches,
         batch,
     )
 
 
-def _only(eqn: Any, own: Mapping[Any, str]) -> bool:
-    return all(v in own for v in eqn.invars if is_var(v))
-
-
-def _tail(jaxpr: Any, own: Mapping[Any, str]) -> set[int]:
+def _tail(jaxpr: Any, weights: Mapping[Any, str]) -> set[int]:
     """The equations, by number, on which no use of a stage's parameter depends."""
-    uses = uses_of_parameters(jaxpr, own)
-    needed, of_weights, tail = set[Any](), set(own), set[int]()
+    uses = uses_of_parameters(jaxpr, weights)
+    needed, of_weights, tail = set[Any](), set(weights), set[int]()
     for number in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[number]
         if uses[number] or any(v in needed for v in eqn.outvars):
@@ -309,9 +308,13 @@ def _tail(jaxpr: Any, own: Mapping[Any, str]) -> set[int]:
 
 
 def _sent(
-    jaxpr: Any, at: Sequence[int], stage_of: Mapping[Any, int], own: Mapping[Any, str], last: int
+    jaxpr: Any,
+    at: Sequence[int],
+    stage_of: Mapping[Any, int],
+    weights: Mapping[Any, str],
+    last: int,
 ) -> list[list[Any]]:
-    """For each stage the variables that it or an earlier one has, and a later one reads."""
+    """The variables, by stage, that it or an earlier one has and a later one reads."""
     until: dict[Any, int] = {}  # in the order of the program
     origin: dict[Any, Any] = {}  # of arrays that have another shape
     for eqn, stage in zip(jaxpr.eqns, at, strict=True):
@@ -321,7 +324,7 @@ def _sent(
         for v in filter(is_var, eqn.invars):
             if stage < last:
                 v = origin.get(v, v)
-            if stage_of.get(v, NOWHERE) != NOWHERE and v not in own:
+            if stage_of.get(v, NOWHERE) != NOWHERE and v not in weights:
                 until[v] = max(until.get(v, NOWHERE), stage)
     for v in filter(is_var, jaxpr.outvars):
         if stage_of.get(v, NOWHERE) != NOWHERE:
@@ -330,9 +333,9 @@ def _sent(
 
 
 def _blank(jaxpr: Any, inputs: Sequence[Any], messages: Messages) -> Any:
-    made = jax.make_jaxpr(lambda: [jnp.zeros(x.shape, x.dtype) for x in messages.shapes])().jaxpr
+    blank = jax.make_jaxpr(lambda: [jnp.zeros(x.shape, x.dtype) for x in messages.shapes])().jaxpr
     return jaxpr.replace(
-        constvars=[], invars=list(inputs), outvars=made.outvars, eqns=made.eqns, effects=set()
+        constvars=[], invars=list(inputs), outvars=blank.outvars, eqns=blank.eqns, effects=set()
     )
 
 

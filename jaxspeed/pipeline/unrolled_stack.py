@@ -48,7 +48,7 @@ def unrolled_blocks(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> RepeatedB
         )
     shared = [place for place, kind in enumerate(kinds) if kind is None]
     carry = [place for _, place in carried]
-    own = {
+    layer_kinds = {
         place: kind
         for place, kind in enumerate(kinds)
         if isinstance(kind, (BlockWeights, BlockInputs))
@@ -59,12 +59,12 @@ def unrolled_blocks(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> RepeatedB
         BlockInputs(tuple(_as_variable(v, numbers) for v in kind.atoms))
         if isinstance(kind, BlockInputs)
         else kind
-        for kind in own.values()
+        for kind in layer_kinds.values()
     ]
     return RepeatedBlocks(
         len(members),
         body.replace(
-            invars=[body.invars[place] for place in [*shared, *carry, *own]],
+            invars=[body.invars[place] for place in [*shared, *carry, *layer_kinds]],
             outvars=[body.outvars[i] for i in carried_out],
         ),
         tuple(reads[place][0] for place in shared),
@@ -112,8 +112,8 @@ def _input_kinds(
     for atoms in reads:
         layers = [layer_of.get(v) if is_var(v) else None for v in atoms]
         numbers = {
-            given.get(v) if is_var(v) else None
-            for given, v in zip(carried_in, atoms[1:], strict=False)
+            carried.get(v) if is_var(v) else None
+            for carried, v in zip(carried_in, atoms[1:], strict=False)
         }
         if any(layers):
             name = next(of_layer[0] for of_layer in layers if of_layer)
@@ -184,15 +184,15 @@ def _with_what_follows(jaxpr: Any, members: list[_Member]) -> list[_Member]:
     after_all = _path_of(others, members[-1].outputs, read_by(jaxpr))
     between.append(after_all[: len(between[0])])
     names = [[e.primitive.name for e in eqns] for eqns in between]
-    if any(each != names[0] for each in names):
+    if any(operations != names[0] for operations in names):
         return members
-    found = [_member([*m.eqns, *eqns]) for m, eqns in zip(members, between, strict=True)]
+    extended = [_member([*m.eqns, *eqns]) for m, eqns in zip(members, between, strict=True)]
     later: set[Any] = set()
-    for member in reversed(found):
+    for member in reversed(extended):
         if later & set(member.reads):
             return members
         later.update(member.outputs)
-    return found
+    return extended
 
 
 def _path_of(eqns: Sequence[Any], outputs: Iterable[Any], reads: Iterable[Any]) -> list[Any]:
@@ -204,21 +204,21 @@ def _path_of(eqns: Sequence[Any], outputs: Iterable[Any], reads: Iterable[Any]) 
             dependent.append(eqn)
             known.update(eqn.outvars)
     needed = {v for v in reads if is_var(v)}
-    found = []
+    path = []
     for eqn in reversed(dependent):
         if needed & set(eqn.outvars):
-            found.append(eqn)
+            path.append(eqn)
             needed |= {v for v in eqn.invars if is_var(v)}
-    return found[::-1]
+    return path[::-1]
 
 
 def _carried_outputs(members: Sequence[_Member]) -> list[int]:
     """Indices of a block's outputs that the next block reads, the same for all blocks."""
-    found = []
+    indices = []
     for number, (member, after) in enumerate(pairwise(members)):
         read = set(after.reads)
-        found.append([i for i, v in enumerate(member.outputs) if v in read])
-        if found[-1]:
+        indices.append([i for i, v in enumerate(member.outputs) if v in read])
+        if indices[-1]:
             continue
         if set(member.reads) & set(after.outputs):
             raise ModelError(
@@ -230,9 +230,9 @@ def _carried_outputs(members: Sequence[_Member]) -> list[int]:
             "in the order of their list, and computation between two of them has to be part of a "
             f"block ({HINT})"
         )
-    if any(f != found[0] for f in found):
+    if any(f != indices[0] for f in indices):
         raise ModelError("mesh.pipe: the blocks do not all pass the same outputs to the next block")
-    return found[0]
+    return indices[0]
 
 
 def _refuse_other_readers(
@@ -242,9 +242,9 @@ def _refuse_other_readers(
     read = read_by(jaxpr.replace(eqns=list(others)))
     for number, member in enumerate(members):
         last = number == len(members) - 1
-        own = {v for i, v in enumerate(member.outputs) if not (last and i in carried_out)}
+        internal = {v for i, v in enumerate(member.outputs) if not (last and i in carried_out)}
         later = {v for m in members[number + 2 :] for v in m.reads}
-        if own & (read | later):
+        if internal & (read | later):
             raise ModelError(
                 f"mesh.pipe: an output of block {number} is read outside of the next block; a "
                 "pipeline sends outputs only from each block to the next"

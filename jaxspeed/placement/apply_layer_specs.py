@@ -71,8 +71,8 @@ def named_by_specs(
             assert spec is not None
             unknown.setdefault((spec, leaf.shape, str(error)), []).append(leaf.path)
     for (spec, shape, works), paths in unknown.items():
-        found = f"{spec.written} as {spec.type}, which covers {examples(paths)} of shape {shape}"
-        problems.append(Problem(spec.key, found, works))
+        covering = f"{spec.written} as {spec.type}, which covers {examples(paths)} of shape {shape}"
+        problems.append(Problem(spec.key, covering, works))
     if problems:
         raise config_error(problems, "the config, for this model")
     return tuple(named)
@@ -98,11 +98,11 @@ def _without_effect(
         covered = [path for path in paths if any(match(spec.pattern, path) for spec in of_group)]
         first = chosen[covered[0]] if covered else None
         if not covered:
-            found = f"{written}, which covers no parameter of this model"
-            problems.append(Problem(key, found, f"It has, for example: {examples(paths)}."))
+            hidden = f"{written}, which covers no parameter of this model"
+            problems.append(Problem(key, hidden, f"It has, for example: {examples(paths)}."))
         elif source not in at_work and first and not of_group[0].by_preset:
-            found = f"{written}, all of whose parameters {first.written} covers first"
-            problems.append(Problem(key, found, f"Put it before {first.written}, or remove it."))
+            hidden = f"{written}, all of whose parameters {first.written} covers first"
+            problems.append(Problem(key, hidden, f"Put it before {first.written}, or remove it."))
     return problems
 
 

@@ -48,10 +48,10 @@ def check_sequence_dims(batch: Any, named: Named, sizes: Mapping[str, int]) -> N
         return
     arrays, key = flat_with_paths(batch), "parallel.sequence.dims"
     for name, dim in named.items():
-        found = {path: x for path, x in arrays.items() if _names(name, path)}
-        if not found:
+        named_arrays = {path: x for path, x in arrays.items() if _names(name, path)}
+        if not named_arrays:
             raise BatchError(f"{key} names {name!r}; the batch has {listed(list(arrays))}")
-        for path, x in found.items():
+        for path, x in named_arrays.items():
             if not 0 < dim < len(x.shape):
                 raise BatchError(
                     f"{key} has {dim} for {name!r}, and {path} is {list(x.shape)}: its positions "
@@ -85,8 +85,8 @@ def batch_specs(batch: Any, named: Named, sizes: Mapping[str, int]) -> Any:
         return PartitionSpec(*entries)
 
     leaves, tree = jax.tree.flatten(batch)
-    each = map(spec, leaves, sequence_dims(batch, named))
-    return jax.tree.unflatten(tree, list(each))
+    specs = map(spec, leaves, sequence_dims(batch, named))
+    return jax.tree.unflatten(tree, list(specs))
 
 
 def sample_specs(batch: Any) -> Any:

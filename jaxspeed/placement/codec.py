@@ -216,9 +216,9 @@ class StoredValue:
         """A layer of a stack."""
         _, *entries = by_dim(self.sharding.spec, len(self.padded))
         at = self.sharding
-        own = NamedSharding(at.mesh, PartitionSpec(*entries), memory_kind=at.memory_kind)
+        sharding = NamedSharding(at.mesh, PartitionSpec(*entries), memory_kind=at.memory_kind)
         return StoredValue(
-            self.shape[1:], self.padded[1:], self.dtype, own, self.codec, self.stacked - 1
+            self.shape[1:], self.padded[1:], self.dtype, sharding, self.codec, self.stacked - 1
         )
 
     def encode(self, value: jax.Array) -> Stored:

@@ -108,16 +108,16 @@ def checked_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
             f"devices is a {type(devices).__name__}; it takes a sequence of JAX devices, as "
             "jax.devices()[:4]"
         )
-    found = list(devices)
-    other = next((d for d in found if not isinstance(d, jax.Device)), None)
+    checked = list(devices)
+    other = next((d for d in checked if not isinstance(d, jax.Device)), None)
     if other is not None:
         raise PlacementError(f"devices holds a {type(other).__name__}; it takes JAX devices")
-    if not found:
+    if not checked:
         raise PlacementError("devices is empty; leave it out to use all of jax.devices()")
-    twice, count = Counter(found).most_common(1)[0]
+    twice, count = Counter(checked).most_common(1)[0]
     if count > 1:
         raise PlacementError(f"devices holds {twice} {count} times; each may occur once")
-    return found
+    return checked
 
 
 def simulated(mesh: Mesh) -> bool:
@@ -131,8 +131,8 @@ def in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def traced(*args: Any) -> Any:
         # Through the empty mesh: one of another size than that around it is refused.
-        empty, own = jax.sharding.AbstractMesh((), ()), mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(empty), jax.sharding.use_abstract_mesh(own):
+        empty, abstract = jax.sharding.AbstractMesh((), ()), mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(empty), jax.sharding.use_abstract_mesh(abstract):
             return function(*args)
 
     return traced

@@ -31,7 +31,7 @@ def keeps_fp32(name: str, path: str) -> bool:
     dotted = path.replace("/", ".")
     as_in_torch = re.sub(r"\.(kernel|scale|embedding)$", ".weight", dotted)
     pattern = ".*".join(map(re.escape, name.replace("/", ".").split("*")))
-    return any(re.search(pattern, each) for each in (dotted, as_in_torch))
+    return any(re.search(pattern, spelling) for spelling in (dotted, as_in_torch))
 
 
 def precision_of(config: Config) -> Precision:

@@ -91,17 +91,17 @@ def model_sharding(
 
 def refuse_misfits(leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> None:
     """Raise PlacementError that lists every dim that its axis must divide and does not."""
-    found: dict[Misfit, list[str]] = {}
+    misfits: dict[Misfit, list[str]] = {}
     for leaf in leaves:
         for misfit in model_sharding(leaf.shape, leaf.names, axis_sizes).misfits:
-            found.setdefault(misfit, []).append(leaf.path)
-    if not found:
+            misfits.setdefault(misfit, []).append(leaf.path)
+    if not misfits:
         return
     lines = [
         f"{_dim_text(m)} cannot be sharded over {m.axis}={axis_sizes[m.axis]}: {_like_paths(paths)}"
-        for m, paths in found.items()
+        for m, paths in misfits.items()
     ]
-    for axis in dict.fromkeys(misfit.axis for misfit in found):
+    for axis in dict.fromkeys(misfit.axis for misfit in misfits):
         lines.append(_advice(axis, axis_sizes[axis], _degrees(leaves, axis, axis_sizes)))
     raise PlacementError("mesh: " + "\n".join(lines))
 

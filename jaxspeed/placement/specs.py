@@ -38,8 +38,8 @@ def sharded_dim(spec: Iterable[Any], *axes: str) -> int | None:
 
 def by_dim(values: Iterable[Any], ndim: int) -> list[Any]:
     """Pad to one value per dim; None for the last ones, which specs and names may omit."""
-    given = list(values)
-    return [*given, *([None] * (ndim - len(given)))]
+    known = list(values)
+    return [*known, *([None] * (ndim - len(known)))]
 
 
 def num_shards(entry: Any, axis_sizes: Mapping[str, int]) -> int:

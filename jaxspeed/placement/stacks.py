@@ -122,8 +122,8 @@ def divided_like(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
             f"mesh.pipe: unlike blocks are stages, and layers of {next(iter(ranges))} are trained "
             "in part; train all or none of them, or use mesh.pipe 1"
         )
-    own = {name: tuple(ranges.get(name, (name,))) for name in stack.leaves}
-    return replace(stack, leaves=own, divided=True)
+    divided = {name: tuple(ranges.get(name, (name,))) for name in stack.leaves}
+    return replace(stack, leaves=divided, divided=True)
 
 
 def with_adapters_of(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
@@ -136,7 +136,7 @@ def with_adapters_of(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
     for leaf in leaves:
         if leaf.adapts in stack.paths:
             of[str(leaf.adapts)].append(leaf)
-    own = dict(stack.leaves)
+    with_adapters = dict(stack.leaves)
     for name, paths in stack.leaves.items():
         kinds = {tuple((x.path.rpartition("/")[2], x.shape) for x in of[path]) for path in paths}
         if len(kinds) > 1:
@@ -145,17 +145,21 @@ def with_adapters_of(stack: Stack, leaves: Sequence[Leaf]) -> Stack:
                 "not: adapt all layers with one rank, or use mesh.pipe 1"
             )
         for kind, _ in next(iter(kinds)):
-            own[f"lora/{name}/{kind}"] = tuple(f"lora/{path}/{kind}" for path in paths)
+            with_adapters[f"lora/{name}/{kind}"] = tuple(f"lora/{path}/{kind}" for path in paths)
     if isinstance(stack, UnlikeStages):
-        of_own = {x.path: stack.stage_of[path] for path, each in of.items() for x in each}
-        return replace(stack, leaves=own, stage_of={**stack.stage_of, **of_own})
-    return replace(stack, leaves=own)
+        adapter_stages = {
+            x.path: stack.stage_of[path]
+            for path, adapter_leaves in of.items()
+            for x in adapter_leaves
+        }
+        return replace(stack, leaves=with_adapters, stage_of={**stack.stage_of, **adapter_stages})
+    return replace(stack, leaves=with_adapters)
 
 
 def stack_bytes(stack: Stack, leaves: Sequence[Leaf]) -> int:
     """The bytes of a stack's parameters."""
-    own = [leaf for leaf in leaves if leaf.path in stack.paths]
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in own)
+    members = [leaf for leaf in leaves if leaf.path in stack.paths]
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in members)
 
 
 def with_stages(leaves: Sequence[Leaf], stack: Stack) -> tuple[Leaf, ...]:

@@ -87,10 +87,10 @@ class PlacementTable:
     @cached_property
     def parameters(self) -> Mapping[str, tuple[Row, ...]]:
         """The rows of each parameter of the model: several where ranges of layers are leaves."""
-        found: dict[str, tuple[Row, ...]] = {}
+        rows: dict[str, tuple[Row, ...]] = {}
         for row in self:
-            found[row.leaf.parameter] = (*found.get(row.leaf.parameter, ()), row)
-        return found
+            rows[row.leaf.parameter] = (*rows.get(row.leaf.parameter, ()), row)
+        return rows
 
     def shape_of(self, parameter: str) -> tuple[int, ...]:
         """The shape of a parameter of the model."""
@@ -186,15 +186,15 @@ class PlacementTable:
 
     def _opt_leaves_of_other_shapes(self) -> list[tuple[str, Sequence[int], Placement, int]]:
         """(path, shape, placement, bytes per device) of the optimizer's state that is no moment."""
-        found: list[tuple[str, Sequence[int], Placement, int]] = []
+        others: list[tuple[str, Sequence[int], Placement, int]] = []
         for path, (shape, _, at, _) in self.opt_leaves.items():
             is_moment = any(
                 path.endswith(f"/{row.path}") and row.leaf.shape == tuple(shape) for row in self
             )
             if shape and not is_moment:
                 shards = math.prod(num_shards(entry, self.mesh.shape) for entry in at.spec)
-                found.append((path, shape, at, math.prod(shape) * at.dtype.itemsize // shards))
-        return found
+                others.append((path, shape, at, math.prod(shape) * at.dtype.itemsize // shards))
+        return others
 
     def __str__(self) -> str:
         return show.as_text(self, WIDTH)
@@ -290,13 +290,13 @@ def _offloaded(leaves: Sequence[Leaf], share: float) -> set[str]:
     """Paths of the largest trained leaves that together hold this share of all bytes."""
     trained = [leaf for leaf in leaves if leaf.trainable]
     sizes = {x.path: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in trained}
-    wanted, found = share * sum(sizes.values()), set[str]()
+    wanted, offloaded = share * sum(sizes.values()), set[str]()
     for path in sorted(sizes, key=lambda path: -sizes[path]):
         if wanted <= 0:
             break
-        found.add(path)
+        offloaded.add(path)
         wanted -= sizes[path]
-    return found
+    return offloaded
 
 
 def device_memory_kind(mesh: Mesh) -> str:

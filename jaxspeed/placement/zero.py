@@ -72,7 +72,9 @@ def shard_leaf(
     entries, names = by_dim(spec, len(shape)), by_dim(names, len(shape))
     ranks = product(axes, axis_sizes)
     shards = [ranks * num_shards(entry, axis_sizes) for entry in entries]
-    steps = [n * each for n, each in zip(shards, multiples or [1] * len(shape), strict=True)]
+    steps = [
+        n * multiple for n, multiple in zip(shards, multiples or [1] * len(shape), strict=True)
+    ]
     stored = [-(-size // step) * step for size, step in zip(shape, steps, strict=True)]
 
     window = window_dims(shape, names)

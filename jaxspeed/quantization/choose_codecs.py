@@ -82,7 +82,9 @@ def codec_of_leaf(
     """
     dims, experts = range(len(leaf.shape)), experts_dim(leaf)
     products = (use.inputs for use in uses if use.kind == "product")
-    traced = [own for x in products if (own := tuple(d for d in x if d not in experts))]
+    traced = [
+        contracted for x in products if (contracted := tuple(d for d in x if d not in experts))
+    ]
     if traced:
         inputs = traced[0]
     elif known := matrix_inputs(leaf):
@@ -104,17 +106,17 @@ def _named(patterns: Sequence[str], weights: dict[str, Leaf]) -> list[Leaf]:
     lengths = lengths_of(path for leaf in weights.values() for path in leaf.paths)
     chosen: dict[str, Leaf] = {}
     for pattern in patterns:
-        found = {
+        covered = {
             path: leaf
             for path, leaf in weights.items()
-            if any(match(pattern, each, lengths) for each in leaf.paths)
+            if any(match(pattern, path_of_layer, lengths) for path_of_layer in leaf.paths)
         }
-        if not found:
+        if not covered:
             raise ConfigError(
                 f"{KEY}.modules: {pattern!r} covers no weight of a linear layer; nearest: "
                 + listed(nearest(pattern, list(weights)))
             )
-        chosen |= found
+        chosen |= covered
     if trained := [path for path, leaf in chosen.items() if leaf.trainable]:
         raise ConfigError(
             f"{KEY}.modules: {listed(trained)} are trained, and only frozen parameters are "
@@ -128,8 +130,8 @@ def _is_matrix(leaf: Leaf) -> bool:
     """Whether it may be the weight of a linear layer."""
     dims = leaf.names[leaf.stacked :]
     of_heads = len(leaf.shape) - leaf.stacked == 2 and "head_dim" in dims  # of a bias or a norm
-    own = not leaf.adapts and leaf.parameter.split("/")[-1] not in (*TABLES, "bias", "scale")
-    return own and not of_heads and len(leaf.shape) - leaf.stacked >= 2
+    is_weight = not leaf.adapts and leaf.parameter.split("/")[-1] not in (*TABLES, "bias", "scale")
+    return is_weight and not of_heads and len(leaf.shape) - leaf.stacked >= 2
 
 
 def _is_linear(leaf: Leaf, uses: Sequence[WeightDims]) -> bool:

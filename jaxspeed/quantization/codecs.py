@@ -88,10 +88,10 @@ class FourBit(MatrixCodec):
 
     @classmethod
     def named(cls, name: str) -> "FourBit | None":
-        found = re.fullmatch(rf"(nf4|fp4) blocks of (\d+)( double)?{_OF_DIMS}", name)
-        if found is None:
+        match = re.fullmatch(rf"(nf4|fp4) blocks of (\d+)( double)?{_OF_DIMS}", name)
+        if match is None:
             return None
-        values, block, double, inputs, outputs = found.groups("")
+        values, block, double, inputs, outputs = match.groups("")
         of = int(inputs or 1), int(outputs or 1)
         return cls(*of, cast(Values, values), int(block), bool(double))
 
@@ -124,15 +124,15 @@ class FourBit(MatrixCodec):
         along += [1] * (self.inputs - len(along))
         of_scales = (*ones, share, *[0] * len(inner), *[1] * len(outs))
         scales = (*stack, *along, *outs)
-        found = {
+        arrays = {
             "codes": EncodedArray(codes, _UINT8, of_codes),
             "scales": EncodedArray(scales, _UINT8 if self.double else _FP32, of_scales),
         }
         if self.double:
             number = -(-self._blocks_in(shape) * math.prod(self.outs(shape)) // GROUP)
-            found["groups"] = EncodedArray((*stack, number), _FP32, (*ones, 0))
-            found["offset"] = EncodedArray(stack, _FP32, ones)
-        return found
+            arrays["groups"] = EncodedArray((*stack, number), _FP32, (*ones, 0))
+            arrays["offset"] = EncodedArray(stack, _FP32, ones)
+        return arrays
 
     def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
         axis = len(self.stack(shape))
@@ -158,17 +158,17 @@ class FourBit(MatrixCodec):
         self, scales: jax.Array, shape: Sequence[int]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(codes, groups, offset) of scales [*stack, blocks, *outputs]."""
-        own, outs, front = self._blocks_in(shape), self.outs(shape), len(self.stack(shape))
-        flat = scales[(..., slice(own), *map(slice, outs))]
+        blocks, outs, front = self._blocks_in(shape), self.outs(shape), len(self.stack(shape))
+        flat = scales[(..., slice(blocks), *map(slice, outs))]
         stack = flat.shape[:front]
-        flat = jnp.swapaxes(flat.reshape(*stack, own, -1), -1, -2).reshape(*stack, -1)
+        flat = jnp.swapaxes(flat.reshape(*stack, blocks, -1), -1, -2).reshape(*stack, -1)
         offset = _mean(flat)
         number = flat.shape[-1]
         groups = _split(flat - offset[..., None], front, -(-number // GROUP), GROUP)
         largest = jnp.abs(groups).max(-1)
         codes = nearest8(groups * _inverse(largest)[..., None])
-        codes = _merged(codes, front, number).reshape(*stack, -1, own)
-        codes = jnp.swapaxes(codes, -1, -2).reshape(*stack, own, *outs)
+        codes = _merged(codes, front, number).reshape(*stack, -1, blocks)
+        codes = jnp.swapaxes(codes, -1, -2).reshape(*stack, blocks, *outs)
         return _padded_to(codes, scales.shape), largest, offset
 
     @property
@@ -202,12 +202,12 @@ class FourBit(MatrixCodec):
         scales = self.rows(stored["scales"])
         if not self.double:
             return scales
-        own, outs, groups = self._blocks_in(shape), self.outs(shape), stored["groups"]
+        blocks, outs, groups = self._blocks_in(shape), self.outs(shape), stored["groups"]
         stack = groups.shape[:-1]
         # For each scale its group's, from groups that every shard has: nothing is communicated.
         spread = jnp.broadcast_to(groups[..., None], (*groups.shape, GROUP)).reshape(*stack, -1)
-        spread = spread[..., : own * math.prod(outs)].reshape(*stack, -1, own)
-        spread = jnp.swapaxes(spread, -1, -2).reshape(*stack, own, *outs)
+        spread = spread[..., : blocks * math.prod(outs)].reshape(*stack, -1, blocks)
+        spread = jnp.swapaxes(spread, -1, -2).reshape(*stack, blocks, *outs)
         offset = stored["offset"].reshape(*stack, *[1] * (1 + len(outs)))
         return value8(scales) * _padded_to(spread, scales.shape) + offset
 
@@ -222,8 +222,8 @@ class RowInt8(MatrixCodec):
 
     @classmethod
     def named(cls, name: str) -> "RowInt8 | None":
-        found = re.fullmatch(f"int8 rows{_OF_DIMS}", name)
-        return None if found is None else cls(*(int(n or 1) for n in found.groups()))
+        match = re.fullmatch(f"int8 rows{_OF_DIMS}", name)
+        return None if match is None else cls(*(int(n or 1) for n in match.groups()))
 
     def arrays(
         self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
@@ -286,24 +286,24 @@ class Reordered(Codec):
     def arrays(
         self, padded: Sequence[int], parts: Sequence[int], dtype: Any, shape: Sequence[int]
     ) -> Mapping[str, EncodedArray]:
-        found = self.codec.arrays(self._to(padded), self._to(parts), dtype, self._to(shape))
+        arrays = self.codec.arrays(self._to(padded), self._to(parts), dtype, self._to(shape))
         return {
             name: x._replace(shape=self._from(x.shape), blocks=self._from(x.blocks))
             if len(x.shape) == len(shape)
             else x  # of a stack of weights
-            for name, x in found.items()
+            for name, x in arrays.items()
         }
 
     def encode(self, value: jax.Array, shape: Sequence[int], like: Stored) -> Stored:
         count, dims = value.ndim, self._dims(value.ndim)
 
         def to(x: Any) -> Any:
-            own = len(x.shape) == count
-            return jax.ShapeDtypeStruct(self._to(x.shape), x.dtype) if own else x
+            has_dims = len(x.shape) == count
+            return jax.ShapeDtypeStruct(self._to(x.shape), x.dtype) if has_dims else x
 
-        given = {name: to(x) for name, x in like.items()}
-        found = self.codec.encode(value.transpose(dims), self._to(shape), given)
-        return _each_of(found, count, np.argsort(dims))
+        like_inner = {name: to(x) for name, x in like.items()}
+        encoded = self.codec.encode(value.transpose(dims), self._to(shape), like_inner)
+        return _each_of(encoded, count, np.argsort(dims))
 
     def decode(self, stored: Stored, shape: Sequence[int], dtype: Any) -> jax.Array:
         dims = self._dims(len(shape))
@@ -331,9 +331,9 @@ CODECS: dict[str, type[Codec]] = {
 
 def codec_named(name: str) -> Codec | None:
     """The codec of this name; None if it is not one of these."""
-    own, ordered, order = name.partition(" in order ")
-    starts = (kind for start, kind in CODECS.items() if own.startswith(start))
-    codec = next((codec for kind in starts if (codec := kind.named(own))), None)
+    plain_name, ordered, order = name.partition(" in order ")
+    starts = (kind for start, kind in CODECS.items() if plain_name.startswith(start))
+    codec = next((codec for kind in starts if (codec := kind.named(plain_name))), None)
     if not ordered:
         return codec
     dims = order.split(" ")
@@ -359,11 +359,11 @@ def _nearest4(values: str, x: jax.Array) -> jax.Array:
 def _value4(values: str, codes: jax.Array) -> jax.Array:
     """The values of codes, by four levels of selections: cheaper than a lookup on a TPU."""
     nothing = _zero_of(codes).astype(_FP32)
-    found: list[Any] = [nothing + number for number in TABLES[values]]
+    levels: list[Any] = [nothing + number for number in TABLES[values]]
     for bit in range(4):
         on = (codes >> bit) & 1 != 0
-        found = [jnp.where(on, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
-    value: jax.Array = found[0]
+        levels = [jnp.where(on, b, a) for a, b in zip(levels[::2], levels[1::2], strict=True)]
+    value: jax.Array = levels[0]
     return value
 
 

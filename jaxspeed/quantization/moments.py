@@ -89,7 +89,7 @@ class DynamicBlocks(Codec):
         return (values_of(codes, self.signed) * scales).astype(dtype)
 
     def repadded(self, stored: Stored, shape: Sequence[int], like: Stored) -> Stored:
-        """As they are: the largest number of a block may have no code, so coding again rounds."""
+        """The same codes: coding again rounds, since the largest number may have no code."""
         dim, *_ = self._rows(shape)
         codes, scales = unpad(stored[CODES], tuple(shape)), stored[SCALES]
         ends = [(0, a - b) for a, b in zip(like[CODES].shape, shape, strict=True)]
@@ -233,7 +233,7 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
         return code - (x <= low) + (x > high)
 
     def by_place(x: jax.Array, place: jax.Array, below: jax.Array) -> jax.Array:
-        """Of the first value after e changes, the interval begins later; of 1, earlier."""
+        """The interval of the first value after e changes begins later, that of 1 earlier."""
         number = below.astype(jnp.int32)
         later = jnp.where(number == start, 0.25 - start / 18, 0.2)
         is_first = (number & (number - 1)) == 0
@@ -256,9 +256,9 @@ def values_of(codes: jax.Array, signed: bool) -> jax.Array:
         number = codes.astype(jnp.int32) - (127 if signed else 0)
         start, size = 1 if signed else 2, jnp.abs(number)
         place = size.astype(jnp.float32) + (start - 0.5)
-        found = functools.reduce(jnp.maximum, [(place - b) / a for a, b in _lines(signed)])
-        found = jnp.where(size == 0, 0.0, jnp.where(place > _LAST * start, 1.0, found))
-        return jnp.where(number < 0, -found, found)
+        code = functools.reduce(jnp.maximum, [(place - b) / a for a, b in _lines(signed)])
+        code = jnp.where(size == 0, 0.0, jnp.where(place > _LAST * start, 1.0, code))
+        return jnp.where(number < 0, -code, code)
 
     return jax.lax.platform_dependent(codes, tpu=by_place, default=by_table)
 

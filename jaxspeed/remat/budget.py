@@ -60,7 +60,7 @@ class UnitResiduals:
     @classmethod
     def of(cls, unit: UnitJaxpr) -> "UnitResiduals":
         fn = as_function(unit.jaxpr)
-        args = [_shape(v.aval) for v in unit.jaxpr.invars]
+        args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in unit.jaxpr.invars]
         active = [
             i
             for i, (x, on) in enumerate(zip(args, unit.active, strict=True))
@@ -91,11 +91,11 @@ class UnitResiduals:
 
     @cached_property
     def named(self) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {}
+        variables: dict[str, list[Any]] = {}
         for eqn in self.jaxpr.eqns:
             if eqn.primitive.name == "name":
-                found.setdefault(eqn.params["name"], []).append(eqn.outvars[0])
-        return found
+                variables.setdefault(eqn.params["name"], []).append(eqn.outvars[0])
+        return variables
 
     @cached_property
     def _producer(self) -> dict[Any, int]:
@@ -138,11 +138,11 @@ class RematCosts:
     @cached_property
     def bytes(self) -> Mapping[str, int]:
         """Bytes of each name."""
-        found = dict.fromkeys(self.names, 0)
+        sizes = dict.fromkeys(self.names, 0)
         for unit in self.units:
             for name, variables in unit.named.items():
-                found[name] += unit.times * self.shards.bytes_of(variables)
-        return found
+                sizes[name] += unit.times * self.shards.bytes_of(variables)
+        return sizes
 
     @cached_property
     def input_bytes(self) -> int:
@@ -267,7 +267,3 @@ def _neighbours(names: Sequence[str], choice: Choice) -> Iterable[Choice]:
         yield from (placed({name: place}) for place in (0, 1, 2))
     for out in choice[0]:
         yield from (placed({out: 0, name: 1}) for name in names if name not in choice[0])
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -90,11 +90,11 @@ def _place(shape: tuple[int, ...], ratio: float) -> tuple[int, int, int]:
     Not the first dim, of samples, which are few on a device and sharded over it.
     """
     size = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
-    found = []
+    candidates = []
     for dim in range(1, len(shape)):
         shards = size if shape[dim] % size == 0 else 1
-        each = shape[dim] // shards
-        tile = next((t for t in _TILES if each % t == 0 and each // t >= _STEPS), 1)
-        rows = min(each, max(1, round(each * ratio / tile)) * tile)
-        found.append((abs(rows / each - ratio), dim, shards, rows))
-    return min(found)[1:]
+        shard_rows = shape[dim] // shards
+        tile = next((t for t in _TILES if shard_rows % t == 0 and shard_rows // t >= _STEPS), 1)
+        rows = min(shard_rows, max(1, round(shard_rows * ratio / tile)) * tile)
+        candidates.append((abs(rows / shard_rows - ratio), dim, shards, rows))
+    return min(candidates)[1:]

@@ -154,8 +154,8 @@ def _from_rows_of_shards(rows: Array, part: BucketLeaf) -> Array:
 
 def _split(x: Array, sizes: Sequence[int], axis: int) -> list[Array]:
     """Slices of these sizes along an axis, without the padding at its end."""
-    found, start = [], 0
+    slices, start = [], 0
     for size in sizes:
-        found.append(x[start : start + size] if axis == 0 else x[:, start : start + size])
+        slices.append(x[start : start + size] if axis == 0 else x[:, start : start + size])
         start += size
-    return found
+    return slices

@@ -95,10 +95,10 @@ class Reduction:
         reduced: Arrays = {}
         left: Arrays = {}
         for name, bucket in self._named(buckets):
-            own = {part.path: grads[part.path][0] for part in bucket.parts}
+            local_grads = {part.path: grads[part.path][0] for part in bucket.parts}
             if not weighed:
-                own = {path: grad * share for path, grad in own.items()}
-            x = bucket.to_chunks(own)
+                local_grads = {path: grad * share for path, grad in local_grads.items()}
+            x = bucket.to_chunks(local_grads)
             if errors:
                 x = x + errors[name][0] * scale
             reduce = hierarchical_reduce_scatter if bucket.is_sharded else hierarchical_all_reduce
@@ -121,7 +121,7 @@ class Reduction:
         columns = (every[:, i].astype(x.dtype) for i, x in enumerate(values, 2))
 
         def mean(x: jax.Array) -> jax.Array:
-            """By weight; it may be 0 / 0 where nothing weighs."""
+            """The mean by weight; a rank's value may be 0 / 0 where nothing weighs."""
             return jnp.where(every[:, 1] > 0, x * of_rank, 0).sum().astype(x.dtype)
 
         summed = {

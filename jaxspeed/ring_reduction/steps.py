@@ -58,7 +58,7 @@ def directed_slices(length: int, ring: Ring) -> list[DirectedSlice]:
         return [DirectedSlice(1, 0, length)]
     half = length - length // 2
     both = [DirectedSlice(1, 0, half), DirectedSlice(-1, half, length - half)]
-    return [one for one in both if one.length]
+    return [directed for directed in both if directed.length]
 
 
 def ring_reduce_scatter(
@@ -102,10 +102,10 @@ def ring_all_gather(chunk: Array, rank: Array, ring: Ring) -> Array:
     if ring.size == 1:
         return chunk[None]
     slices = directed_slices(chunk.shape[0], ring)
-    own = [chunk[a.start : a.start + a.length] for a in slices]
+    local_slices = [chunk[a.start : a.start + a.length] for a in slices]
     gathered = [
         lax.dynamic_update_index_in_dim(jnp.zeros((ring.size, *x.shape), x.dtype), x, rank, 0)
-        for x in own
+        for x in local_slices
     ]
 
     def step(carry: Any, number: Array) -> tuple[Any, None]:
@@ -119,7 +119,7 @@ def ring_all_gather(chunk: Array, rank: Array, ring: Ring) -> Array:
         ]
         return (arrived, gathered), None
 
-    _, gathered = _steps(step, (own, gathered), ring)
+    _, gathered = _steps(step, (local_slices, gathered), ring)
     return jnp.concatenate(gathered, axis=1)
 
 

@@ -59,8 +59,10 @@ class RingExchange(Exchange):
             return [full[name] for name in named]
 
         exchanged = [specs[i] for i in sharded]
-        found = self._on_devices(device, place, exchanged, exchanged)([shards[i] for i in sharded])
-        for i, full in zip(sharded, found, strict=True):
+        gathered = self._on_devices(device, place, exchanged, exchanged)(
+            [shards[i] for i in sharded]
+        )
+        for i, full in zip(sharded, gathered, strict=True):
             shards[i] = full
         return [unpad(x, s.shape) for s, x in zip(stored, shards, strict=True)]
 

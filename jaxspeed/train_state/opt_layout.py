@@ -71,10 +71,10 @@ class OptLayout:
             if keep is None and value.codec != PLAIN:
                 # XLA would encode the zeros of a fresh state while it compiles, in minutes.
                 leaf = jax.lax.optimization_barrier(leaf)
-            made = value.encode(leaf)
+            encoded = value.encode(leaf)
             if keep is None or value.codec == PLAIN:
-                return made
-            return jax.tree.map(lambda new, old: jnp.where(keep, new, old), made, old[path])
+                return encoded
+            return jax.tree.map(lambda new, old: jnp.where(keep, new, old), encoded, old[path])
 
         old = {} if keep is None else self.flat(before)
         pairs = zip(self.values.items(), jax.tree.leaves(opt), strict=True)

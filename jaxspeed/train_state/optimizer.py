@@ -44,7 +44,7 @@ class RunOptimizer:
 
 def optimizer_of(
     config: Config,
-    own: optax.GradientTransformation | None,
+    custom: optax.GradientTransformation | None,
     leaves: Mapping[str, Leaf],
     covers: Callable[[str, str], bool] = match,
 ) -> RunOptimizer:
@@ -54,9 +54,9 @@ def optimizer_of(
     `covers(pattern, path)` says whether a pattern of a group covers a parameter.
     """
     section = config.optimizer
-    if own is not None:
-        if isinstance(own, type) or not (hasattr(own, "init") and hasattr(own, "update")):
-            what = own.__name__ if isinstance(own, type) else f"a {type(own).__name__}"
+    if custom is not None:
+        if isinstance(custom, type) or not (hasattr(custom, "init") and hasattr(custom, "update")):
+            what = custom.__name__ if isinstance(custom, type) else f"a {type(custom).__name__}"
             raise ConfigError(
                 f"optimizer: initialize was given {what}; it takes an Optax transformation, as "
                 "optax.adamw(1e-3)"
@@ -73,7 +73,7 @@ def optimizer_of(
             )
         is_set = "gradient_clipping" in config.model_fields_set
         clipping = config.gradient_clipping if is_set else 0.0
-        return RunOptimizer(_with_context(own), clipping, _rule(config), _rates_of(own), None)
+        return RunOptimizer(_with_context(custom), clipping, _rule(config), _rates_of(custom), None)
     if section is None:
         raise ConfigError(
             'optimizer: missing; name one, as {"type": "AdamW", "params": {"lr": 1e-3}}, or pass '
@@ -113,9 +113,11 @@ def optimizer_of(
     )
 
 
-def _rates_of(own: optax.GradientTransformation) -> Callable[[jax.Array], dict[str, jax.Array]]:
+def _rates_of(
+    transform: optax.GradientTransformation,
+) -> Callable[[jax.Array], dict[str, jax.Array]]:
     """The learning rate of a user's optimizer by completed updates, if it has one schedule."""
-    schedules = _schedules_in(own)
+    schedules = _schedules_in(transform)
     if len(schedules) != 1:
         return lambda step: {}
 
@@ -126,42 +128,42 @@ def _rates_of(own: optax.GradientTransformation) -> Callable[[jax.Array], dict[s
     return rates
 
 
-def _schedules_in(own: optax.GradientTransformation) -> list[Callable[[jax.Array], Any]]:
+def _schedules_in(transform: optax.GradientTransformation) -> list[Callable[[jax.Array], Any]]:
     """The schedules that Optax's optimizers were given as `learning_rate`.
 
     Their closures alone hold them (0.2.8): that of `scale_by_learning_rate`, and that of
     `inject_hyperparams`. No other functions than Optax's are looked into.
     """
-    found: list[Any] = []
+    schedules: list[Any] = []
     seen: set[int] = set()
-    todo: list[Any] = [own.update]
+    todo: list[Any] = [transform.update]
     while todo:
-        each = todo.pop()
-        if id(each) in seen:
+        captured = todo.pop()
+        if id(captured) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, tuple | list):
-            todo += each
-        elif isinstance(each, dict):
-            todo += each.values()
-        elif inspect.isfunction(each) and each.__module__.startswith("optax"):
-            inner = inspect.getclosurevars(each).nonlocals
-            if each.__qualname__ == "scale_by_learning_rate.<locals>.<lambda>":
-                found.append(inner["learning_rate"])
+        seen.add(id(captured))
+        if isinstance(captured, tuple | list):
+            todo += captured
+        elif isinstance(captured, dict):
+            todo += captured.values()
+        elif inspect.isfunction(captured) and captured.__module__.startswith("optax"):
+            inner = inspect.getclosurevars(captured).nonlocals
+            if captured.__qualname__ == "scale_by_learning_rate.<locals>.<lambda>":
+                schedules.append(inner["learning_rate"])
             elif injected := inner.get("sched_hps", {}).get("learning_rate"):
-                found.append(getattr(injected, "schedule_fn", None))
+                schedules.append(getattr(injected, "schedule_fn", None))
             else:
                 todo += inner.values()
-    return [schedule for schedule in dict.fromkeys(found) if schedule is not None]
+    return [schedule for schedule in dict.fromkeys(schedules) if schedule is not None]
 
 
-def _with_context(own: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def _with_context(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """A user's transformation whose errors name the call that raised them."""
-    takes_more = optax.with_extra_args_support(own)
+    takes_more = optax.with_extra_args_support(transform)
 
     def init(params: Any) -> Any:
         with foreign("optimizer.init(parameters)"):
-            return own.init(params)
+            return transform.init(params)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         with foreign("optimizer.update(gradients, state, parameters)"):

@@ -51,8 +51,8 @@ class StagedInit:
         self._tree = jax.tree.structure(shape)
         self._places = jax.tree.leaves(shardings)
         self._sources, self._consts = [*jaxpr.constvars, *jaxpr.invars], closed.consts
-        given = [*closed.consts, *jax.tree.leaves(shapes)]
-        ahead = not is_traced(given) and not any(map(_is_placed, given))
+        operands = [*closed.consts, *jax.tree.leaves(shapes)]
+        ahead = not is_traced(operands) and not any(map(_is_placed, operands))
         self._programs = [
             (_compiled(merged, tuple(self._places[i] for i in members[0]), ahead), atoms, members)
             for merged, atoms, members in _programs(jaxpr, self._sources, self._places)
@@ -65,14 +65,14 @@ class StagedInit:
         for run, atoms, members in self._programs:
             for number, outputs in enumerate(members):
                 inputs = (group[number] for group in atoms)
-                made = run(*(values[v] if is_var(v) else v.val for v in inputs))
-                for i, result in zip(outputs, made, strict=True):
+                arrays = run(*(values[v] if is_var(v) else v.val for v in inputs))
+                for i, result in zip(outputs, arrays, strict=True):
                     results[i] = result
                     at = self._places[i]
                     waiting += _device_bytes(result, at) if in_host(at) else 0
                 if waiting > _HOST_BYTES:
                     waiting = 0
-                    jax.block_until_ready(made)
+                    jax.block_until_ready(arrays)
         return jax.tree.unflatten(self._tree, results)
 
 
@@ -125,7 +125,7 @@ def _programs(
 
     def slices(groups: list[list[int]]) -> list[Any]:
         outputs = ([jaxpr.outvars[i] for i in group] for group in groups)
-        return [slice_of(jaxpr, jaxpr.eqns, sources, each) for each in outputs]
+        return [slice_of(jaxpr, jaxpr.eqns, sources, wanted) for wanted in outputs]
 
     def size(result: int) -> int:
         return _device_bytes(jaxpr.outvars[result].aval, places[result])
@@ -142,9 +142,9 @@ def _programs(
         parts = slices(groups)
     alike, alone = defaultdict(list), []
     for group, part in zip(groups, parts, strict=True):
-        made = tuple((e.primitive.name, str(e.outvars[0].aval)) for e in part.eqns)
+        computation = tuple((e.primitive.name, str(e.outvars[0].aval)) for e in part.eqns)
         out = tuple((str(v.aval), places[i]) for v, i in zip(part.outvars, group, strict=True))
-        alike[made, out].append((group, part))
+        alike[computation, out].append((group, part))
     for members in alike.values():
         while members:
             others = []
@@ -212,19 +212,19 @@ def _groups(jaxpr: Any) -> list[list[int]]:
             first, *others = dict.fromkeys(map(root, [*read, *eqn.outvars]))
             joined.update(dict.fromkeys(others, first))
         computed.update(eqn.outvars)
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for i, v in enumerate(jaxpr.outvars):
-        found[root(v) if is_var(v) else i].append(i)
-    return list(found.values())
+        groups[root(v) if is_var(v) else i].append(i)
+    return list(groups.values())
 
 
 def _joined(groups: list[list[int]], size: Callable[[int], int], most: int) -> list[list[int]]:
     """Groups of results joined in turn, to groups of bounded bytes."""
-    found, total = defaultdict[int, list[int]](list), 0
+    joined, total = defaultdict[int, list[int]](list), 0
     for group in groups:
-        found[total // most] += group
+        joined[total // most] += group
         total += sum(map(size, group))
-    return list(found.values())
+    return list(joined.values())
 
 
 class _IntegersFolded(Rewriter[None]):

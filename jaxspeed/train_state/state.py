@@ -58,11 +58,11 @@ def native_tree(model: Any, flat: Mapping[str, Any]) -> Any:
 
     In place of a parameter of which ranges of layers are leaves stands `{"[start:stop]": array}`.
     """
-    found: dict[str, Any] = {}
+    by_parameter: dict[str, Any] = {}
     for path, value in flat.items():
         parameter, _, layers = path.rpartition("/")
         if IS_RANGE.fullmatch(layers):
-            found.setdefault(parameter, {})[layers] = value
+            by_parameter.setdefault(parameter, {})[layers] = value
         else:
-            found[path] = value
-    return model.native(found, optax.MaskedNode())
+            by_parameter[path] = value
+    return model.native(by_parameter, optax.MaskedNode())

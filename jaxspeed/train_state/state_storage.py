@@ -134,8 +134,8 @@ class StateStorage:
         stored = [{r.path: (r, r.param) for r in self.table if r.param}]
         stored += [{r.path: (r, r.master) for r in self.table if r.master}]
         shapes = [
-            {path: self.table.stored(row, at).arrays for path, (row, at) in each.items()}
-            for each in stored
+            {path: self.table.stored(row, at).arrays for path, (row, at) in placements.items()}
+            for placements in stored
         ]
         if any(map(in_host, jax.tree.leaves(self._shardings_of_rest))):
             return StagedInit(
@@ -170,7 +170,7 @@ class StateStorage:
             if tuple(np.shape(value)) != (shape := table.shape_of(path)):
                 raise ModelError(f"the parameter {path} has shape {shape}; found {np.shape(value)}")
         for path, value in (
-            (p, x) for each in values.items() for p, x in table.in_rows(dict([each])).items()
+            (p, x) for entry in values.items() for p, x in table.in_rows(dict([entry])).items()
         ):
             row = table[path]
             if isinstance(value, np.ma.MaskedArray):  # of a saved adapter, which has some layers
@@ -199,9 +199,9 @@ class StateStorage:
         model = self.model
         if not isinstance(model, AdaptedModel):
             return params, master
-        of_each = ((each.leaf("A"), each.leaf("B")) for each in model.adapters.values())
-        made = self._stored_by(model.drawn, [path for paths in of_each for path in paths])(seed)
-        return self.with_magnitudes(params | made[0], master | made[1])
+        of_each = ((adapter.leaf("A"), adapter.leaf("B")) for adapter in model.adapters.values())
+        drawn = self._stored_by(model.drawn, [path for paths in of_each for path in paths])(seed)
+        return self.with_magnitudes(params | drawn[0], master | drawn[1])
 
     def with_magnitudes(
         self, params: Arrays, master: Arrays, known: Collection[str] = ()
@@ -224,11 +224,13 @@ class StateStorage:
             rows = {path: self.table[path] for path in stored}
             values = {p: row.decoded(row.updated, on_device(stored[p])) for p, row in rows.items()}
             values = self.table.joined(values)
-            own = [(a.leaf("magnitude"), a.magnitude(values[a.path], values)) for a in measured]
-            return {path: x.astype(self.table.parameters[path][0].leaf.dtype) for path, x in own}
+            initial = [(a.leaf("magnitude"), a.magnitude(values[a.path], values)) for a in measured]
+            return {
+                path: x.astype(self.table.parameters[path][0].leaf.dtype) for path, x in initial
+            }
 
-        made = self._stored_by(magnitudes, wanted)(stored)
-        return params | made[0], master | made[1]
+        measured_arrays = self._stored_by(magnitudes, wanted)(stored)
+        return params | measured_arrays[0], master | measured_arrays[1]
 
     def _stored_by(
         self, function: Callable[..., Arrays], parameters: Sequence[str]
@@ -279,9 +281,11 @@ class StateStorage:
         A stack that is encoded is read and encoded layer by layer: none of its values exists at
         once on any device.
         """
-        own = {row.leaf.parameter for row in self.table if not row.leaf.adapts}
+        base_params = {row.leaf.parameter for row in self.table if not row.leaf.adapts}
         shapes = {path: self.model.variables[path].shape for path in self._variables_of(weights)}
-        shapes |= {path: self.table.shape_of(path) for path in self.table.parameters if path in own}
+        shapes |= {
+            path: self.table.shape_of(path) for path in self.table.parameters if path in base_params
+        }
         weights.check(shapes)
         params: Arrays = {}
         master: Arrays = {}
@@ -363,12 +367,12 @@ def read_encoded(
     codes = None if form.codec == PLAIN else weights.encoded(leaf.parameter, number, form.codec)
     if codes is None:
         return _encoded(form)(_read_shards(weights, leaf, form, layer))
-    found = {}
+    arrays = {}
     for name, array in form.arrays.items():
         full = np.zeros(array.shape, array.dtype)
         full[tuple(map(slice, codes[name].shape))] = codes[name]
-        found[name] = jax.make_array_from_callback(full.shape, array.sharding, full.__getitem__)
-    return found
+        arrays[name] = jax.make_array_from_callback(full.shape, array.sharding, full.__getitem__)
+    return arrays
 
 
 @functools.lru_cache(maxsize=64)

@@ -24,9 +24,9 @@ def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> 
         raise BatchError(f"the {name} is no tree of arrays: {error}") from None
     if not leaves:
         raise BatchError(f"the {name} holds no arrays")
-    found = {name + jax.tree_util.keystr(keys): x for keys, x in leaves}
+    arrays = {name + jax.tree_util.keystr(keys): x for keys, x in leaves}
     allowed = Arrays | jax.ShapeDtypeStruct if abstract else Arrays
-    for place, x in found.items():
+    for place, x in arrays.items():
         if not isinstance(x, allowed):
             raise BatchError(f"{place} is a {_kind(x)}; it must be a NumPy or JAX array")
         if not is_numeric(x.dtype):
@@ -35,7 +35,7 @@ def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> 
             raise BatchError(
                 f"{place} has been deleted: it was donated to a function (donate_argnums)"
             )
-    return found
+    return arrays
 
 
 def is_tensor(x: Any) -> bool:

@@ -131,23 +131,23 @@ def call_loss(
 ) -> Any:
     """Call the user's loss for micro-batch `micro`, with what its parameters ask for."""
     batch = jax.tree.map(lambda x: batch_key(x, micro) if is_key(x) and not x.shape else x, batch)
-    given: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for name in _own_arguments(loss_fn):
         if name in MODE_ARGUMENTS:
-            given[name] = MODE_ARGUMENTS[name] == train
+            keywords[name] = MODE_ARGUMENTS[name] == train
         elif name in RNG_ARGUMENTS:
-            given[name] = loss_key(variables[SEED], step, micro)
+            keywords[name] = loss_key(variables[SEED], step, micro)
         elif EXTRA in variables:
-            given[name] = variables[EXTRA]
+            keywords[name] = variables[EXTRA]
         elif inspect.signature(loss_fn).parameters[name].default is not None:
             raise BatchError(
                 "loss_fn has a parameter extra, and no extra arrays were passed: "
                 "train_batch(batch, extra=...), or initialize(..., example_extra=...) where the "
                 "loss is traced for an example batch"
             )
-    if EXTRA in variables and EXTRA_ARGUMENT not in given:
+    if EXTRA in variables and EXTRA_ARGUMENT not in keywords:
         raise ModelError("loss_fn has no parameter extra to take the extra arrays of the batch")
-    return loss_fn(model, batch, **given)
+    return loss_fn(model, batch, **keywords)
 
 
 def _own_arguments(loss_fn: Callable[..., Any]) -> list[str]:

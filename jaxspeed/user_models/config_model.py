@@ -55,8 +55,8 @@ def resolve_model(
         )
     elif section.factory is not None:
         sizes = {**section.config, **(overrides or {})}
-        made = _imported(section.factory, "model.factory")
-        model = lambda rngs: made(rngs=rngs, **sizes)  # noqa: E731
+        factory = _imported(section.factory, "model.factory")
+        model = lambda rngs: factory(rngs=rngs, **sizes)  # noqa: E731
         if section.loss is not None:
             family = _Default(None, _imported(section.loss, "model.loss"))
         missing = (
@@ -95,16 +95,16 @@ def _objective(config: Config, family: _Default) -> Objective | None:
     name = family.objective if section is None else section.type
     if name is None:
         return None
-    made = objective_class(name)
-    options = made.Options.model_validate({} if section is None else section.own_keys)
+    cls = objective_class(name)
+    options = cls.Options.model_validate({} if section is None else section.own_keys)
     if name not in OBJECTIVES:
-        own: Objective = made(options)
-        return own
+        from_outside: Objective = cls(options)
+        return from_outside
     if name != family.objective:
         has = f"has {family.objective}" if family.objective else "is of no family"
         works = f"The model {has}; or name one of your own, package.module:Name."
         raise config_error([Problem("objective.type", f'"{name}"', works)], "the config")
-    of_family: Objective = made(options, family.loss)
+    of_family: Objective = cls(options, family.loss)
     return of_family
 
 
@@ -113,8 +113,8 @@ def own_objective(config: Config) -> type[Objective] | None:
     section = config.objective
     if section is None or section.type in OBJECTIVES:
         return None
-    found: type[Objective] = objective_class(section.type)
-    return found
+    cls: type[Objective] = objective_class(section.type)
+    return cls
 
 
 def _refuse_two_losses(config: Config, where: str) -> None:
@@ -161,9 +161,9 @@ def hidden_size_of(model: Any = None) -> Callable[[Mapping[str, Any]], int | Non
 
     def find(tree: Mapping[str, Any]) -> int | None:
         sizes = sizes_of(model) if model is not None else _named_sizes(tree.get("model"))
-        for each in (sizes, getattr(sizes, "text_config", None)):
+        for candidate in (sizes, getattr(sizes, "text_config", None)):
             for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
-                size = getattr(each, name, None)
+                size = getattr(candidate, name, None)
                 if isinstance(size, list | tuple) and size:
                     size = max(size)
                 if isinstance(size, int):
@@ -178,10 +178,12 @@ def _named_sizes(section: Any) -> Any:
         return None
     families = importlib.import_module("jaxspeed.models")
     try:
-        made = families.build(section["family"], section.get("preset"), section.get("config") or {})
+        built = families.build(
+            section["family"], section.get("preset"), section.get("config") or {}
+        )
     except (ValueError, TypeError):  # reported where the model is built
         return None
-    return made.config
+    return built.config
 
 
 def sizes_of(model: Any) -> Any:

@@ -22,9 +22,9 @@ class ExampleBatch:
     """An example batch, whose arrays may be shapes where only their shapes are read."""
 
     def __init__(self, batch: Any) -> None:
-        given, _ = read_batch(batch, name="example_batch", abstract=True)
-        self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
-        self._given = jax.tree.leaves(given)
+        arrays, _ = read_batch(batch, name="example_batch", abstract=True)
+        self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        self._given = jax.tree.leaves(arrays)
         self._values: list[Any] = [None if _is_shape(x) else x for x in self._given]
 
     def trace(self, create: Callable[[jax.Array, Any], Any]) -> Any:
@@ -33,11 +33,11 @@ class ExampleBatch:
         Raises ModelError if one of these was given as a shape.
         """
         key = jax.eval_shape(lambda: jax.random.key(0))
-        closed, made = jax.make_jaxpr(create, return_shape=True)(key, self.shapes)
+        closed, shapes = jax.make_jaxpr(create, return_shape=True)(key, self.shapes)
         every = [True] * len(closed.jaxpr.outvars)
         _, (_, *read) = partial_eval.dce_jaxpr(closed.jaxpr, every)
         self._keep(read, "the initialization of this model depends on")
-        return made
+        return shapes
 
     def keep_all(self) -> None:
         """Keep all arrays, for an initialization that cannot be traced."""
@@ -52,14 +52,14 @@ class ExampleBatch:
             for name, part in (("example_batch", tree), ("example_extra", extra))
             for keys, _ in jax.tree_util.tree_leaves_with_path(part)
         ]
-        given = list(zip(places, self._given, read, strict=True))
-        absent = [place for place, x, is_read in given if is_read and _is_shape(x)]
+        leaves = list(zip(places, self._given, read, strict=True))
+        absent = [place for place, x, is_read in leaves if is_read and _is_shape(x)]
         if absent:
             raise ModelError(
                 f"{why} the values of {listed(absent)}, of which only the shapes were given: pass "
                 "arrays, such as the first batch"
             )
-        self._values = [_on_host(x) if is_read else None for _, x, is_read in given]
+        self._values = [_on_host(x) if is_read else None for _, x, is_read in leaves]
 
     def arrays(self) -> Any:
         """The batch, with zeros in place of arrays that are not read."""

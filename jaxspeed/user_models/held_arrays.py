@@ -68,7 +68,7 @@ _OTHERS = (nnx.Pytree, nnx.Variable, type, ModuleType, FunctionType, str, bytes)
 
 def _arrays(value: Any) -> dict[str, jax.Array]:
     """Arrays by path of what `copy.deepcopy` copies, except for modules and Variables."""
-    found: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array] = {}
     seen: set[int] = set()
     waiting = [("", value)]
     while waiting:
@@ -77,7 +77,7 @@ def _arrays(value: Any) -> dict[str, jax.Array]:
             continue
         seen.add(id(value))
         if isinstance(value, jax.Array):
-            found[path] = value
+            arrays[path] = value
             continue
         if isinstance(value, Mapping):
             inside: Any = value.items()
@@ -89,5 +89,7 @@ def _arrays(value: Any) -> dict[str, jax.Array]:
             inside = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
         else:
             inside = getattr(value, "__dict__", {}).items()
-        waiting += [(f"{path}.{name}" if path else str(name), each) for name, each in inside][::-1]
-    return found
+        waiting += [(f"{path}.{name}" if path else str(name), member) for name, member in inside][
+            ::-1
+        ]
+    return arrays

@@ -32,8 +32,8 @@ def shapes_of(build: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
             raise
         reason = reason_of(error.__cause__).splitlines()[0]
         with in_host_memory():
-            made = build(*args)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+            values = build(*args)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
         return shapes, f"{type(error.__cause__).__name__}: {reason}"
 
 

@@ -26,10 +26,10 @@ class LayerSpec:
 
     def __init__(self, cls: type[nnx.Module], /, *args: Any, **kwargs: Any) -> None:
         if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
-            found = cls.__name__ if isinstance(cls, type) else f"a {type(cls).__name__}"
+            description = cls.__name__ if isinstance(cls, type) else f"a {type(cls).__name__}"
             raise ModelError(
-                f"{type(self).__name__} is given {found}; it takes a class of nnx.Module and its "
-                f"arguments: {type(self).__name__}(nnx.Linear, 8, 8)"
+                f"{type(self).__name__} is given {description}; it takes a class of nnx.Module and "
+                f"its arguments: {type(self).__name__}(nnx.Linear, 8, 8)"
             )
         if "rngs" in kwargs:
             raise ModelError(
@@ -45,8 +45,8 @@ class LayerSpec:
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """The layer, with `rngs` if its class takes them."""
-        given = {"rngs": rngs} if _takes_rngs(self.cls.__init__, through_kwargs=True) else {}
-        return _with_arrays(self.cls(*self.args, **self.kwargs, **given))
+        keywords = {"rngs": rngs} if _takes_rngs(self.cls.__init__, through_kwargs=True) else {}
+        return _with_arrays(self.cls(*self.args, **self.kwargs, **keywords))
 
     def __repr__(self) -> str:
         shown = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
@@ -137,8 +137,8 @@ def as_layer(item: Any, place: int) -> Layer:
     if isinstance(item, type) and issubclass(item, nnx.Module):
         return LayerSpec(item)
     if isinstance(item, type) or not callable(item):
-        found = item.__name__ if isinstance(item, type) else f"a {type(item).__name__}"
-        raise ModelError(f"layer {place} is {found}; {KINDS}")
+        description = item.__name__ if isinstance(item, type) else f"a {type(item).__name__}"
+        raise ModelError(f"layer {place} is {description}; {KINDS}")
     return Factory(item) if _takes_rngs(item) else Function(item)
 
 

@@ -72,8 +72,8 @@ class BoundLinen(_Methods):
         """`Module.apply` with the mode and the random streams of this micro-batch."""
         kwargs = {**_mode(self.module, method, self.training), **kwargs}
         with frozen_statistics(self.is_frozen) if self.training else _in_evaluation():
-            given = {**self.rngs, **_streams(rngs)}
-            return self.module.apply(variables, *args, rngs=given, method=method, **kwargs)
+            streams = {**self.rngs, **_streams(rngs)}
+            return self.module.apply(variables, *args, rngs=streams, method=method, **kwargs)
 
 
 class CreatingLinen(_Methods):
@@ -99,9 +99,9 @@ class CreatingLinen(_Methods):
         **kwargs: Any,
     ) -> Any:
         kwargs = {**_mode(self.module, method, self.training), **kwargs}
-        given = {**self._rngs, **_streams(rngs), FALLBACK: self._rngs[FALLBACK]}
+        streams = {**self._rngs, **_streams(rngs), FALLBACK: self._rngs[FALLBACK]}
         out, created = self.module.init_with_output(
-            given, *args, method=method, mutable=True, **kwargs
+            streams, *args, method=method, mutable=True, **kwargs
         )
         self.created = _merged(self.created, created)
         self.variables = meta.unbox(self.created)
@@ -230,13 +230,13 @@ def frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
             and is_frozen("/".join(module.path))
         ):
             # Flax takes it as a setting of the module or as an argument, and refuses both.
-            given = inspect.signature(type(module).__call__).bind(module, *args, **kwargs)
-            given.arguments.pop(STATISTICS, None)
+            bound = inspect.signature(type(module).__call__).bind(module, *args, **kwargs)
+            bound.arguments.pop(STATISTICS, None)
             if getattr(module, STATISTICS) is None:
-                given.arguments[STATISTICS] = True
+                bound.arguments[STATISTICS] = True
             else:
                 object.__setattr__(module, STATISTICS, True)
-            return next_fun(*given.args[1:], **given.kwargs)
+            return next_fun(*bound.args[1:], **bound.kwargs)
         return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(call):

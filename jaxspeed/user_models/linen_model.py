@@ -78,8 +78,8 @@ class LinenModel:
         names = _boxed_names(boxed)
         tree = meta.unbox(boxed)
         self._refuse_growing(tree)
-        self._tree, found = jax.tree.structure(tree), _flat(tree)
-        self._paths = list(found)
+        self._tree, values = jax.tree.structure(tree), _flat(tree)
+        self._paths = list(values)
         params = _flat({"params": tree.get("params", {})})
         self.leaves = trainable.over(
             Leaf(
@@ -94,9 +94,9 @@ class LinenModel:
             if is_inexact(leaf)
         )
         self._frozen = frozen_part(self.leaves)
-        own = {leaf.path for leaf in self.leaves}
+        parameters = {leaf.path for leaf in self.leaves}
         key = jax.eval_shape(lambda: jax.random.key(0))
-        rest = {path: leaf for path, leaf in found.items() if path not in own}
+        rest = {path: leaf for path, leaf in values.items() if path not in parameters}
         self.variables = {**rest, SEED: jax.ShapeDtypeStruct((), key.dtype)}
 
     def _traced(self) -> tuple[Any, set[str]]:
@@ -145,43 +145,43 @@ class LinenModel:
 
     def _create(self, key: jax.Array, batch: Any, collections: set[str] | None = None) -> Any:
         """The variables, in their boxes if `collections` is given, to which all names are added."""
-        given, batch = with_extra({SEED: key}, batch)
+        variables, batch = with_extra({SEED: key}, batch)
         streams = {**linen_rngs(key, sorted(self._seen.streams)), FALLBACK: key}
 
         def called(train: bool, rngs: Mapping[str, jax.Array], created: Any) -> Any:
             bound = CreatingLinen(self._module, rngs, created, train)
             call = f"{self._init_name}(model, example_batch)"
             with recorded_calls(self._seen), foreign(call, self._example.shapes):
-                call_loss(self._init_with, bound, batch, given, 0, 0, train=train)
+                call_loss(self._init_with, bound, batch, variables, 0, 0, train=train)
             if not bound.created:
                 raise ModelError("loss_fn never called the model: model(...) makes its parameters")
             if collections is not None:
                 collections.update(bound.created)
-            made = self._without_fresh(bound.created)
-            if any(is_leaked(x, key) for x in jax.tree.leaves(made)):
+            kept = self._without_fresh(bound.created)
+            if any(is_leaked(x, key) for x in jax.tree.leaves(kept)):
                 raise ModelError(
                     f"{self._init_name} makes the model's first call inside a function that is "
                     "traced by itself (jax.checkpoint, jax.jit, jax.lax.scan), where parameters "
                     "cannot be created; pass initialize(..., init_with=lambda model, batch: "
                     "model(...))"
                 )
-            return made
+            return kept
 
         def created(key: jax.Array) -> Any:
-            made = called(False, {FALLBACK: key}, {})
+            initial = called(False, {FALLBACK: key}, {})
             if self._creates_in_training:
-                before: Any = jax.tree.structure(made)
-                made = called(True, streams, made)
-                self._creates_in_training = jax.tree.structure(made) != before
-            return made if collections is not None else meta.unbox(made)
+                before: Any = jax.tree.structure(initial)
+                initial = called(True, streams, initial)
+                self._creates_in_training = jax.tree.structure(initial) != before
+            return initial if collections is not None else meta.unbox(initial)
 
         return with_own_axes(created)(key)[0]
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
         values = _flat(self._create(key, self._example.arrays())) | {SEED: key}
-        own = [leaf.path for leaf in self.leaves]
-        return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
+        paths = [leaf.path for leaf in self.leaves]
+        return {p: values[p] for p in paths}, {p: values[p] for p in self.variables}
 
     def bind(
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
@@ -240,8 +240,8 @@ class LinenModel:
                 bound(jnp.zeros((rows, length), jnp.int32), **decode_argument(module))
             return _flat({"cache": bound.variables.get("cache", {})})
 
-        given = params, shapes(dict(self.variables))
-        caches = jax.eval_shape(fresh, *given)
+        arguments = params, shapes(dict(self.variables))
+        caches = jax.eval_shape(fresh, *arguments)
         if not caches:
             return None
         tree = jax.tree.unflatten(self._tree, list(self._paths))
@@ -249,7 +249,7 @@ class LinenModel:
         tree["cache"] = nested({tuple(path.split("/")): path for path in caches})["cache"]
         model._tree, model._paths = jax.tree.structure(tree), jax.tree.leaves(tree)
         model.variables = {**self.variables, **caches}
-        return CachedModel(model, lambda: fresh(*map(zeros_of, given)), True)
+        return CachedModel(model, lambda: fresh(*map(zeros_of, arguments)), True)
 
     def cached_values(self, bound: BoundLinen) -> Arrays:
         flat = _flat({name: x for name, x in bound.variables.items() if name in self._caches})

@@ -100,11 +100,11 @@ class NnxModel:
             for keys, node in nnx.iter_graph(module)
             if isinstance(node, nnx.BatchNorm) and node.dtype is None
         ]
-        own = {leaf.path for leaf in self.leaves}
+        parameters = {leaf.path for leaf in self.leaves}
         self.variables = {
             path: jax.ShapeDtypeStruct(value_of(v).shape, value_of(v).dtype)
             for path, (_, v) in self._kinds.items()
-            if path not in own
+            if path not in parameters
         }
         if seeded:  # for the loss; the module has its own random streams
             key = jax.eval_shape(lambda: jax.random.key(0))
@@ -133,13 +133,13 @@ class NnxModel:
         They leave nothing in a model without modes of its own, and nnx intercepts no methods.
         """
         called: dict[int, str] = {}
-        found: list[bool] = []
+        in_evaluation: list[bool] = []
 
         def noted(name: str) -> Callable[..., Any]:
-            own = getattr(kind, name)
+            method = getattr(kind, name)
 
             def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-                result = own(module, *args, **kwargs)
+                result = method(module, *args, **kwargs)
                 called[id(module)] = name
                 return result
 
@@ -147,13 +147,13 @@ class NnxModel:
 
         def state() -> nnx.State:
             module = self._build(0)
-            found.append(called.get(id(module)) == "eval")
+            in_evaluation.append(called.get(id(module)) == "eval")
             return nnx.split(module)[1]
 
         patched = (mock.patch.object(kind, name, noted(name)) for name in ("eval", "train"))
         with next(patched), next(patched), nnx.use_eager_sharding(False):
             shapes_of(state)
-        return found[-1]
+        return in_evaluation[-1]
 
     def _build(self, seed: jax.Array | int) -> nnx.Module:
         with _quick_streams(), foreign("the model factory, called as factory(rngs),"):
@@ -172,8 +172,8 @@ class NnxModel:
             state = init_values(self.needs_values, lambda s: nnx.split(self._build(s))[1], seed)
         values = {_path(keys): value_of(v) for keys, v in nnx.to_flat_state(state)}
         values[SEED] = jax.random.key(seed)
-        own = [leaf.path for leaf in self.leaves]
-        return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
+        paths = [leaf.path for leaf in self.leaves]
+        return {p: values[p] for p in paths}, {p: values[p] for p in self.variables}
 
     def bind(
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
@@ -234,8 +234,8 @@ class NnxModel:
         after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
         kinds = {path: self._kinds[path][1] for path in self.variables if path != SEED}
         state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
-        found = {path: value_of(after[path]) for path in (*state, *params) if path in after}
-        return {path: x for path, x in found.items() if x is not params.get(path)}
+        values = {path: value_of(after[path]) for path in (*state, *params) if path in after}
+        return {path: x for path, x in values.items() if x is not params.get(path)}
 
     def after_step(self, variables: Arrays, step: Any) -> Arrays:
         if not self._has_after_step:
@@ -299,20 +299,20 @@ class NnxModel:
             for name, value in mode.items()
             if value == EVALUATION[name] and path not in frozen and not self.trains_itself
         ]
-        found = [*note_of(self.needs_values, self.leaves), *frozen_statistics_note(frozen)]
+        notes = [*note_of(self.needs_values, self.leaves), *frozen_statistics_note(frozen)]
         if evaluating:
-            found.append(
+            notes.append(
                 "modules that the model's factory set to evaluation mode stay in it during "
                 f"training: {listed(evaluating)}"
             )
         if compute_dtype is not None and self._norms:
             name = jnp.dtype(compute_dtype).name
-            found.append(
+            notes.append(
                 "nnx.BatchNorm has float32 statistics, and without a dtype promotes its output "
                 f"(and all that follows) to float32 under {name}: pass it "
                 f"dtype=jnp.{name} ({listed(self._norms)})"
             )
-        return found
+        return notes
 
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         return nested(
@@ -334,10 +334,10 @@ def _has_own(module: nnx.Module, mode: str) -> bool:
 
     Those of the modules inside are called by it or not at all: Flax's only set attributes.
     """
-    own = getattr(type(module), mode)
-    if own is getattr(nnx.Module, mode) or not inspect.isfunction(own):
+    method = getattr(type(module), mode)
+    if method is getattr(nnx.Module, mode) or not inspect.isfunction(method):
         return False
-    _, *rest = inspect.signature(own).parameters.values()
+    _, *rest = inspect.signature(method).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return all(p.default is not p.empty or p.kind in variadic for p in rest)
 
@@ -391,16 +391,16 @@ def _all_paths(module: nnx.Module, leaves: Sequence[tuple[Any, ...]]) -> dict[st
         again[at] = [other for other in also if other[: len(at)] != at]
 
     def paths_of(leaf: tuple[str, ...]) -> tuple[str, ...]:
-        found = {leaf: None}
+        paths = {leaf: None}
         reached = [leaf]
         for path in reached:  # grows
             for end in range(len(path) + 1):
                 for other in again.get(path[:end], ()):
                     there = (*other, *path[end:])
-                    if there not in found and len(found) < _MOST_PATHS:
-                        found[there] = None
+                    if there not in paths and len(paths) < _MOST_PATHS:
+                        paths[there] = None
                         reached.append(there)
-        return _path(leaf), *sorted(_path(path) for path in found if path != leaf)
+        return _path(leaf), *sorted(_path(path) for path in paths if path != leaf)
 
     return {_path(keys): paths_of(tuple(map(str, keys))) for keys in leaves}
 

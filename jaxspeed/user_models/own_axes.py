@@ -54,10 +54,10 @@ def with_own_axes(function: Callable[..., Any]) -> Callable[..., tuple[Any, OwnA
                     result = inside(*args)
             except (ModelError, NameError) as error:
                 cause = error.__cause__ if isinstance(error, ModelError) else error
-                found = _COLLECTIVE.search(str(cause))
-                if not found or found[1] in names:
+                match = _COLLECTIVE.search(str(cause))
+                if not match or match[1] in names:
                     raise
-                names = (*names, found[1])
+                names = (*names, match[1])
             else:
                 return result, OwnAxes(names, tuple(sorted(dropped)))
 
@@ -94,18 +94,18 @@ def _own_constraints_dropped() -> Iterator[set[str]]:
     dropped: set[str] = set()
 
     def constrained(x: Any, shardings: Any) -> Any:
-        own = [
+        user_shardings = [
             at
             for at in jax.tree.leaves(shardings)
             if isinstance(at, NamedSharding) and not {*at.mesh.axis_names} <= {*axis_names()}
         ]
-        if not own:
+        if not user_shardings:
             try:
                 return original(x, shardings)
             except (ValueError, RuntimeError) as error:
                 if not _CONSTRAINT.search(str(error)):
                     raise
-        dropped.add(str(own[0].spec if own else shardings))
+        dropped.add(str(user_shardings[0].spec if user_shardings else shardings))
         return x
 
     def unboxed(box: Any, apply_constraint: bool = True) -> Any:

@@ -79,8 +79,8 @@ class PairModel:
     def _created(self, key: jax.Array, batch: Any) -> Any:
         call = "init(key, batch)" if self._example else "init(key)"
         with foreign(call, self._example.shapes if self._example else None):
-            made = self._init(key, with_extra({}, batch)[1]) if self._example else self._init(key)
-        bad = {path: x for path, x in flat_with_paths(made).items() if not is_array(x)}
+            params = self._init(key, with_extra({}, batch)[1]) if self._example else self._init(key)
+        bad = {path: x for path, x in flat_with_paths(params).items() if not is_array(x)}
         if bad:
             path, value = next(iter(bad.items()))
             kind = getattr(value, "dtype", type(value).__name__)
@@ -88,25 +88,25 @@ class PairModel:
                 f"init returned a {kind} at {path or 'its root'}; parameters are NumPy or JAX "
                 "arrays of numbers, in a tree"
             )
-        return made
+        return params
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
-        made = init_values(self.needs_values, lambda s: self._create(jax.random.key(s)), seed)
-        values = flat_with_paths(made) | {SEED: key}
-        own = [leaf.path for leaf in self.leaves]
-        return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
+        params = init_values(self.needs_values, lambda s: self._create(jax.random.key(s)), seed)
+        values = flat_with_paths(params) | {SEED: key}
+        paths = [leaf.path for leaf in self.leaves]
+        return {p: values[p] for p in paths}, {p: values[p] for p in self.variables}
 
     def bind(
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
     ) -> "BoundPair":
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
-        given: dict[str, Any] = dict(mode_arguments(self._parameters, train))
+        keywords: dict[str, Any] = dict(mode_arguments(self._parameters, train))
         key = next((w for w in RNG_ARGUMENTS if w in self._parameters), None)
         if key is not None:
-            given[key] = micro_batch_key(variables[SEED], step, micro)
-        return BoundPair(self._apply, tree, given, train)
+            keywords[key] = micro_batch_key(variables[SEED], step, micro)
+        return BoundPair(self._apply, tree, keywords, train)
 
     def mutated(self, bound: "BoundPair", params: Arrays) -> Arrays:
         return {}
@@ -137,10 +137,10 @@ class BoundPair:
     """`apply` with its parameters: called as `model(...)`."""
 
     def __init__(
-        self, apply: Callable[..., Any], params: Any, given: dict[str, Any], training: bool
+        self, apply: Callable[..., Any], params: Any, keywords: dict[str, Any], training: bool
     ) -> None:
         self.params, self.training = params, training
-        self._apply, self._given = apply, given
+        self._apply, self._given = apply, keywords
 
     @property
     def calls(self) -> Callable[..., Any]:

@@ -91,11 +91,11 @@ class PipelineModule:
     def run(self) -> Run | None:
         """The repeated layers; None if there are none."""
         facts, labels = self._facts, []  # type: tuple[list[_Facts], list[int | None]]
-        for i, own in enumerate(facts):
+        for i, layer_facts in enumerate(facts):
             kinds = (j for j in range(i) if labels[j] == j)
             alike = (j for j in kinds if self._alike(i, j))
-            labels.append(None if own.barred else next(alike, i))
-        return find_run(labels, [own.holds for own in facts])
+            labels.append(None if layer_facts.barred else next(alike, i))
+        return find_run(labels, [layer_facts.holds for layer_facts in facts])
 
     def batch_loss(self, model: Any, batch: Any) -> Any:
         """Compute the loss of (inputs, labels), as `loss_fn(model, batch)`."""
@@ -106,12 +106,12 @@ class PipelineModule:
     def __str__(self) -> str:
         """List the layers, and whether each repeats or cannot."""
         run, lines = self.run, []
-        for place, (layer, own) in enumerate(zip(self.layers, self._facts, strict=True)):
+        for place, (layer, layer_facts) in enumerate(zip(self.layers, self._facts, strict=True)):
             repeats = run is not None and run.start <= place < run.stop
-            note = "repeats" if repeats else own.barred
+            note = "repeats" if repeats else layer_facts.barred
             lines.append(f" {place:3}  {layer!r}" + (f"  ({note})" if note else ""))
-        found = f"{run.repeats} x {run.period} layers repeat" if run else "nothing repeats"
-        return "\n".join([f"{len(self.layers)} layers: {found}", *lines])
+        summary = f"{run.repeats} x {run.period} layers repeat" if run else "nothing repeats"
+        return "\n".join([f"{len(self.layers)} layers: {summary}", *lines])
 
     @cached_property
     def _facts(self) -> list["_Facts"]:
@@ -129,8 +129,8 @@ class PipelineModule:
 
         with foreign("a layer, as it is built,"), nnx.use_eager_sharding(False):
             jax.eval_shape(build)
-        if self._type and all(self._type.search(own.name) is None for own in facts):
-            names = ", ".join(dict.fromkeys(own.name for own in facts))
+        if self._type and all(self._type.search(layer_facts.name) is None for layer_facts in facts):
+            names = ", ".join(dict.fromkeys(layer_facts.name for layer_facts in facts))
             raise ModelError(
                 f"partition_method {self.partition_method!r} is the class of no layer; there are: "
                 f"{names}"

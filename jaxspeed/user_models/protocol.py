@@ -159,7 +159,7 @@ def changed_after_step(
     bound = bind(shapes)
     with foreign("the model's after_step(), in which parameters are shapes without values,"):
         getattr(bound, AFTER_STEP)()
-    found = {}
+    changed = {}
     for path, value in model.mutated(bound, shapes).items():
         if path in shapes:
             raise ModelError(
@@ -173,8 +173,8 @@ def changed_after_step(
                 f"the model's after_step() changes the shape of {path} from {old.shape} to "
                 f"{value.shape}; what a step carries to the next keeps its shape"
             )
-        found[path] = value
-    return found
+        changed[path] = value
+    return changed
 
 
 def check_collections(wanted: Sequence[str] | None, there: Iterable[str]) -> None:

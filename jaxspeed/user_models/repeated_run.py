@@ -54,15 +54,15 @@ def find_run(labels: Sequence[int | None], holds: Sequence[bool]) -> Run | None:
 
 def _stretches(labels: Sequence[int | None], period: int) -> list[tuple[int, int]]:
     """Yield (start, repeats >= 2) of each longest range whose items repeat with the period."""
-    found, start = [], 0
+    stretches, start = [], 0
     for i in range(len(labels) - period + 1):
         alike = i + period < len(labels) and labels[i] is not None
         if not alike or labels[i] != labels[i + period]:
             repeats = (i - start) // period + 1
             if repeats > 1:
-                found.append((start, repeats))
+                stretches.append((start, repeats))
             start = i + 1
-    return found
+    return stretches
 
 
 def stacked_run(
@@ -109,8 +109,8 @@ def scan_run(stack: nnx.Module, x: Any, repeats: int) -> Any:
         return y, nnx.from_flat_state(changed)
 
     stacked = tuple(states)
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-    if _alike(x, jax.eval_shape(call, x, one)[0]):
+    abstract_layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
+    if _alike(x, jax.eval_shape(call, x, abstract_layer)[0]):
         x, changed = lax.scan(call, x, stacked, length=repeats)
     else:
         outs = []

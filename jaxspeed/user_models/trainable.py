@@ -80,8 +80,8 @@ class TrainRule:
         both = [
             named.of_layer(leaf, layer)
             for leaf, *flags in zip(leaves, selected, frozen, strict=True)
-            for layer, each in enumerate(zip(*flags, strict=True))
-            if all(each) and not self.selection.every
+            for layer, marks in enumerate(zip(*flags, strict=True))
+            if all(marks) and not self.selection.every
         ]
         if both:
             raise ConfigError(
@@ -104,7 +104,7 @@ class TrainRule:
                 trained[leaf.path] = [on and not off for on, off in flags]
             groups = [self._groups(leaf, named) for leaf in stack]
             kinds = list(zip(*(trained[leaf.path] for leaf in stack), *groups, strict=True))
-            borders = [i for i, each in enumerate(kinds) if i and each != kinds[i - 1]]
+            borders = [i for i, kind in enumerate(kinds) if i and kind != kinds[i - 1]]
             if borders:
                 pairs = list(zip([0, *borders], [*borders, len(kinds)], strict=True))
                 ranges |= {leaf.path: pairs for leaf in stack}
@@ -121,9 +121,9 @@ class TrainRule:
             )
 
         return tuple(
-            each
+            divided
             for leaf in named.leaves
-            for each in (
+            for divided in (
                 [part(leaf, *ends) for ends in ranges[leaf.path]] if leaf.path in ranges else [leaf]
             )
         )
@@ -173,16 +173,16 @@ class TrainRule:
         if leaf.path in self.layers:
             return list(self.layers[leaf.path])
         patterns = self.selection.patterns
-        found = [any(named.is_of(p, leaf, i) for p in patterns) for i in named.layers(leaf)]
-        return found if any(found) else [leaf.trainable] * len(found)
+        chosen = [any(named.is_of(p, leaf, i) for p in patterns) for i in named.layers(leaf)]
+        return chosen if any(chosen) else [leaf.trainable] * len(chosen)
 
     def _groups(self, leaf: Leaf, named: "NamedLeaves") -> list[int | None]:
         """The number of each layer's group."""
         numbers = range(len(self.groups))
 
         def group(layer: int) -> int | None:
-            found = (n for n in numbers if named.is_of(self.groups[n].pattern, leaf, layer))
-            return next(found, None)
+            matching = (n for n in numbers if named.is_of(self.groups[n].pattern, leaf, layer))
+            return next(matching, None)
 
         return [group(layer) for layer in named.layers(leaf)]
 
@@ -331,8 +331,8 @@ def _named_types(predicate: Any) -> list[type]:
 def _required(function: Callable[..., Any]) -> int:
     """The number of positional parameters without a default."""
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is p.empty for p in found)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)

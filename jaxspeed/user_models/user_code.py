@@ -25,9 +25,9 @@ def foreign(call: str, batch: Any = None) -> Iterator[None]:
     except (JaxspeedError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        given = "" if batch is None else f"; its micro-batch: {shapes_text(batch)}"
+        shapes = "" if batch is None else f"; its micro-batch: {shapes_text(batch)}"
         raise ModelError(
-            f"{call} raised {type(error).__name__}{_where(error)}: {reason_of(error)}{given}"
+            f"{call} raised {type(error).__name__}{_where(error)}: {reason_of(error)}{shapes}"
             f"{_advice(error)}"
         ) from error
 
@@ -62,11 +62,15 @@ ADVICE = (
 
 
 def _advice(error: Exception) -> str:
-    return "".join(f"; {help}" for found, help in ADVICE if found.search(str(error)))
+    return "".join(f"; {help}" for pattern, help in ADVICE if pattern.search(str(error)))
 
 
 def _where(error: Exception) -> str:
     """Last line of the user's code that was reached."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    return (
+        f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})"
+        if user_frames
+        else ""
+    )

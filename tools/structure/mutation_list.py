@@ -277,7 +277,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_documents_may_lie_anywhere_in_the_array",
     ),
     (
-        "elif found[1] != crc:",
+        "elif actual[1] != crc:",
         "elif False:",
         "test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken[3]",
     ),

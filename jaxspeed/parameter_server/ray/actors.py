@@ -67,10 +67,10 @@ class ServerActor:
         self._layout, self._number = build.layout, number
         device = jax.local_devices()[0]
         program = build.inputs.program(build.resources.state_config, [device])
-        own = program_of_server(program, build.layout, number, build.factor)
+        server_program = program_of_server(program, build.layout, number, build.factor)
         mine = build.layout.owned(number)
         buckets = [[path for path in paths if path in mine] for paths in build.layout.buckets]
-        self._step = ServerStep(own, buckets)
+        self._step = ServerStep(server_program, buckets)
         return os.getpid()
 
     def alive(self) -> bool:
@@ -91,7 +91,7 @@ class ServerActor:
 
     def reduce(self, factor: float, scale: Any, losses: Sequence[Sums], *pushes: Arrays) -> Reduced:
         """Reduce the pushes of one update, or of a bucket, computed under this loss scale."""
-        every = [one._replace(grads=push) for one, push in zip(losses, pushes, strict=True)]
+        every = [sums._replace(grads=push) for sums, push in zip(losses, pushes, strict=True)]
         # Another version may have changed the loss scale since.
         factor = np.float32(factor) * np.asarray(self._state.loss_scale.scale) / scale
         self._sums, squares = self._step.reduce(every, factor)
@@ -100,9 +100,9 @@ class ServerActor:
 
     def apply(self, *reduced: Reduced) -> tuple[Published, Arrays]:
         """Update by what all servers reduced last; return what is published, and metrics."""
-        sums, norm = self._sums, np.sqrt(sum(one.squares for one in reduced))
+        sums, norm = self._sums, np.sqrt(sum(part.squares for part in reduced))
         if self._layout.mixed:  # the update computes the norm of all gradients
-            grads = join_all(self._layout.splits, [one.grads for one in reduced])
+            grads = join_all(self._layout.splits, [part.grads for part in reduced])
             sums, norm = sums._replace(grads=grads), None
         self._state, metrics = self._step.apply(self._state, sums, np.float32(1), norm)
         return self._published(self._step.publish(self._state)), _on_host(metrics)
@@ -116,7 +116,7 @@ class ServerActor:
         metrics: Arrays = {}
         if last:
             factor = self._step.program.update.gradient_factor
-            squares = [one.squares * factor**2 for one in reduced]
+            squares = [part.squares * factor**2 for part in reduced]
             rest = self._sums._replace(grads={})
             self._state, metrics = self._update.finish(rest, squares)
             self._update = None
@@ -183,11 +183,11 @@ class WorkerActor:
         """
         self._frozen = join_all(self._layout.splits, frozen)
         leaves = saved_leaves(self._step.program)
-        made = {
+        copies = {
             path: donatable_copy(jnp.asarray(x), leaves[f"variables/{path}"])
             for path, x in variables.items()
         }
-        self._variables = jax.device_put(made, self._step.at())
+        self._variables = jax.device_put(copies, self._step.at())
         return built
 
     def pull(self, *published: Published) -> None:
@@ -206,9 +206,9 @@ class WorkerActor:
             for piece, x in zip(self._layout.splits[path].pieces, pieces, strict=True):
                 by_server[piece.server][path] = x
         pushes = [
-            {path: x for path, x in own.items() if path in paths}
+            {path: x for path, x in of_server.items() if path in paths}
             for paths in self._layout.buckets or [sums.grads]
-            for own in by_server
+            for of_server in by_server
         ]
         return *pushes, (sums._replace(grads={}), scale)
 
@@ -221,8 +221,8 @@ class WorkerActor:
     def _pulled(self, published: Sequence[Published]) -> dict[str, list[Any]]:
         """The parameters, joined on the host and placed on this worker's devices."""
         by_server: list[Arrays] = [{} for _ in range(self._layout.servers)]
-        for number, one in enumerate(published):  # by bucket, then by server
-            by_server[number % self._layout.servers] |= one.params
+        for number, message in enumerate(published):  # by bucket, then by server
+            by_server[number % self._layout.servers] |= message.params
         joined = join_all(self._layout.splits, by_server) | self._frozen
         table = self._step.program.table
         return {row.path: [self._sharded(joined[row.path], row)] for row in table}

@@ -74,8 +74,8 @@ def _problems(config: Config) -> Iterator[Problem]:
         works = "It sets the number of workers: each is a process with its own devices."
         yield Problem("mesh.data", "nothing", works)
     elif workers < 1:
-        found = f"{config.run.devices}, of which {parallel.servers} are servers"
-        yield Problem("run.devices", found, "Needs at least one worker.", ("parallel.servers",))
+        devices = f"{config.run.devices}, of which {parallel.servers} are servers"
+        yield Problem("run.devices", devices, "Needs at least one worker.", ("parallel.servers",))
     if parallel.worker_pace:
         works = "It simulates workers of one process; on Ray each has its own pace: remove it."
         yield Problem("parallel.worker_pace", str(parallel.worker_pace), works)
@@ -98,8 +98,8 @@ class BuildArguments:
     example_batch: Any = None
     trainable: Any = None
 
-    def program(self, given: Mapping[str, Any], devices: list[jax.Device]) -> Program:
-        config = load_config(given)
+    def program(self, settings: Mapping[str, Any], devices: list[jax.Device]) -> Program:
+        config = load_config(settings)
         enable_compilation_cache(config.run.compilation_cache)
         model, loss_fn = resolve_model(config, self.model, self.loss_fn)
         if isinstance(model, Pretrained):

@@ -108,8 +108,8 @@ def _closed_to_others() -> Iterator[None]:
     """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     raylet: Any = importlib.import_module("ray._raylet")
-    given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    before = {name: os.environ.get(name) for name in given}, constants.ENABLE_RAY_CLUSTER
+    required = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in required}, constants.ENABLE_RAY_CLUSTER
 
     def use(variables: Mapping[str, str | None], clusters: bool) -> None:
         for name, value in variables.items():
@@ -120,7 +120,7 @@ def _closed_to_others() -> Iterator[None]:
         raylet.Config.initialize("")  # Ray read them when it was imported
         raylet.AuthenticationTokenLoader.instance().reset_cache()
 
-    use(given, False)
+    use(required, False)
     try:
         yield
     finally:
@@ -136,8 +136,8 @@ def _own_folder() -> str:
     parent = Path(short_temporary_folder(), f"jaxspeed-ray-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         parent.mkdir(mode=0o700)
-    found = parent.lstat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+    status = parent.lstat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
         raise RunError(f"{parent}: not a folder of this user alone (mode 700)")
     return str(parent / "ray")
 

@@ -40,8 +40,8 @@ def _first(ray: Any, error: BaseException) -> BaseException:
 def _reason(text: str) -> str:
     """The informative part of Ray's message about a death."""
     for line in text.splitlines():
-        _, found, detail = line.partition("WorkerActor exit detail: ")
-        if found:
+        _, marker, detail = line.partition("WorkerActor exit detail: ")
+        if marker:
             return detail.split(" Some common causes", 1)[0].strip().rstrip(".")
     return text.strip().splitlines()[0]
 

@@ -57,8 +57,8 @@ class RayServers:
     def state(self) -> TrainState:
         """A copy of the servers' state in this process."""
         if self._local is None:
-            given = self._get([handle.get_state.remote() for handle in self._handles])
-            self._local = self._layout.join_state(self._program, given, self.variables)
+            arrays = self._get([handle.get_state.remote() for handle in self._handles])
+            self._local = self._layout.join_state(self._program, arrays, self.variables)
         return self._local
 
     @state.setter
@@ -67,8 +67,8 @@ class RayServers:
         self._restart_dead()
         self._begin(
             [
-                handle.set_state.options(num_returns=2).remote(own)
-                for handle, own in zip(self._handles, saved, strict=True)
+                handle.set_state.options(num_returns=2).remote(arrays)
+                for handle, arrays in zip(self._handles, saved, strict=True)
             ],
             int(state.step),
         )
@@ -141,9 +141,9 @@ class RayServers:
         else:
             self._reduced += references
             last = bucket == len(self._layout.buckets) - 1
-            given = self._reduced if last else []
+            operands = self._reduced if last else []
             calls = [
-                h.apply_bucket.options(num_returns=2).remote(last, *given) for h in self._handles
+                h.apply_bucket.options(num_returns=2).remote(last, *operands) for h in self._handles
             ]
         self._bucket = [published for published, _ in calls]
         self._next += self._bucket
@@ -151,7 +151,7 @@ class RayServers:
             return {}
         published, self._next, self._reduced = self._next, [], []
         try:
-            metrics: list[Metrics] = self._get([found for _, found in calls])
+            metrics: list[Metrics] = self._get([pending for _, pending in calls])
         except PushLostError as error:
             if bucket is None:
                 raise
@@ -164,8 +164,8 @@ class RayServers:
 
     def pids(self) -> list[int]:
         """The process ids of the servers, once they have started."""
-        found: list[int] = self._get(self._built, timeout=SECONDS_TO_START)
-        return found
+        pids: list[int] = self._get(self._built, timeout=SECONDS_TO_START)
+        return pids
 
     def _start(self, server: int) -> None:
         self._handles[server] = self._cluster.start(ServerActor, self._first + server)
@@ -231,12 +231,12 @@ class RayWorkers:
     def pids(self) -> list[int]:
         """The process ids of the workers, once they have started."""
         try:
-            found: list[int] = self._ray.get(self._ready, timeout=SECONDS_TO_START)
+            pids: list[int] = self._ray.get(self._ready, timeout=SECONDS_TO_START)
         except self._ray.exceptions.GetTimeoutError:
             raise RunError(f"the workers did not start within {SECONDS_TO_START} s") from None
         except self._ray.exceptions.RayError as error:
             raise raised(self._ray, error, "a worker") from error
-        return found
+        return pids
 
     def begin(self) -> None:
         """Send references to the variables and frozen parameters of the next tasks."""
@@ -246,12 +246,12 @@ class RayWorkers:
 
     def start(self, worker: int, task: Task) -> None:
         handle, ready = self._handles[worker], self._ready[worker]
-        given = (ready, task.part, task.batch, *task.published)
+        arguments = (ready, task.part, task.batch, *task.published)
         if task.train:
             call = handle.gradients.options(num_returns=self._pushes + 1)
-            *pushes, losses = call.remote(*given)
+            *pushes, losses = call.remote(*arguments)
         else:
-            losses, pushes = handle.evaluate.remote(*given), []
+            losses, pushes = handle.evaluate.remote(*arguments), []
         self._in_flight[losses] = (worker, task, pushes)
 
     def next(self) -> Finished:

@@ -112,8 +112,13 @@ def initialize(
         opened.enter_context(connected(address))
         inputs = BuildArguments(model, loss_fn, optimizer, example_batch, trainable)
         program, build = program_of(loaded, inputs)
-        one = build.resources
-        cluster = Cluster(one.workers + one.servers, one.workers, one.platform, one.devices)
+        resources = build.resources
+        cluster = Cluster(
+            resources.workers + resources.servers,
+            resources.workers,
+            resources.platform,
+            resources.devices,
+        )
         opened.callback(cluster.close)
         engine = RayEngine(program, build, cluster)
         engine.ends = opened.pop_all()
@@ -125,9 +130,9 @@ def program_of(config: Config, inputs: BuildArguments) -> tuple[RayProgram, Buil
     resources, rule = ray_resources(config), rule_of(config)
     program = inputs.program(resources.state_config, [jax.local_devices(backend="cpu")[0]])
     layout = ServerLayout.of(program, resources.servers, rule.synchronous)
-    given = {name: getattr(program, name) for name in Program.__dataclass_fields__}
-    given |= {"config": config, "batch": resources.batch}
+    values = {name: getattr(program, name) for name in Program.__dataclass_fields__}
+    values |= {"config": config, "batch": resources.batch}
     workers, servers = resources.workers, resources.servers
-    made = RayProgram(**given, workers=workers, servers=servers, rule=rule)
+    ray_program = RayProgram(**values, workers=workers, servers=servers, rule=rule)
     factor = gradient_factor(config, workers)
-    return made, Build(inputs, resources, layout, factor)
+    return ray_program, Build(inputs, resources, layout, factor)

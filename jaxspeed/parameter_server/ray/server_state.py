@@ -65,14 +65,14 @@ class ServerLayout:
             owner = owner_of(path, program.table.rows)
             if owner is not None:
                 moments[owner] += math.prod(leaf.shape) * leaf.placement.dtype.itemsize
-        found = []
+        params = []
         for row in program.table:
             path, shape = row.path, row.leaf.shape
-            each = sum(at.dtype.itemsize for at in (row.param, row.master) if at)
-            nbytes = math.prod(shape) * each + moments[path]
+            element_bytes = sum(at.dtype.itemsize for at in (row.param, row.master) if at)
+            nbytes = math.prod(shape) * element_bytes + moments[path]
             any_rows = mixed or not row.leaf.trainable or update.leaf(path, shape).elementwise
-            found.append(AssignableParam(path, shape, nbytes, any_rows))
-        splits = split_by_bytes(found, servers)
+            params.append(AssignableParam(path, shape, nbytes, any_rows))
+        splits = split_by_bytes(params, servers)
         idle = sum(not owned_by(splits, server) for server in range(servers))
         if idle:
             raise ConfigError(
@@ -99,29 +99,29 @@ class ServerLayout:
     def _of_server(self, arrays: Arrays, server: int, program: Program) -> Arrays:
         if self.mixed:
             return arrays
-        owned, found = self.owned(server), {}
+        owned, of_server = self.owned(server), {}
         for name, value in arrays.items():
             owner = owner_of(name, program.table.rows)
             if owner is None:
-                found[name] = value
+                of_server[name] = value
             elif owner in owned:
                 split = self.splits[owner]
                 same = value.shape == split.shape
-                found[name] = split.take(value, owned[owner]) if same else value
-        return found
+                of_server[name] = split.take(value, owned[owner]) if same else value
+        return of_server
 
     def join_state(
-        self, program: Program, given: Sequence[Arrays], variables: Arrays
+        self, program: Program, by_server: Sequence[Arrays], variables: Arrays
     ) -> TrainState:
         """The state in this process, from the servers' arrays."""
         full: Arrays = {_VARIABLES + path: x for path, x in variables.items()}
-        for name in dict.fromkeys(name for arrays in given for name in arrays):
+        for name in dict.fromkeys(name for arrays in by_server for name in arrays):
             owner = owner_of(name, program.table.rows)
             if owner is None or self.mixed:
-                full[name] = given[0][name]
+                full[name] = by_server[0][name]
                 continue
             split = self.splits[owner]
-            pieces = [given[piece.server][name] for piece in split.pieces]
+            pieces = [by_server[piece.server][name] for piece in split.pieces]
             full[name] = split.join(pieces) if len(pieces) > 1 else pieces[0]
         return restored(program, full)
 
@@ -155,10 +155,10 @@ class ServerModel:
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        found = {row.path: row.leaf for row in self.table}
+        leaves = {row.path: row.leaf for row in self.table}
         shapes = {path: self.splits[path].shape_of(piece) for path, piece in self.owned.items()}
         return tuple(
-            replace(found[path], shape=shape, range=None) for path, shape in shapes.items()
+            replace(leaves[path], shape=shape, range=None) for path, shape in shapes.items()
         )
 
     @property
@@ -221,7 +221,7 @@ def program_of_server(
     opt = OptLayout.of(table, abstract, device_memory_kind(program.mesh))
     table = table.with_state(opt.places, {})
     objective = replace(program.objective, model=model, table=table)
-    given = {field.name: getattr(program.update, field.name) for field in fields(Update)}
-    given |= {"table": table, "model": model, "layout": opt, "gradient_factor": factor}
+    values = {field.name: getattr(program.update, field.name) for field in fields(Update)}
+    values |= {"table": table, "model": model, "layout": opt, "gradient_factor": factor}
     gradients = replace(program.gradients, objective=objective)
-    return replace(program, objective=objective, gradients=gradients, update=Update(**given))
+    return replace(program, objective=objective, gradients=gradients, update=Update(**values))
