@@ -9,10 +9,10 @@ the first steps are compared. Each is a process of its own on the same cores (wi
 group of processes), and the rounds are interleaved. A step is timed until its loss is on the host.
 Reported are the medians of the rounds, which are medians of their steps, and their range.
 
-`jaxspeed train` restarts itself with glibc's setting for huge pages, and with --keep-temporaries
-with others; jaxspeed's processes have them here too. The peers' have those that --peers-memory
-names: `default`, none, as they start by themselves; `huge`, pages; `kept`, the same as jaxspeed's
-with kept temporaries.
+`jaxspeed train` restarts itself with glibc's setting for huge pages; jaxspeed's processes have it
+here too, or those with which glibc keeps the memory of temporary arrays. The peers' have those
+that --peers-memory names: `default`, none, as they start by themselves; `huge`, pages; `kept`, the
+same as jaxspeed's with kept temporaries.
 """
 
 import argparse
@@ -33,6 +33,13 @@ from peers_work import Step, Work, batches, save_weights
 WORK = Work()
 WARM_UP = 4
 COMPARED = 3  # losses of the first steps
+# Arenas of four pages of 1 GB, where 64 MB is usual: large blocks come from them, and they are not
+# trimmed. No page of 1 GB has to be reserved.
+KEEP_TEMPORARIES = (
+    "glibc.malloc.hugetlb=1073741824:"
+    "glibc.malloc.mmap_threshold=4294967295:"
+    "glibc.malloc.trim_threshold=17179869184"
+)
 
 
 def jaxspeed_step(
@@ -147,7 +154,7 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
 
 
 def glibc_settings(name: str, of_peers: str) -> str:
-    from jaxspeed.cli.train import HUGE_PAGES, KEEP_TEMPORARIES
+    from jaxspeed.cli.train import HUGE_PAGES
 
     if name.startswith("jaxspeed"):
         return KEEP_TEMPORARIES if name.endswith("kept") else HUGE_PAGES

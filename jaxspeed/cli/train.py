@@ -3,7 +3,6 @@
 import argparse
 import gc
 import os
-import platform
 import shlex
 import signal
 import sys
@@ -16,17 +15,9 @@ from jaxspeed.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from jaxspeed.run import Source, Trainer
 
-# Settings of glibc 2.35 or newer, read as a process starts.
-HUGE_PAGES = "glibc.malloc.hugetlb=1"  # ask for them, for large blocks
-# Arenas of four such pages, 4 GB, where 64 MB is usual: large blocks come from them, and they are
-# not trimmed. No page of 1 GB has to be reserved.
-KEEP_TEMPORARIES = (
-    "glibc.malloc.hugetlb=1073741824:"
-    "glibc.malloc.mmap_threshold=4294967295:"
-    "glibc.malloc.trim_threshold=17179869184"
-)
+# A setting of glibc 2.35 or newer, read as a process starts: ask for huge pages for large blocks.
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_RESERVED_GIGABYTES = Path("/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages")
 
 
 def add(commands: Any) -> None:
@@ -48,50 +39,21 @@ def add(commands: Any) -> None:
         metavar="A",
         help="address of a Ray cluster, like 10.0.0.1:6379; by default a local Ray is started",
     )
-    parser.add_argument(
-        "--keep-temporaries",
-        action="store_true",
-        help="keep the memory of a step's temporary arrays for the next step: faster on a CPU; "
-        "each of XLA's threads keeps its own (Linux with glibc)",
-    )
-    parser.set_defaults(run=run, at_start=restart_with_glibc_settings)
+    parser.set_defaults(run=run, at_start=restart_with_huge_pages)
 
 
-def restart_with_glibc_settings(args: argparse.Namespace) -> None:
-    """Restart this process, once, with the settings of glibc that make steps on a CPU faster.
+def restart_with_huge_pages(_: argparse.Namespace) -> None:
+    """Restart this process, once, with the setting of glibc that makes steps on a CPU faster.
 
     XLA:CPU allocates and frees the temporary arrays of each step: with pages of 4 KB the kernel
     takes up to a fifth of a step to map them. Huge pages are asked for where the kernel gives them
-    to those who ask; --keep-temporaries has glibc keep the memory instead.
+    to those who ask.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if args.keep_temporaries:
-        if KEEP_TEMPORARIES in tunables:
-            return
-        _check_kept(args)
-        setting = KEEP_TEMPORARIES
-    elif HUGE_PAGES.partition("=")[0] in tunables or "[madvise]" not in _text(_HUGE_PAGES_SETTING):
+    if HUGE_PAGES.partition("=")[0] in tunables or "[madvise]" not in _text(_HUGE_PAGES_SETTING):
         return
-    else:
-        setting = HUGE_PAGES
-    os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, setting)))
+    os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, HUGE_PAGES)))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _check_kept(args: argparse.Namespace) -> None:
-    """Raise a ConfigError where glibc would not keep the memory."""
-    if args.engine == "ray":
-        raise ConfigError("--keep-temporaries: not with --engine ray, whose processes Ray starts")
-    library, version = platform.libc_ver()
-    if library != "glibc" or tuple(map(int, version.split("."))) < (2, 35):
-        installed = " ".join(filter(None, (library, version))) or "another library"
-        raise ConfigError(f"--keep-temporaries: needs glibc 2.35 or newer; here is {installed}")
-    reserved = _text(_RESERVED_GIGABYTES).strip()
-    if reserved != "0":  # "": the processor has no pages of 1 GB, and glibc ignores the setting
-        raise ConfigError(
-            "--keep-temporaries: needs a processor with pages of 1 GB, of which none is reserved; "
-            f"{_RESERVED_GIGABYTES} {'has ' + reserved if reserved else 'does not exist'}"
-        )
 
 
 def _text(file: Path) -> str:
@@ -159,8 +121,6 @@ def _again(args: argparse.Namespace, trainer: "Trainer") -> str:
     words = [*program(), "train", args.config]
     if args.engine == "ray":
         words += ["--engine", "ray"]
-    if args.keep_temporaries:
-        words.append("--keep-temporaries")
     for word in ("output", "devices", "ray_address"):
         if getattr(args, word):
             words += [f"--{word.replace('_', '-')}", getattr(args, word)]

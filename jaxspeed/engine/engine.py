@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Protocol
@@ -13,47 +12,39 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
-from jaxspeed.adapters.choose_adapters import refuse_unlike
 from jaxspeed.checkpoint import Restored
-from jaxspeed.checkpoint.other_adapters import OtherAdapter, exchanged, other_adapter
-from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.deepspeed_habits import DeepSpeedHabits, PureStep
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
+from jaxspeed.engine.calls import Calls
 from jaxspeed.engine.gathered import Gathered
+from jaxspeed.engine.loaded_adapters import LoadedAdapters
 from jaxspeed.engine.offload_check import asks, check_moves
-from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
-from jaxspeed.engine.reporter import Reporter, ShapeLog
+from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.engine.step_report import compiled_report
-from jaxspeed.errors import CheckpointError, ConfigError, JaxspeedError
+from jaxspeed.engine.values import averaged_state, averages_of, parameters_of, with_values
+from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained, saved_adapter
+from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objectives.terms_and_metrics import TOTALS
-from jaxspeed.placement.codec import Stored, unpad
-from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.placement.paths import listed
-from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.phases import PhasedStep
 from jaxspeed.train.program import Metrics, Program
-from jaxspeed.train_state.state import TrainState, updated_values
+from jaxspeed.train_state.state import TrainState
 from jaxspeed.user_models.batch_checks import array_of, is_tensor
 from jaxspeed.user_models.batches import WithExtra
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any
-_REPLACED = "they were assigned, or restored from a checkpoint that had them"
-_NOT_READ = "they were not read from a folder (model.pretrained)"
-BATCHES = "train_batch", "eval_batch", "evaluating"  # that compile for their shapes
 
 
 class Watch(Protocol):
@@ -97,18 +88,15 @@ class Engine(DeepSpeedHabits):
         if path is not None and len(program.phases) > 1:
             raise ConfigError("run.executable: it holds one program, and a step is several here")
         self._from_file = StepFromFile(program, path) if path is not None else None
-        self._shapes = {name: ShapeLog(name) for name in BATCHES}
         self._reporter = Reporter(program, step)
         self._pace = DispatchLimit(program.mesh.devices.flat[0])
         self._saver = Saver(program)
-        self._moves_checked = self._new_shapes = False
-        self._processes = Processes()
-        self._gathered = Gathered(program, self._processes)
+        self._adapters = LoadedAdapters(program)
+        self._call = Calls(program)
+        self._moves_checked = False
+        self._gathered = Gathered(program, self._call.processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
-        self.frozen_as_read, self._said = self._is_read, False
-        self._adapter: str | None = "default"  # None: the base alone
-        self._adapters = dict[str, OtherAdapter]()  # those that are not in use
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -133,29 +121,19 @@ class Engine(DeepSpeedHabits):
     def state(self, state: TrainState) -> None:
         self._reporter.begin_at(int(state.step))
         self._gathered.drop()
-        of_both = [
-            jax.tree.leaves(
-                [each.params.get(r.path) for r in self.placements if not r.leaf.trainable]
-            )
-            for each in (self._state, state)
-        ]
-        self.frozen_as_read &= [*map(id, of_both[0])] == [*map(id, of_both[1])]
+        self._saver.replaced(self._state, state)
         self._state = state
 
     def continue_from(self, restored: Restored) -> None:
         """Take the state of a checkpoint that was restored for this engine's program."""
         self.state = restored.state
-        self.frozen_as_read = restored.frozen_as_read and self._is_read
-        if restored.adapter is not None:
-            self._adapter = restored.adapter
-            self._adapters |= restored.adapters
-            self._adapters.pop(self._adapter, None)
+        self._saver.restored(restored)
+        self._adapters.restore(restored)
 
     @property
-    def _is_read(self) -> bool:
-        """Whether the model is read from a folder, which can be read again."""
-        weights = self.program.model.weights
-        return weights is not None and weights.origin is not None and self.program.on_one_mesh
+    def frozen_as_read(self) -> bool:
+        """Whether the frozen parameters are those of the folder that the model is read from."""
+        return self._saver.frozen_as_read
 
     @property
     def held(self) -> TrainState | None:
@@ -166,7 +144,7 @@ class Engine(DeepSpeedHabits):
     def reset(self) -> None:
         """Replace the state by a freshly initialized one."""
         self.state = self.program.init(self.config.run.seed)
-        self.frozen_as_read = self._is_read
+        self._saver.initialized()
 
     # -- training -------------------------------------------------------------------------------
 
@@ -177,7 +155,7 @@ class Engine(DeepSpeedHabits):
         `extra` is a tree of arrays for `loss_fn(model, batch, extra)`, which are not divided into
         samples: a graph's edges, another network's weights, tables. They stay where they lie.
         """
-        self._adapter_in_use("train_batch")
+        self._adapters.in_use("train_batch")
         placed = self._place(batch, "train_batch", self.program.batch.train, extra)
         if not self._moves_checked:
             if asks(self.program):
@@ -187,8 +165,8 @@ class Engine(DeepSpeedHabits):
         self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
         self._gathered.drop()
-        self._compile_together(self._step, self.state, placed)
-        self._state, metrics = self._explained(self._step, self.state, placed)
+        self._call.compile_together(self._step, self.state, placed)
+        self._state, metrics = self._call(self._step, self.state, placed)
         self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
         compiled = partial(self.compiled, batch, extra)
@@ -202,15 +180,15 @@ class Engine(DeepSpeedHabits):
 
     @watched("evaluate")
     def eval_totals(self, batch: Batch, extra: Any = None) -> Metrics:
-        """As `eval_batch`, with `Metric` objects of what a mean of batches would not combine."""
+        """As `eval_batch`, with a `Metric` of each that a mean over batches would not combine."""
         once = self._gathered.now()
         placed = self._place(batch, "evaluating" if once else "eval_batch", None, extra)
         state: Any = once.shapes if once else self.state
         evaluate = (once or self.program).evaluate
-        self._compile_together(evaluate, state, placed)
+        self._call.compile_together(evaluate, state, placed)
         if once:
-            state = self._explained(self._gathered.of, self.state)
-        metrics: Metrics = self._explained(evaluate, state, placed)
+            state = self._call(self._gathered.of, self.state)
+        metrics: Metrics = self._call(evaluate, state, placed)
         self._pace.sent(metrics["loss"])
         return metrics
 
@@ -278,32 +256,9 @@ class Engine(DeepSpeedHabits):
         """Call `fn` in `close`, after the last hooks."""
         self._closing.append(fn)
 
-    def _compile_together(self, function: Any, state: Any, batch: Any) -> None:
-        """Compile for new shapes, and wait until all processes have.
-
-        Otherwise those that are ready early wait in a collective: Gloo gives up after 30 s.
-        """
-        if self._new_shapes and jax.process_count() > 1:
-            if hasattr(function, "lower"):  # a step from a file is compiled
-                self._explained(lambda: function.lower(state, batch).compile())
-            self._processes.wait("compiling")
-
-    def _explained(self, function: Any, *args: Any) -> Any:
-        """Call the function; on OOM raise a report built from the placement table."""
-        pause = paused_collector() if self._new_shapes else nullcontext()
-        try:
-            with self.program.set_mesh(), pause:
-                return function(*args)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise explain_out_of_memory(self.program, error) from error
-            raise
-
     def _place(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> Any:
-        batch = self.program.read_batch(batch, size, self._not_donated(extra))
-        placed = jax.device_put(batch, self.program.batch_shardings(batch))
-        self._new_shapes = self._shapes[what].see(placed)
-        if self._new_shapes and self._watch is not None:
+        placed = self._call.place(batch, what, size, self._not_donated(extra))
+        if self._call.new_shapes and self._watch is not None:
             self._watch.compiles()
         return placed
 
@@ -330,17 +285,8 @@ class Engine(DeepSpeedHabits):
         Raises:
           CheckpointError: frozen parameters are to be left out, which could not be read again.
         """
-        in_use = self._adapter_in_use("save_checkpoint")
-        excluded = self.excludes_frozen()
-        if exclude_frozen_parameters is not None:
-            excluded = exclude_frozen_parameters
-            if excluded and not self.frozen_as_read:
-                raise CheckpointError(
-                    "exclude_frozen_parameters: the frozen parameters could not be read again: "
-                    + (_REPLACED if self._is_read else _NOT_READ)
-                )
         return self._saver.save(
-            self.state, directory, tag, client_state, excluded, in_use, self._adapters
+            self.state, directory, tag, client_state, exclude_frozen_parameters, self._adapters
         )
 
     def excludes_frozen(self) -> bool:
@@ -349,13 +295,7 @@ class Engine(DeepSpeedHabits):
         By default with adapters; `checkpoint.exclude_frozen_parameters` decides otherwise. Frozen
         parameters that are not as they were read are always saved.
         """
-        asked = self.config.checkpoint.exclude_frozen_parameters
-        if asked is None:
-            asked = isinstance(self.program.model, AdaptedModel)
-        if asked and self._is_read and not self.frozen_as_read and not self._said:
-            log.warning("checkpoints have the frozen parameters too: %s", _REPLACED)
-            self._said = True
-        return asked and self.frozen_as_read
+        return self._saver.excludes_frozen()
 
     @watched("restore")
     def load_checkpoint(
@@ -373,10 +313,9 @@ class Engine(DeepSpeedHabits):
         `renames` maps paths of the checkpoint to the model's. The current state is freed first: the
         devices never hold two.
         """
-        self._adapter_in_use("load_checkpoint")
+        self._adapters.in_use("load_checkpoint")
         self._gathered.drop()
-        held, as_read = self.held, self.frozen_as_read
-        restored = self._saver.load(directory, tag, weights_only, renames, held, as_read)
+        restored = self._saver.load(directory, tag, weights_only, renames, self.held)
         if restored is None:
             log.warning("%s holds no checkpoint: the state stays as it is", directory)
             return None, {}
@@ -415,27 +354,7 @@ class Engine(DeepSpeedHabits):
         Raises:
           ConfigError, PretrainedError: it is of another config or of another model.
         """
-        program = self.program
-        if not isinstance(program.model, AdaptedModel):
-            raise ConfigError("load_adapter: the config has no section lora")
-        if name == self._adapter:
-            raise ConfigError(f"load_adapter: {name!r} is in use; give another name")
-        if not name or "/" in name:
-            raise ConfigError(f"load_adapter: {name!r} is no name: it is empty, or has a slash")
-        saved = saved_adapter(folder, program.config, program.source.model)
-        table = program.table
-        shapes = {path: table.shape_of(path) for path in table.parameters}
-        own = {path: shape for path, shape in shapes.items() if not path.startswith("lora/")}
-        refuse_unlike(saved, program.model.adapters, own)
-        values = saved.values(shapes)
-        ours = {row.leaf.parameter for row in self._rows_of_adapters()}
-        if unlike := sorted(values.keys() ^ ours):
-            where = "it alone has" if unlike[0] in values else "it lacks"
-            raise ConfigError(
-                f"load_adapter: {where} {listed(unlike)}; lora.use_dora, lora.modules_to_save and "
-                "lora.bias have to be those of the adapter: start another engine with lora.adapter"
-            )
-        self._adapters[name] = other_adapter(program, values)
+        self._adapters.load(folder, name)
 
     def use_adapter(self, name: str | None) -> None:
         """Train, evaluate and generate with an adapter of `load_adapter` from now on.
@@ -450,55 +369,8 @@ class Engine(DeepSpeedHabits):
           ConfigError: no adapter of this name is loaded, or what the base had in place of trained
             parameters is not known.
         """
-        if name == self._adapter:
-            return
-        if name is not None and name not in self._adapters:
-            raise ConfigError(
-                f"use_adapter: {name!r} is not loaded; there are "
-                + ", ".join(sorted(filter(None, {self._adapter, *self._adapters})))
-            )
-        other = self._base_alone() if name is None else self._adapters.pop(name)
-        self.state, taken = exchanged(self.program, self.state, other)
-        if name is None:  # the magnitudes of DoRA are the norms of the weights
-            params, master = dict(self.state.params), dict(self.state.master)
-            measured = self.program.storage.with_magnitudes(
-                params, master, set(_factors(self.program.model))
-            )
-            self.state = _with_parameters(self.state, *measured)
-        if self._adapter is not None:
-            self._adapters[self._adapter] = taken
-        self._adapter = name
-
-    def _base_alone(self) -> OtherAdapter:
-        """An adapter whose factors are zero."""
-        model = self.program.model
-        if not isinstance(model, AdaptedModel):
-            raise ConfigError("use_adapter(None): the config has no section lora")
-        state, rows = self.state, self._rows_of_adapters()  # a base may be too large to be decoded
-        current = self.placements.joined({row.path: _parameter(state, row) for row in rows})
-        if trained := [path for path in current if not path.startswith("lora/")]:
-            raise ConfigError(
-                f"use_adapter(None): {listed(trained)} are trained beside the adapters "
-                "(lora.modules_to_save, lora.bias), and the base's own values are not kept; "
-                "evaluate an engine without the section lora"
-            )
-        zeros = {path: jnp.zeros_like(current[path]) for path in _factors(model)}
-        return other_adapter(self.program, {**current, **zeros})
-
-    def _adapter_in_use(self, what: str) -> str:
-        """The name of the adapter in use, without which `what` is refused."""
-        if self._adapter is None:
-            raise ConfigError(
-                f"{what}: no adapter is in use since use_adapter(None); choose one first: "
-                + ", ".join(sorted(self._adapters))
-            )
-        return self._adapter
-
-    def _rows_of_adapters(self) -> list[Row]:
-        """What an adapter has: its leaves, and the parameters that are trained beside them."""
-        of_each = self.placements.parameters.values()
-        own = (rows for rows in of_each if any(r.leaf.adapts or r.leaf.trainable for r in rows))
-        return [row for rows in own for row in rows]
+        if name != self._adapters.used:
+            self.state = self._adapters.exchange(self.state, name)
 
     def save_adapter(
         self,
@@ -513,7 +385,7 @@ class Engine(DeepSpeedHabits):
         Called on every process; arguments are those of `save_pretrained`. Where the model has no
         form in Hugging Face's format, only `lora.adapter` reads the folder.
         """
-        self._adapter_in_use("save_adapter")
+        self._adapters.in_use("save_adapter")
         state = self.averaged if ema else self.state
         return save_adapter(self.program, state, folder, dtype=dtype, form=form)
 
@@ -589,9 +461,7 @@ class Engine(DeepSpeedHabits):
 
         Offloaded ones are copied to the devices.
         """
-        state = self.state
-        table = self.placements
-        return table.joined({row.path: _parameter(state, row) for row in table})
+        return parameters_of(self.program, self.state)
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:
@@ -599,15 +469,7 @@ class Engine(DeepSpeedHabits):
 
         Magnitudes of DoRA that are not given are measured again where their weights are.
         """
-        storage, model = self.program.storage, self.program.model
-        state = _with_parameters(self.state, *storage.placed(values))
-        if isinstance(model, AdaptedModel):
-            kept = (a.leaf("magnitude") for a in model.adapters.values() if a.path not in values)
-            known = {*values, *kept}
-            state = _with_parameters(
-                state, *storage.with_magnitudes(dict(state.params), dict(state.master), known)
-            )
-        self.state = state
+        self.state = with_values(self.program, self.state, values)
 
     @property
     def ema_parameters(self) -> dict[str, jax.Array]:
@@ -618,9 +480,7 @@ class Engine(DeepSpeedHabits):
         Raises:
           ConfigError: the config keeps no moving average.
         """
-        state = self._with_averages()
-        table = self.placements
-        return table.joined({row.path: _average(state, row) for row in table})
+        return averages_of(self.program, self.state)
 
     @property
     def averaged(self) -> TrainState:
@@ -629,24 +489,7 @@ class Engine(DeepSpeedHabits):
         Raises:
           ConfigError: the config keeps no moving average.
         """
-        state = self._with_averages()
-        params: dict[str, Any] = {}
-        master: dict[str, Any] = {}
-        table = self.placements
-        for rows in table.parameters.values():
-            if any(row.path in state.ema for row in rows):
-                average = table.joined({row.path: _average(state, row) for row in rows})
-                for found, new in zip((params, master), self.program.storage.placed(average)):
-                    found |= new
-        return _with_parameters(state, params, master)
-
-    def _with_averages(self) -> TrainState:
-        if self.program.optimizer.ema_decay is None:
-            raise ConfigError(
-                "optimizer.ema_decay: not set, so there is no moving average of the weights; the "
-                "config of the run that kept one would do"
-            )
-        return self.state
+        return averaged_state(self.program, self.state)
 
     @property
     def runnable(self) -> tuple[Program, TrainState]:
@@ -714,38 +557,3 @@ class Engine(DeepSpeedHabits):
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         with self.program.set_mesh():
             return diagnosing.diagnose(self.program, self.state, placed)
-
-
-def _factors(model: Any) -> list[str]:
-    """The paths of an adapted model's factors."""
-    return [adapter.leaf(name) for adapter in model.adapters.values() for name in ("A", "B")]
-
-
-def _parameter(state: TrainState, row: Row) -> jax.Array:
-    """A parameter on the devices, unpadded."""
-    value: jax.Array = row.decoded(row.updated, _on_devices(row, updated_values(state, row)))
-    return value
-
-
-def _average(state: TrainState, row: Row) -> jax.Array:
-    """Its moving average, or the parameter itself if it is not trained."""
-    if row.path not in state.ema:
-        return _parameter(state, row)
-    return unpad(_on_devices(row, state.ema[row.path]), row.leaf.shape)
-
-
-def _on_devices(row: Row, stored: Stored) -> Stored:
-    """The arrays of a value, copied to the devices if they are offloaded."""
-
-    def here(x: jax.Array) -> jax.Array:
-        at: Any = x.sharding
-        return jax.device_put(x, at.with_memory_kind(row.read.memory_kind))
-
-    offloaded = any(in_host(x.sharding) for x in jax.tree.leaves(stored))
-    return jax.tree.map(here, stored) if offloaded else stored
-
-
-def _with_parameters(
-    state: TrainState, params: Mapping[str, Any], master: Mapping[str, Any]
-) -> TrainState:
-    return replace(state, params={**state.params, **params}, master={**state.master, **master})

@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 from jax._src import distributed, hardware_utils, xla_bridge
 
-from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.launch.environment import late_devices, start_processes
 
@@ -105,9 +104,8 @@ def simulate(devices: int) -> None:
 # -- the persistent compilation cache: a program that was compiled once starts at once next time ---
 
 
-def enable_compilation_cache(config: Config) -> None:
+def enable_compilation_cache(wanted: bool | str) -> None:
     """Turn on JAX's cache as `run.compilation_cache` says; one that is set already is kept."""
-    wanted = config.run.compilation_cache
     if wanted is False or jax.config.jax_compilation_cache_dir:
         return
     folder = _user_cache() if wanted is True else Path(wanted).expanduser()

@@ -71,7 +71,7 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
     if more := program.freed_by_more(stored_bytes(table)):
         found.append(more)
         return found + _of_activations(program)
-    current = offload_of(config)
+    current = offload_of(config.zero_optimization)
     for key, offload in (
         ("offload_optimizer", replace(current, optimizer=1.0)),
         ("offload_param", replace(current, param=True)),
@@ -121,7 +121,7 @@ def _otherwise(
         precision=precision_of(program.config),
         persistence_threshold=zero.stage3_param_persistence_threshold,
         stack=program.table.stack,
-        offload=offload or offload_of(program.config),
+        offload=offload or offload_of(zero),
         codecs=program.table.codecs,
     )
     return table.with_state(program.layout.over(table).places, program.table.extra)

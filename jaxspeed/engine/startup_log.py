@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxspeed.axes import PIPE, TENSOR
 from jaxspeed.offload import GPU_LIMIT, pinned_limit
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.rules import DATA_NAMES
@@ -35,8 +36,8 @@ def log_startup(program: Program) -> None:
     _log_clipping(program)
     if program.proposal is not None:
         log.info("mesh.tensor: the sharding was inferred from the loss\n%s", program.proposal)
-    degree = program.mesh.shape["tensor"]
-    if degree > 1 and not dims_sharded_over("tensor", {r.path: r.read.spec for r in program.table}):
+    degree = program.mesh.shape[TENSOR]
+    if degree > 1 and not dims_sharded_over(TENSOR, {r.path: r.read.spec for r in program.table}):
         log.warning(
             "mesh.tensor is %d, but no parameter is sharded over it: all devices of this axis do "
             "the same work",
@@ -116,7 +117,7 @@ def _warn_of_replicated(table: PlacementTable) -> None:
         return math.prod(row.leaf.shape) * row.leaf.dtype.itemsize
 
     replicated = [
-        r for r in table if r.path not in table.stack.paths and "pipe" not in spec_axes(r.read.spec)
+        r for r in table if r.path not in table.stack.paths and PIPE not in spec_axes(r.read.spec)
     ]
     total, outside = sum(map(size, table)), sum(map(size, replicated))
     if outside < REPLICATED_SHARE * total:

@@ -17,14 +17,12 @@ from jaxspeed.errors import JaxspeedError
 from jaxspeed.hlo.collectives import collectives, unknown_loops
 from jaxspeed.hlo.cost import cost
 from jaxspeed.hlo.parser import parse
-from jaxspeed.hlo.replicated_flops import replicated_flops
 from jaxspeed.hlo.sequence_exchanges import sequence_exchanges
 from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement.show import as_text, bytes_text, scaled_text
 from jaxspeed.remat.residual_report import ResidualReport
 
-SHOWN_SHARE = 0.01  # of the flops: above that, replicated flops are shown
 _CPU_NOTE = " * from the placement table: XLA:CPU counts host memory as device memory"
 
 
@@ -44,9 +42,7 @@ class CompiledReport:
         `temp_bytes` excludes, and host memory; XLA:CPU's excludes `temp_bytes`, so add them there.
         None where it is unknown: of a GPU's program that was loaded from the compilation cache.
       flops: of matmuls and convolutions, times loop trip counts (see `hlo.cost`). None, like
-        the next three, if the backend does not print the program's text.
-      replicated_flops: the part of them that all data ranks compute redundantly (see
-        `hlo.replicated_flops`), for example a term of the loss that does not depend on the batch.
+        the next two, if the backend does not print the program's text.
       bytes_accessed: bytes that the instructions read and write, times loop trip counts.
       collectives: all collectives of the program.
       compile_seconds: wall time of the compilation, None if not measured.
@@ -86,7 +82,6 @@ class CompiledReport:
     waiting: Mapping[str, int] = field(default_factory=dict)
     no_text: str | None = None
     kept: ResidualReport | None = None
-    replicated_flops: int | None = None
     phase: str | None = None
     others: Mapping[str, "CompiledReport"] = field(default_factory=dict)
     on_host: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -153,14 +148,6 @@ def _figures(collective: Communication) -> dict[str, Any]:
     }
 
 
-def _arguments(compiled: jax.stages.Compiled) -> list[Any]:
-    """The shardings of the program's parameters: the arguments that it reads."""
-    try:
-        return jax.tree.leaves(compiled.input_shardings)
-    except NotImplementedError:  # an executable loaded from a file
-        return []
-
-
 def report(
     compiled: jax.stages.Compiled,
     mesh: Mesh | AbstractMesh,
@@ -210,7 +197,6 @@ def report(
         no_text=no_text,
         kept=kept,
         over_sequence=tuple(map(str, sequence_exchanges(text, mesh, parameters))) if text else (),
-        replicated_flops=replicated_flops(module, mesh, _arguments(compiled)) if module else None,
     )
 
 
@@ -256,9 +242,6 @@ def _summary(report: CompiledReport) -> Table:
         table.add_row("collectives", "none")
     if report.flops is not None and report.bytes_accessed is not None:
         table.add_row("flops (matmuls, convolutions)", scaled_text(report.flops, "flop"))
-        if (report.replicated_flops or 0) > SHOWN_SHARE * report.flops:
-            share = f"{report.replicated_flops / report.flops:.0%}"  # type: ignore[operator]
-            table.add_row("  of these replicated over data", share)
         table.add_row("bytes accessed", bytes_text(report.bytes_accessed))
     if report.compile_seconds is not None:
         table.add_row("compile time (measured)", f"{report.compile_seconds:.2f} s")

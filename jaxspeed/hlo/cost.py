@@ -50,7 +50,7 @@ def cost(program: str | Module) -> Cost:
     flops = accessed = 0
     uncounted: dict[str, None] = {}
     for site in walk(module):
-        site_flops = own_flops(site)
+        site_flops = _own_flops(site)
         if site_flops is None:
             uncounted[_target(site.instruction)] = None
         flops += (site_flops or 0) * site.runs
@@ -59,7 +59,7 @@ def cost(program: str | Module) -> Cost:
     return Cost(flops, accessed, tuple(uncounted))
 
 
-def own_flops(site: Site) -> int | None:
+def _own_flops(site: Site) -> int | None:
     """Flops of one run; None if they are unknown (a custom kernel)."""
     instruction = site.instruction
     if instruction.opcode == "dot":

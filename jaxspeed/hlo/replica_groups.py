@@ -21,7 +21,6 @@ _IOTA = re.compile(r"^\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _MESH = re.compile(r"^mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{(.*)\}$")
 _MESH_AXIS = re.compile(r"'?([^'=,\s]+)'?=(\d+)")
 _AXIS_REF = re.compile(r"'?([^':,\s]+)'?(?::\((\d+)\)(\d+))?")
-_TILES = re.compile(r"^\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(.*)\}$")
 _DEVICE_IOTA = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 
@@ -107,24 +106,3 @@ def _rows(values: np.ndarray) -> Groups:
 
 def _ints(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part.strip()]
-
-
-def tiles_of(text: str, devices: int) -> list[int] | None:
-    """The tile of an array that each device holds, from the attribute `sharding`.
-
-    `{replicated}`, or `{devices=[2,1,4]<=[8]}`, where the last dim counts copies if there is
-    `last_tile_dim_replicate`. None for other formats.
-    """
-    if text.strip() == "{replicated}":
-        return [0] * devices
-    if not (match := _TILES.match(text.strip())):
-        return None
-    dims, reshape, order, members, last = match.groups()
-    shape = _ints(dims)
-    ids = _iota(_ints(reshape), _ints(order or "")) if reshape else np.asarray(_ints(members))
-    if ids.size != devices or math.prod(shape) != devices or "last_tile_dims" in last:
-        return None
-    copies = shape[-1] if "last_tile_dim_replicate" in last else 1
-    tiles = np.empty(devices, dtype=int)
-    tiles[ids.reshape(-1)] = np.arange(devices) // copies
-    return [int(tile) for tile in tiles]

@@ -27,7 +27,7 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.placement.codec import Codec
 from jaxspeed.quantization.codecs import FourBit, MatrixCodec, RowInt8
-from jaxspeed.quantization.maps import FP4, NF4
+from jaxspeed.quantization.maps import TABLES
 
 METHODS = ("fp8", "mxfp4", "bitsandbytes")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -178,7 +178,6 @@ def _mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 # -- bitsandbytes ----------------------------------------------------------------------------------
 
 _STATE = ".quant_state.bitsandbytes__"
-_TABLES = {"nf4": NF4, "fp4": FP4}
 _CONV1D = ("gpt2",)  # families whose files have [in, out]; bitsandbytes quantizes the transpose
 _CHUNK = 1 << 22
 
@@ -199,7 +198,7 @@ def _of_bitsandbytes(
                 shape = tuple(map(int, state["shape"]))
                 dtype = jnp.dtype(state["dtype"])
                 block, offset = int(state["blocksize"]), float(state.get("nested_offset", 0))
-                table = _TABLES[values]
+                table = TABLES[values]
                 sizes = [tensors[each].nbytes for each in names]
                 full = -(-math.prod(shape) // 2), -(-math.prod(shape) // block)
                 each = 1 if len(names) > 4 else 4

@@ -71,7 +71,7 @@ KNOWN_BUGS = (
     # The all-reduce over an axis that shards the embedding's rows and the tokens comes after each
     # device has taken its rows. Only with an embedding that is reduced over another explicit axis:
     # jaxspeed's axes are automatic, and with those the gradient is right. Upstream the issue is
-    # closed, and jax 0.11.2 and 0.12.0.1 are as wrong as 0.10.2.
+    # closed, and jax 0.11.2 and 0.12.0.1 are wrong.
     KnownBug(
         ("cpu", *_GPU, "tpu"),
         (0, 10, 2),

@@ -28,7 +28,7 @@ from jaxspeed.launch.variables import BIND, COORDINATOR, COUNT, RANK, TOKEN, VAR
 
 START_SECONDS = 1800  # between the first and the last host of a run
 JAX_SECONDS = 60  # for JAX's own start if all have met late; at most half of the limit
-# JAX waits two minutes for the devices of each process, once they have met (0.10.2).
+# JAX waits two minutes for the devices of each process, once they have met (0.11.2, 0.12.0.1).
 _LATE_DEVICES = re.compile(r"\blocal_topology/\w+/(\d+) and duration: (\w+)")
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # which JAX reads
 # Rank and count of the processes of one host, by what started them.
@@ -131,7 +131,7 @@ def late_devices(error: BaseException) -> tuple[int, str] | None:
 def _reach_without_proxy(coordinator: Address) -> None:
     """Exempt the coordinator from the environment's proxies, which gRPC uses, but `meet` does not.
 
-    A proxy that cannot reach it ends JAX natively (0.10.2), when the time-out is over.
+    A proxy that cannot reach it ends JAX natively (0.11.2, 0.12.0.1), when the time-out is over.
     """
     if coordinator.path or not set_proxies():
         return

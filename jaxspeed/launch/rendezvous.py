@@ -1,7 +1,8 @@
 """The processes of a run meet on the coordinator's address, before JAX takes it.
 
-JAX's own start ends a process natively where something is wrong (0.10.2): a missing process is a
-DEADLINE_EXCEEDED without its rank after the time-out, an occupied port a segmentation fault. Here
+JAX's own start ends a process natively where something is wrong: a missing process is a
+DEADLINE_EXCEEDED without its rank after the time-out (0.11.2, 0.12.0.1), an occupied port a
+segmentation fault (0.12.0.1). Here
 process 0 listens first, waits for the others, and answers all at once with what it knows; then it
 closes the port, and `jax.distributed.initialize` follows. While they wait, they say for whom.
 Process 0 sends signs of life, so that the others know whether it is stuck.

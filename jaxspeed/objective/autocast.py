@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from jaxspeed.config import Config
+from jaxspeed.axes import PIPE
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.primitives import (
@@ -51,7 +51,6 @@ from jaxspeed.jaxpr.primitives import (
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, bodies, is_var
 from jaxspeed.objective.safe_modules import SafeModules
-from jaxspeed.placement.precision import DTYPES
 from jaxspeed.placement.table import PlacementTable
 
 LOWER = PRODUCTS | RAGGED_PRODUCTS
@@ -311,13 +310,10 @@ def _asks_for_highest(precision: Any) -> bool:
     return jax.lax.Precision.HIGHEST in pair
 
 
-def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
-    """Automatic mixed precision of a model with these parameters; None where it is disabled."""
-    if not config.autocasts:
-        return None
+def autocast_of(low: Any, safe: Sequence[str] | None, table: PlacementTable) -> Autocast:
+    """Automatic mixed precision of a model with these parameters, by its safe modules."""
     full = frozenset(row.path for row in table if row.leaf.full_precision)
     gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)
-    sharded = frozenset(gathered) - full if table.mesh.shape["pipe"] == 1 else frozenset()
-    safe = config.torch_autocast.lower_precision_safe_modules
+    sharded = frozenset(gathered) - full if table.mesh.shape[PIPE] == 1 else frozenset()
     is_safe = SafeModules(None if safe is None else tuple(safe))
-    return Autocast(DTYPES[config.compute_dtype], full, sharded, is_safe)
+    return Autocast(low, full, sharded, is_safe)

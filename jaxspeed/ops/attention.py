@@ -51,7 +51,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.ops import cudnn, gpu_flash, mosaic_gpu, row_blocks, splash, triton
 from jaxspeed.ops.attention_call import AttentionForm, attention_call
 from jaxspeed.ops.free_axes import free_axes, tensor_parts
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import KernelCall, Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import (
     NAME,
@@ -168,10 +168,8 @@ def attention(
         return _one_call(form_of_call, q, k, v, segments, sinks, bias)
 
     k, v = repeated_for_sharding(q, k, v)
-    form: dict[str, Any] = {"mask": mask, "scale": scale}
-    if soft_cap is not None:
-        form["soft_cap"] = soft_cap
-    by_plain: Callable[..., jax.Array] = functools.partial(plain, **form)
+    call = KernelCall(mask, scale, soft_cap)
+    by_plain = _by_plain(call)
 
     if implementation is not None:
         if implementation not in ("plain", *KERNELS):
@@ -182,7 +180,7 @@ def attention(
             raise ModelError(f"{implementation} has no bias")
         if implementation == "plain":
             return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks, bias=bias), NAME)
-        attend = in_two_passes(*_two_passes(KERNELS[implementation], form))
+        attend = in_two_passes(*_two_passes(KERNELS[implementation], call))
         return attend(q, k, v, segments, sinks)
 
     if bias is not None:
@@ -205,7 +203,7 @@ def attention(
     if fast:
         if row_blocks.supports(q, k):
             fast["cpu"] = row_blocks
-        return _by_platform(fast, form)(q, k, v, segments, sinks)
+        return _by_platform(fast, call)(q, k, v, segments, sinks)
     return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks), NAME)
 
 
@@ -237,9 +235,13 @@ def _one_call(
     return attention_call(form, body, q, k, v, *given)
 
 
-def _by_platform(kernels: Mapping[str, Any], form: Mapping[str, Any]) -> Attend:
+def _by_plain(call: KernelCall) -> Callable[..., jax.Array]:
+    return functools.partial(plain, mask=call.mask, scale=call.scale, soft_cap=call.soft_cap)
+
+
+def _by_platform(kernels: Mapping[str, Any], call: KernelCall) -> Attend:
     """Attention by the platform's kernel, or by `plain` if it has none."""
-    by_plain: Callable[..., jax.Array] = functools.partial(plain, **form)
+    by_plain = _by_plain(call)
 
     def plain_forward(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> Any:
         batch, seq, heads, _ = q.shape
@@ -255,7 +257,7 @@ def _by_platform(kernels: Mapping[str, Any], form: Mapping[str, Any]) -> Attend:
 
         return jax.vjp(attend, q, k, v, sinks)[1](d)
 
-    passes = {platform: _two_passes(kernel, form) for platform, kernel in kernels.items()}
+    passes = {platform: _two_passes(kernel, call) for platform, kernel in kernels.items()}
 
     def choose(of_plain: Any, number: int) -> Callable[..., Any]:
         by_platform = {platform: both[number] for platform, both in passes.items()}
@@ -264,22 +266,16 @@ def _by_platform(kernels: Mapping[str, Any], form: Mapping[str, Any]) -> Attend:
     return in_two_passes(choose(plain_forward, 0), choose(plain_backward, 1))
 
 
-def _two_passes(kernel: Any, form: Mapping[str, Any]) -> tuple[Callable[..., Any], ...]:
+def _two_passes(kernel: Any, call: KernelCall) -> tuple[Callable[..., Any], ...]:
     """The passes of a kernel, on each device's batch and heads."""
+    passes = [functools.partial(p, call) for p in (kernel.forward, kernel.backward)]
     if kernel is row_blocks:  # XLA partitions its operations
-        return with_sinks(
-            *(functools.partial(p, **form) for p in (kernel.forward, kernel.backward))
-        )
-    return with_sinks(
-        *with_narrow_values(
-            _on_devices(kernel.forward, (4, 3), form), _on_devices(kernel.backward, (4, 4, 4), form)
-        )
+        return with_sinks(*passes)
+    forward, backward = (
+        functools.partial(over_batch_and_heads, one_pass, out_ranks=ranks)
+        for one_pass, ranks in zip(passes, ((4, 3), (4, 4, 4)), strict=True)
     )
-
-
-def _on_devices(kernel: Any, out_ranks: Any, form: Mapping[str, Any]) -> Callable[..., Any]:
-    """One pass of a kernel, on each device's batch and heads."""
-    return functools.partial(over_batch_and_heads, kernel, out_ranks=out_ranks, **form)
+    return with_sinks(*with_narrow_values(forward, backward))
 
 
 def plain(

@@ -14,10 +14,7 @@ With the summed dims merged, which moves no data, nothing is copied. The excepti
 of a head: there the narrow operand is transposed, which costs little next to the product.
 
 With jax 0.12.0.1 a step of `configs/tiny.yaml` takes 0.86 times as much CPU time, one of a GPT-2 of
-two layers 0.91 times (docs/notes/cpu-products.md has how it was measured). With jaxlib 0.10.2 on
-AVX2 (Zen 3), [1024, 384]^T [1024, 8192] ran at 63 Gflop/s a core instead of 34, and a step of the
-GPT-2 in `benchmarks/peers_cpu.py` took 0.96 times as long; with kernels that are four times as wide
-as their input transposed too, 0.98.
+two layers 0.91 times (docs/notes/cpu-products.md has how it was measured).
 
 What is traced does not change, and neither does any other platform's program.
 """

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspeed.ops import gpu, gpu_flash
-from jaxspeed.ops.mask import Mask, Segments, not_estimated
+from jaxspeed.ops.mask import KernelCall, Mask, Segments, not_estimated
 from jaxspeed.ops.two_passes import gradients_from, saved_sums
 
 FLASH: gpu.Capability = (8, 0)
@@ -61,21 +61,19 @@ def _tried(q: Any, k: Any, v: Any, segments: Segments | None, mask: Mask) -> Any
 
 
 def forward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
-    *,
-    mask: Mask,
-    scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq])."""
-    form: dict[str, Any] = {"mask": mask, "scale": scale}
+    form: dict[str, Any] = {"mask": call.mask, "scale": call.scale}
     if segments is None:
         # `return_residual` would round the sums to the dtype of q (jax 0.11.2 and 0.12.0.1).
         return saved_sums(functools.partial(_attend, **form), (q, k, v))
     if q.size >= MOST_ELEMENTS:
-        return gpu_flash.kernel(q, k).forward(q, k, v, segments, **form)
+        return gpu_flash.kernel(q, k).forward(call, q, k, v, segments)
     documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any) -> Any:
@@ -83,11 +81,12 @@ def forward(
         out, sums = saved_sums(attend, (q, *_repeated(q, k, v)))
         return out, documents.by_token(sums)
 
-    other = not_estimated(functools.partial(gpu_flash.kernel(q, k).forward, **form))
+    other = not_estimated(functools.partial(gpu_flash.kernel(q, k).forward, call))
     return lax.cond(documents.fit, packed, other, q, k, v, segments)
 
 
 def backward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -95,17 +94,14 @@ def backward(
     out: jax.Array,
     sums: jax.Array,
     d_out: jax.Array,
-    *,
-    mask: Mask,
-    scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
-    form: dict[str, Any] = {"mask": mask, "scale": scale}
+    form: dict[str, Any] = {"mask": call.mask, "scale": call.scale}
     if segments is None:
         attend = functools.partial(_attend, **form)
         return gradients_from(attend, (q, k, v), (out, sums), d_out)
     if q.size >= MOST_ELEMENTS:
-        return gpu_flash.kernel(q, k).backward(q, k, v, segments, out, sums, d_out, **form)
+        return gpu_flash.kernel(q, k).backward(call, q, k, v, segments, out, sums, d_out)
     documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d_out: Any) -> Any:
@@ -115,7 +111,7 @@ def backward(
         grouped = (x.reshape(*k.shape[:3], -1, k.shape[3]) for x in d_kv)
         return d_q, *(jnp.sum(x, axis=3, dtype=jnp.float32).astype(k.dtype) for x in grouped)
 
-    other = not_estimated(functools.partial(gpu_flash.kernel(q, k).backward, **form))
+    other = not_estimated(functools.partial(gpu_flash.kernel(q, k).backward, call))
     return lax.cond(documents.fit, packed, other, q, k, v, segments, out, sums, d_out)
 
 
@@ -221,8 +217,7 @@ def _packed(
 def _repeated(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """Keys and values with as many heads as queries.
 
-    jax 0.10.2 multiplied the offsets of keys by the number of query heads, so that with fewer key
-    heads cuDNN read other documents' keys. 0.11.2 and 0.12.0.1 multiply by that of key heads; that
-    cuDNN's gradients are right then has not been seen on a GPU.
+    JAX multiplies the offsets of keys by the number of key heads (0.11.2, 0.12.0.1); that cuDNN's
+    gradients are right with fewer of them has not been seen on a GPU.
     """
     return [jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)]

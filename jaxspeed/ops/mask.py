@@ -125,6 +125,19 @@ def not_estimated(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.named_scope(NOT_ESTIMATED)(fn)
 
 
+@dataclass(frozen=True)
+class KernelCall:
+    """What is static in a call of an attention kernel: how scores follow from queries and keys.
+
+    `interpret` runs the kernel without its platform, slowly.
+    """
+
+    mask: Mask
+    scale: float
+    soft_cap: float | None = None
+    interpret: bool = False
+
+
 class Segments(NamedTuple):
     """The dynamic part: a query sees only the keys of its segment."""
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspeed.ops import gpu
-from jaxspeed.ops.mask import Mask, Segments, computes_flops
+from jaxspeed.ops.mask import KernelCall, Segments, computes_flops
 from jaxspeed.ops.score_blocks import (
     HIDDEN,
     NEVER,
@@ -47,25 +47,22 @@ def supports(q: jax.Array, k: jax.Array) -> bool:
     return gpu.is_meant() and gpu.has_major(HOPPER) and not gpu.miscompiles_masks()
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "scale", "soft_cap", "interpret"))
+@functools.partial(jax.jit, static_argnums=0)
 def forward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
 
     Shapes and the offset as in `triton`. `interpret` simulates a GPU, slowly, and supports fp32.
     """
     (batch, seq, heads, head_dim), kv_seq = q.shape, k.shape[1]
-    blocks = ScoreBlocks(mask, scale, soft_cap, seq, kv_seq, BLOCK, BLOCK)
+    blocks = ScoreBlocks(call.mask, call.scale, call.soft_cap, seq, kv_seq, BLOCK, BLOCK)
     q, k, v = (_padded(x) for x in (q, k, v))
     kernel = _call(
         functools.partial(_forward_kernel, blocks=blocks, group=heads // k.shape[2]),
@@ -75,8 +72,8 @@ def forward(
             *(_own(q), _shared((COPYING, TILE), jnp.float32), _arrived(1)),
             *(_ring(BLOCK, k, segments), _ring(BLOCK, v, None)),
         ],
-        soft_cap,
-        interpret,
+        call.soft_cap,
+        call.interpret,
     )
     with computes_flops(2 * batch * heads * _product_flops(blocks, q, offset)):
         out, sums = kernel(
@@ -85,8 +82,9 @@ def forward(
     return out[:, :seq, :, :head_dim], sums[..., :seq]
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "scale", "soft_cap", "interpret"))
+@functools.partial(jax.jit, static_argnums=0)
 def backward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -95,11 +93,7 @@ def backward(
     sums: jax.Array,
     d_out: jax.Array,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
     (batch, seq, heads, head_dim), (kv_seq, kv_heads) = q.shape, k.shape[1:3]
@@ -110,7 +104,7 @@ def backward(
     given, group = (q, k, v, d_out, sums, delta), heads // kv_heads
     other = TILE  # a wider block of scores and one of their gradients do not fit in registers
 
-    blocks = ScoreBlocks(mask, scale, soft_cap, seq, kv_seq, BLOCK, other)
+    blocks = ScoreBlocks(call.mask, call.scale, call.soft_cap, seq, kv_seq, BLOCK, other)
     kernel = _call(
         functools.partial(_d_query_kernel, blocks=blocks, group=group),
         (batch, blocks.blocks_q, heads),
@@ -119,15 +113,15 @@ def backward(
             *(_own(q), _own(d_out), _arrived(2)),
             *(_ring(other, k, segments), _ring(other, v, None)),
         ],
-        soft_cap,
-        interpret,
+        call.soft_cap,
+        call.interpret,
     )
     with computes_flops(3 * batch * heads * _product_flops(blocks, q, offset)):
         (d_q,) = kernel(
             blocks.ids(segments), blocks.seen_by_queries(segments), offset_operand(offset), *given
         )
 
-    blocks = ScoreBlocks(mask, scale, soft_cap, seq, kv_seq, other, BLOCK)
+    blocks = ScoreBlocks(call.mask, call.scale, call.soft_cap, seq, kv_seq, other, BLOCK)
     kernel = _call(
         functools.partial(_d_key_kernel, blocks=blocks, group=group),
         (batch, blocks.blocks_k, kv_heads),
@@ -136,8 +130,8 @@ def backward(
             *(_own(k), _own(v), _arrived(2)),
             *(_ring(other, q, segments, sums), _ring(other, d_out, None, delta)),
         ],
-        soft_cap,
-        interpret,
+        call.soft_cap,
+        call.interpret,
     )
     with computes_flops(4 * batch * heads * _product_flops(blocks, q, offset)):
         d_k, d_v = kernel(

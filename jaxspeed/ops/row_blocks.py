@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import KernelCall, Mask, Segments
 from jaxspeed.ops.materialize import materialize
 from jaxspeed.ops.score_blocks import HIDDEN, ScoreBlocks
 
@@ -41,14 +41,12 @@ def supports(q: jax.Array, k: jax.Array) -> bool:
 
 
 def forward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]).
@@ -57,12 +55,13 @@ def forward(
     that it has no share in a merge.
     """
     if offset is not None or not supports(q, k):
-        loops = _Loops.of(q, k, segments, offset, mask, scale, soft_cap)
+        loops = _Loops.of(call, q, k, segments, offset)
         return _forward_loops(q, k, v, loops)
+    scale = call.scale
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
     outs, sums = [], []
-    for block in _blocks(mask, q.shape[1], k.shape[1]):
-        s, _ = block.scores(scale * block.rows_of(q, k), keys, segments, soft_cap)
+    for block in _blocks(call.mask, q.shape[1], k.shape[1]):
+        s, _ = block.scores(scale * block.rows_of(q, k), keys, segments, call.soft_cap)
         top = _largest(s)
         shares = jnp.exp(s - top)
         total = jnp.sum(shares, axis=-1, keepdims=True)
@@ -73,6 +72,7 @@ def forward(
 
 
 def backward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -81,22 +81,20 @@ def backward(
     sums: jax.Array,
     d_out: jax.Array,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
     if offset is not None or not supports(q, k):
-        loops = _Loops.of(q, k, segments, offset, mask, scale, soft_cap)
+        loops = _Loops.of(call, q, k, segments, offset)
         return _backward_loops(q, k, v, out, sums, d_out, loops)
+    scale = call.scale
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
     sums = sums.swapaxes(1, 2)[..., None]
     mean = jnp.sum(out * d_out, axis=-1, keepdims=True)
-    blocks, d_queries, d_keys, d_values = _blocks(mask, q.shape[1], k.shape[1]), [], [], []
+    blocks, d_queries, d_keys, d_values = _blocks(call.mask, q.shape[1], k.shape[1]), [], [], []
     for block in blocks:
         queries, d_block = scale * block.rows_of(q, k), block.rows_of(d_out, k)
-        s, slope = block.scores(queries, keys, segments, soft_cap)
+        s, slope = block.scores(queries, keys, segments, call.soft_cap)
         shares = jnp.exp(s - block.rows_of(sums, k))
         d_shares = jnp.einsum("bhqd,bhkd->bhqk", d_block, block.columns_of(values))
         d_scores = slope * shares * (d_shares - block.rows_of(mean, k))
@@ -295,17 +293,15 @@ class _Loops:
     @classmethod
     def of(
         cls,
+        call: KernelCall,
         q: jax.Array,
         k: jax.Array,
         segments: Segments | None,
         offset: jax.Array | None,
-        mask: Mask,
-        scale: float,
-        soft_cap: float | None,
     ) -> _Loops:
         lengths = q.shape[1], k.shape[1]
         sides = (-(-n // -(-n // LARGEST)) for n in lengths)
-        blocks = ScoreBlocks(mask, scale, soft_cap, *lengths, *sides)
+        blocks = ScoreBlocks(call.mask, call.scale, call.soft_cap, *lengths, *sides)
         seen = blocks.seen_by_queries(segments)
         if seen is not None:
             seen = seen[0].min(0), seen[1].max(0)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import KernelCall, Mask, Segments
 
 SMALLEST = 16  # the least side of a product on tensor cores
 SHARED = 96 * 1024  # bytes of shared memory that a program may use on every GPU since Ampere
@@ -59,9 +59,7 @@ class ScoreBlocks:
         cls,
         q: jax.Array,
         k: jax.Array,
-        mask: Mask,
-        scale: float,
-        soft_cap: float | None,
+        call: KernelCall,
         *,
         most: int,
         keys: float,
@@ -78,7 +76,7 @@ class ScoreBlocks:
         block_q, block_k = (
             max(SMALLEST, min(side, _power_of_2(length))) for side, length in zip(sides, lengths)
         )
-        return cls(mask, scale, soft_cap, *lengths, block_q, block_k)
+        return cls(call.mask, call.scale, call.soft_cap, *lengths, block_q, block_k)
 
     @property
     def blocks_q(self) -> int:

@@ -28,7 +28,7 @@ from jax import lax
 from jaxspeed.axes import SEQ
 from jaxspeed.ops import cudnn, gpu, gpu_flash, row_blocks, splash
 from jaxspeed.ops.attention_call import AttentionForm
-from jaxspeed.ops.mask import Mask, Segments, not_estimated
+from jaxspeed.ops.mask import KernelCall, Mask, Segments, not_estimated
 from jaxspeed.ops.token_order import by_device, by_position
 from jaxspeed.ops.two_passes import with_narrow_values, with_sinks
 
@@ -391,9 +391,8 @@ def _kernel_passes(
 
     Not `lax.platform_dependent`, which makes a conditional of it: see `ops.moe.dispatch`.
     """
-    options: dict[str, Any] = {"mask": pair.mask, "scale": form.scale}
-    if pair.offset is not None:
-        options["offset"] = pair.offset
+    call = KernelCall(pair.mask, form.scale, form.soft_cap)
+    options: dict[str, Any] = {} if pair.offset is None else {"offset": pair.offset}
     kernel: Any = row_blocks
     if splash.generation() is not None:
         kernel = splash if splash.supports(q, k) else row_blocks
@@ -406,10 +405,8 @@ def _kernel_passes(
             kernel = cudnn
         elif gpu_flash.supports(q, k):
             kernel = gpu_flash.kernel(q, k)
-    if form.soft_cap is not None:
-        options["soft_cap"] = form.soft_cap
     forward, backward = (
-        functools.partial(each, **options) for each in (kernel.forward, kernel.backward)
+        functools.partial(each, call, **options) for each in (kernel.forward, kernel.backward)
     )
     if kernel is row_blocks:
         return forward, backward

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxspeed.ops.free_axes import device_kind
-from jaxspeed.ops.mask import Mask, Segments, computes_blocks
+from jaxspeed.ops.mask import KernelCall, Mask, Segments, computes_blocks
 from jaxspeed.ops.score_blocks import HIDDEN, ScoreBlocks
 from jaxspeed.ops.two_passes import gradients_from
 
@@ -56,16 +56,13 @@ def supports(q: jax.Array, k: jax.Array) -> bool:
 
 
 def forward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
-    interpret: bool = False,
     computed: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
@@ -74,14 +71,13 @@ def forward(
     no key has a result of 0 and sums of `HIDDEN`. `interpret` runs it without a TPU, slowly.
     `computed` is the number of blocks of scores, where it is not the most at any offset.
     """
-    pieces = _Pieces.of(q, k, mask, offset)
+    pieces = _Pieces.of(q, k, call.mask, offset)
     if pieces.count > 1:
-        form: dict[str, Any] = {"mask": mask, "scale": scale, "soft_cap": soft_cap}
-        form |= {"interpret": interpret, "computed": pieces.computed}
 
         def of_piece(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
             start, ids, q = given
-            return forward(q, k, v, _with_queries(segments, ids), offset=start, **form)
+            own, computed = _with_queries(segments, ids), pieces.computed
+            return forward(call, q, k, v, own, offset=start, computed=computed)
 
         each = pieces.starts(offset), pieces.ids(segments), pieces.split(q, 1)
         out, sums = lax.map(of_piece, each)
@@ -89,10 +85,10 @@ def forward(
 
     dtype = q.dtype
     q, k, v = _operands(q, k, v)
-    tables = _tables(q, k, segments, mask, offset)
-    kernel = tables.kernel(interpret, save_residuals=True, attn_logits_soft_cap=soft_cap)
+    tables = _tables(q, k, segments, call.mask, offset)
+    kernel = tables.kernel(call.interpret, save_residuals=True, attn_logits_soft_cap=call.soft_cap)
     with computes_blocks(computed or tables.computed):
-        out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
+        out, (sums,) = _over_batch(kernel, q, k, v, segments, call.scale)
     # Without a block to compute the kernel divides by 0. `HIDDEN` is far above its own value of a
     # hidden score, so that in the backward pass such a query has no share in any key.
     if offset is not None:
@@ -105,6 +101,7 @@ def forward(
 
 
 def backward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -113,23 +110,18 @@ def backward(
     sums: jax.Array,
     d_out: jax.Array,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
-    interpret: bool = False,
     computed: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
-    pieces = _Pieces.of(q, k, mask, offset)
+    pieces = _Pieces.of(q, k, call.mask, offset)
     if pieces.count > 1:
-        form: dict[str, Any] = {"mask": mask, "scale": scale, "soft_cap": soft_cap}
-        form |= {"interpret": interpret, "computed": pieces.computed}
 
         def step(totals: list[jax.Array], given: Any) -> tuple[list[jax.Array], jax.Array]:
             start, ids, q, *rest = given
             own = _with_queries(segments, ids)
-            dq, *found = backward(q, k, v, own, *rest, offset=start, **form)
+            of_piece = {"offset": start, "computed": pieces.computed}
+            dq, *found = backward(call, q, k, v, own, *rest, **of_piece)
             return [a + x.astype(a.dtype) for a, x in zip(totals, found, strict=True)], dq
 
         of_queries = [pieces.split(x, dim) for x, dim in ((q, 1), (out, 1), (sums, 2), (d_out, 1))]
@@ -138,12 +130,13 @@ def backward(
         return pieces.joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        options = {"residual_checkpoint_name": _SAVED, "attn_logits_soft_cap": soft_cap}
-        return _over_batch(tables.kernel(interpret, **options), q, k, v, segments, scale)
+        options = {"residual_checkpoint_name": _SAVED, "attn_logits_soft_cap": call.soft_cap}
+        kernel = tables.kernel(call.interpret, **options)
+        return _over_batch(kernel, q, k, v, segments, call.scale)
 
     dtype = q.dtype
     q, k, v, out, d_out = _operands(q, k, v, out, d_out)
-    tables = _tables(q, k, segments, mask, offset)
+    tables = _tables(q, k, segments, call.mask, offset)
     saving = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
     with computes_blocks(computed or tables.computed):
         saved = out.swapaxes(1, 2), sums

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspeed.ops import gpu
-from jaxspeed.ops.mask import Mask, Segments, computes_blocks
+from jaxspeed.ops.mask import KernelCall, Segments, computes_blocks
 from jaxspeed.ops.score_blocks import HIDDEN, NEVER, ScoreBlocks, offset_operand, read_offset
 
 AMPERE: gpu.Capability = (8, 0)  # XLA's Triton needs its tensor cores
@@ -51,18 +51,15 @@ def _has_backend() -> bool:
     return True
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "scale", "soft_cap", "interpret"))
+@functools.partial(jax.jit, static_argnums=0)
 def forward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
 
@@ -71,7 +68,7 @@ def forward(
     """
     seq, heads, head_dim = q.shape[1:]
     # In shared memory: a block of queries, and the stages of a block of keys and of values.
-    blocks = ScoreBlocks.of(q, k, mask, scale, soft_cap, most=128, keys=0.5, tiles=1 + STAGES)
+    blocks = ScoreBlocks.of(q, k, call, most=128, keys=0.5, tiles=1 + STAGES)
     q, k, v = blocks.rows(q), blocks.columns(k), blocks.columns(v)
     group = heads // k.shape[2]
     one, every = _block(blocks.block_q), _block(k.shape[1])
@@ -81,7 +78,7 @@ def forward(
         [one(_same), every(lambda i, h: (0, h // group)), every(lambda i, h: (0, h // group))],
         [one(_same), _sums(blocks.block_q)(lambda i, h: (h, i))],
         [(q.shape[1:], q.dtype), ((heads, q.shape[1]), jnp.float32)],
-        interpret,
+        call.interpret,
     )
     with computes_blocks(heads * blocks.computed(offset)):
         out, sums = jax.vmap(kernel, (0, 0, 0, None))(
@@ -93,8 +90,9 @@ def forward(
     return out[:, :seq, :, :head_dim], sums[..., :seq]
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "scale", "soft_cap", "interpret"))
+@functools.partial(jax.jit, static_argnums=0)
 def backward(
+    call: KernelCall,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -103,17 +101,13 @@ def backward(
     sums: jax.Array,
     d_out: jax.Array,
     *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None = None,
     offset: jax.Array | None = None,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
     (seq, heads, head_dim), kv_seq = q.shape[1:], k.shape[1]
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     # In shared memory: two blocks of one side, and the stages of two of the other.
-    blocks = ScoreBlocks.of(q, k, mask, scale, soft_cap, most=64, keys=1, tiles=2 + 2 * STAGES)
+    blocks = ScoreBlocks.of(q, k, call, most=64, keys=1, tiles=2 + 2 * STAGES)
     q, d_out, k, v = blocks.rows(q), blocks.rows(d_out), blocks.columns(k), blocks.columns(v)
     more = q.shape[1] - seq
     sums = jnp.pad(sums, ((0, 0), (0, 0), (0, more)), constant_values=NEVER)
@@ -133,7 +127,7 @@ def backward(
         ],
         [one(_same)],
         [(q.shape[1:], q.dtype)],
-        interpret,
+        call.interpret,
     )
     one = _block(blocks.block_k)
     heads_of = _block(q.shape[1], group)(lambda j, h: (0, h))
@@ -144,7 +138,7 @@ def backward(
         [heads_of, one(_same), one(_same), heads_of, rows, rows],
         [one(_same), one(_same)],
         [(k.shape[1:], k.dtype), (v.shape[1:], v.dtype)],
-        interpret,
+        call.interpret,
     )
     given = (q, k, v, d_out, sums, delta)
     with computes_blocks(heads * blocks.computed(offset)):

@@ -1,7 +1,7 @@
 """Optimizers by DeepSpeed's and torch's names, parameters and formulas, as Optax transformations.
 
 Each function is one optimizer: a chain in the order of its formula. Optax's transformations are
-used where they are the same; `transforms.py`, `lamb.py` and `muon.py` document the differences of
+used where they are the same; `transforms.py` and `muon.py` document the differences of
 the others.
 """
 

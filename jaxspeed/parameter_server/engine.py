@@ -111,7 +111,7 @@ class ServedEngine(Engine):
           StateLostError: on Ray, a server died. Assigning `state`, or `load_checkpoint`, starts
             another.
         """
-        self._adapter_in_use("train_batch")
+        self._adapters.in_use("train_batch")
         parts = self._parts(batch, "train_batch", self.program.batch.train, extra)
         start = time.perf_counter()
         metrics = self._as_arrays(self._aborting(self._schedule.train, parts))
@@ -135,7 +135,7 @@ class ServedEngine(Engine):
     def _aborting(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the schedule; discard what is in flight where it fails."""
         try:
-            return self._explained(function, *args)
+            return self._call(function, *args)
         except BaseException:
             self._schedule.abort()
             raise
@@ -255,7 +255,7 @@ def engine_of(
     Arguments are those of `jaxspeed.initialize`.
     """
     model, loss_fn = resolve_model(config, model, loss_fn)
-    enable_compilation_cache(config)
+    enable_compilation_cache(config.run.compilation_cache)
     with paused_collector():
         program = build(
             config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options

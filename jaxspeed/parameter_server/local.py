@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.axes import TENSOR
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.optim.loss_scale import StaticRule
@@ -273,7 +274,7 @@ class LocalServers:
         grads = {}
         for path, by_server in shards.items():
             arrived = [[next(sent) for _ in own] for own in by_server]
-            dim = sharded_dim(step.piece_specs[path], "tensor") or 0
+            dim = sharded_dim(step.piece_specs[path], TENSOR) or 0
             pieces = [x[0] if len(x) == 1 else jnp.concatenate(x, dim) for x in arrived]
             shape, at = step.splits[path].stored, self._at[path]
             grads[path] = jax.make_array_from_single_device_arrays(shape, at, pieces)

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.axes import DATA
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.placement.table import PlacementTable
-
-DATA = "data"  # the axis of the servers' mesh
 
 
 class Piece(NamedTuple):

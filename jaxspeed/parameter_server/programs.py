@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspeed.axes import axis_names
+from jaxspeed.axes import DATA, TENSOR, axis_names
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, PlacementError
@@ -25,9 +25,10 @@ from jaxspeed.interop.exporting import other_names
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker import WorkerStep, wire_of
+from jaxspeed.parameter_server.worker import WorkerStep
 from jaxspeed.placement.mesh import build_mesh, checked_devices
 from jaxspeed.placement.paths import counted
+from jaxspeed.placement.precision import dtype_named
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.bucketed_update import bucket_paths
@@ -79,7 +80,7 @@ class ServedProgram(Program):
     def serving(self) -> ServerTraffic:
         """What a worker pulls and pushes: trained parameters as layers read them, and gradients."""
         trained = [row for row in self.table if row.leaf.trainable]
-        wire = wire_of(self.config)
+        wire = dtype_named(self.config.communication_data_type)
 
         def sent(row: Row) -> Any:
             assert row.grad is not None
@@ -188,11 +189,11 @@ class LocalProgram(ServedProgram):
         """The mesh of all workers, over which a batch is sharded; each has consecutive rows."""
         tensor = self.config.mesh.tensor
         devices = np.array(self.worker_devices).reshape(-1, tensor)
-        return Mesh(devices, ("data", "tensor"))
+        return Mesh(devices, (DATA, TENSOR))
 
     def batch_shardings(self, batch: Any) -> Any:
         def at(x: Any) -> NamedSharding:
-            return NamedSharding(self.batch_mesh, PartitionSpec(*["data"] * bool(x.shape)))
+            return NamedSharding(self.batch_mesh, PartitionSpec(*[DATA] * bool(x.shape)))
 
         return jax.tree.map(at, batch)
 
@@ -386,7 +387,7 @@ def worker_config(config: Config, batch: Batch, model_axes: bool = True) -> Conf
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
     }
-    mesh = {"replica": config.mesh.replica, "data": 1, "tensor": config.mesh.tensor}
+    mesh = {"replica": config.mesh.replica, DATA: 1, TENSOR: config.mesh.tensor}
     return _without_mesh(config, sizes, {"stage": 0}, mesh if model_axes else {})
 
 
@@ -405,10 +406,10 @@ def _without_mesh(
         "gradient_accumulation_steps",
     ):
         given.pop(key, None)
-    if not mesh or mesh["tensor"] == 1:
+    if not mesh or mesh[TENSOR] == 1:
         given.pop("tensor_parallel", None)
     mesh = {axis: size for axis, size in (mesh or {}).items() if size > 1}
-    given |= {"mesh": {**mesh, "data": 1}} if mesh else {}
+    given |= {"mesh": {**mesh, DATA: 1}} if mesh else {}
     return Config.load({**without_servers(given), "zero_optimization": zero, **batch})
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxspeed.config import Config
+from jaxspeed.axes import TENSOR
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.param_split import Splits
 from jaxspeed.placement.codec import pad, unpad
-from jaxspeed.placement.precision import DTYPES
+from jaxspeed.placement.precision import dtype_named
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.train.program import Program
@@ -43,7 +43,7 @@ class WorkerStep:
 
         Random numbers derive from the micro-batch's number, whichever worker computes it.
         """
-        wire = wire_of(self.program.config)
+        wire = dtype_named(self.program.config.communication_data_type)
 
         def gradients(
             pulled: Pulled, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
@@ -97,15 +97,15 @@ class WorkerStep:
     @cached_property
     def piece_specs(self) -> dict[str, PartitionSpec]:
         """Of each parameter's pieces: over `tensor` like the parameter, if it divides them all."""
-        tensor = self.program.mesh.shape["tensor"]
+        tensor = self.program.mesh.shape[TENSOR]
         found = {}
         if tensor == 1:
             return dict.fromkeys(self.splits, REPLICATED)
         for path, split in self.splits.items():
-            dim = sharded_dim(self.program.table[path].read.spec, "tensor")
+            dim = sharded_dim(self.program.table[path].read.spec, TENSOR)
             sizes = {1} if dim is None else {split.shape_of(piece)[dim] for piece in split.pieces}
             divides = all(size % tensor == 0 for size in sizes)
-            found[path] = PartitionSpec(*[None] * (dim or 0), "tensor") if divides else REPLICATED
+            found[path] = PartitionSpec(*[None] * (dim or 0), TENSOR) if divides else REPLICATED
         return found
 
     def _placed(self, piece: jax.Array, path: str) -> jax.Array:
@@ -201,9 +201,3 @@ def refuse_mixed_samples(program: Program, workers: int, variables: Arrays, part
             f"{where}: the loss has several terms, which are averaged by their weights of the "
             'entire step, and a worker knows those of its own part; use "xla" or "ring"'
         )
-
-
-def wire_of(config: Config) -> Any:
-    """The dtype in which gradients are pushed; None: their own."""
-    wanted = config.communication_data_type
-    return DTYPES[wanted] if wanted else None

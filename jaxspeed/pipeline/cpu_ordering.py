@@ -1,7 +1,7 @@
 """Ordering of collectives and loops on simulated CPU devices.
 
 XLA:CPU runs independent parts of a program as they become ready, on each device in another order
-(jax 0.10.2 to 0.12.0). A loop that contains collectives and a concurrent message then deadlock: on
+(jax 0.11.2 to 0.12.0). A loop that contains collectives and a concurrent message then deadlock: on
 one device the loop holds the thread that the message needs, on another the message holds the thread
 that the loop needs. XLA:CPU drops optimization barriers, so only data dependences order them: a
 `where` selects between the value and what it has to follow, on a micro-batch number that never

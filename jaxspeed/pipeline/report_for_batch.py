@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.axes import DATA, PIPE, storing_axes
+from jaxspeed.axes import DATA, PIPE, TENSOR, storing_axes
 from jaxspeed.objective.accumulate import micro_batch_shapes
 from jaxspeed.objective.objective import Objective
 from jaxspeed.pipeline.cost_report import PipelineReport
@@ -73,7 +73,7 @@ def _carry(
     carry = split_program(traced, stack, one).carry
     samples = objective.samples(one)
     ranks = objective.table.ranks
-    tensor = mesh.shape["tensor"] if objective.style.sequence_parallel else 1
+    tensor = mesh.shape[TENSOR] if objective.style.sequence_parallel else 1
 
     def share(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not x.shape or x.shape[0] != samples:

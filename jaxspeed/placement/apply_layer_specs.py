@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from jaxspeed.axes import TENSOR
 from jaxspeed.config import TensorLayerSpec, match
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.placement.rows import Leaf
@@ -246,7 +247,7 @@ def _no_dim(spec: TensorLayerSpec, traced: bool) -> _UnknownDim:
 def _named(leaf: Leaf, spec: TensorLayerSpec, dim: int | None) -> Leaf:
     """Name the dim, and remove names that would shard another dim over `tensor`."""
     names = by_dim(leaf.names, len(leaf.shape))
-    sharded = [LOGICAL_RULES.get(name or "") == "tensor" for name in names]
+    sharded = [LOGICAL_RULES.get(name or "") == TENSOR for name in names]
     new = [None if is_sharded else name for name, is_sharded in zip(names, sharded, strict=True)]
     if dim is not None:
         agrees = sharded[dim] and spec.type != "vocabulary"

@@ -17,6 +17,11 @@ def compute_dtype(config: Config) -> Any:
     return None if no_cast else DTYPES[config.compute_dtype]
 
 
+def dtype_named(name: str | None) -> Any:
+    """The dtype of a config's name; None: of none."""
+    return DTYPES[name] if name else None
+
+
 def keeps_fp32(name: str, path: str) -> bool:
     """Whether a name of `data_types.keep_in_fp32_modules` covers a parameter or variable.
 
@@ -40,6 +45,6 @@ def precision_of(config: Config) -> Precision:
         config.fp16.enabled and config.fp16.fp16_master_weights_and_grads
     )
     wanted = config.data_types.grad_accum_dtype
-    grad = DTYPES[wanted] if wanted else compute if no_masters else None
+    grad = dtype_named(wanted) or (compute if no_masters else None)
     opt = jnp.bfloat16 if config.bf16.enabled and config.bf16.bf16_optimizer_states else None
     return Precision(compute, grad, no_masters, opt)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from jaxspeed.config import Config
 from jaxspeed.data import known_shapes
 from jaxspeed.engine import compiled_report
 from jaxspeed.engine.jax_setup import enable_compilation_cache
@@ -50,7 +49,9 @@ def plan_run(
     # JAX caches traces, so even the first is made as on the target.
     with on_chip(target.chip):
         refuse_torus(target, resolve_sizes(source.config.mesh.model_dump(), target.count))
-        program, batch = _program(source, with_overlap(source.config, target.chip.platform))
+        program, batch = _program(
+            replace(source, config=with_overlap(source.config, target.chip.platform))
+        )
         if not program.on_one_mesh:
             raise ConfigError(
                 "--target: a parameter server's step is many programs on two meshes, but a plan is "
@@ -83,7 +84,7 @@ def plan_run(
 
 def _here(source: Source, compiling: bool) -> Plan:
     """The plan on the current devices."""
-    program, batch = _program(source, source.config)
+    program, batch = _program(source)
     attention = _attention(program, batch)  # before the step is traced: it refuses all at once
     if compiling:
         compiled = compiled_report(program, batch)
@@ -95,10 +96,10 @@ def _here(source: Source, compiling: bool) -> Plan:
     return replace(plan, attention=attention)
 
 
-def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]]:
+def _program(source: Source) -> tuple[Program, Mapping[str, Any]]:
     """The program, and the shapes of a batch."""
-    enable_compilation_cache(config)
-    program, _ = Job(replace(source, config=config))(None)
+    enable_compilation_cache(source.config.run.compilation_cache)
+    program, _ = Job(source)(None)
     batch = batch_shapes(source, program.batch.train)
     program.read_batch(batch, program.batch.train, abstract=True)
     return program, batch

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.placement.codec import Codec, EncodedArray, Plain, Stored
-from jaxspeed.quantization.maps import FP4, NF4, borders, dynamic_map
+from jaxspeed.quantization.maps import TABLES, borders, dynamic_map
 from jaxspeed.quantization.moments import DynamicBlocks
 
 GROUP = 256  # scales of the second level that share one
@@ -173,7 +173,7 @@ class FourBit(MatrixCodec):
 
     @property
     def _zero(self) -> np.uint8:
-        return np.uint8(list(_TABLES[self.values]).index(0))
+        return np.uint8(list(TABLES[self.values]).index(0))
 
     def _blocks_in(self, shape: Sequence[int]) -> int:
         """Blocks of a row of the matrix, without padding."""
@@ -344,12 +344,10 @@ def codec_named(name: str) -> Codec | None:
 
 # -- codes and their values ------------------------------------------------------------------------
 
-_TABLES = {"nf4": NF4, "fp4": FP4}
-
 
 def _nearest4(values: str, x: jax.Array) -> jax.Array:
     """The codes of numbers from -1 to 1; of two as near the lower one, as in bitsandbytes."""
-    table = _TABLES[values]
+    table = TABLES[values]
     order = np.argsort(table, kind="stable")
     middle = (table[order[:-1]] + table[order[1:]]) / np.float32(2)
     codes = jnp.full(x.shape, order[0], jnp.uint8)
@@ -361,7 +359,7 @@ def _nearest4(values: str, x: jax.Array) -> jax.Array:
 def _value4(values: str, codes: jax.Array) -> jax.Array:
     """The values of codes, by four levels of selections: cheaper than a lookup on a TPU."""
     nothing = _zero_of(codes).astype(_FP32)
-    found: list[Any] = [nothing + number for number in _TABLES[values]]
+    found: list[Any] = [nothing + number for number in TABLES[values]]
     for bit in range(4):
         on = (codes >> bit) & 1 != 0
         found = [jnp.where(on, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]

@@ -1,15 +1,15 @@
 """Tables of quantized values, equal bitwise to those of bitsandbytes.
 
-A code is an index into its table. `NF4` has the quantiles of a normal distribution (QLoRA,
-arXiv 2305.14314), `FP4` a sign, two bits of exponent and one of mantissa; `dynamic_map` has 8 bits,
-of which a dynamic number is the exponent's (arXiv 1511.04561).
+A code is an index into its table. Of `TABLES`, `nf4` has the quantiles of a normal distribution
+(QLoRA, arXiv 2305.14314), `fp4` a sign, two bits of exponent and one of mantissa; `dynamic_map` has
+8 bits, of which a dynamic number is the exponent's (arXiv 1511.04561).
 """
 
 import functools
 
 import numpy as np
 
-NF4 = np.array(
+_NF4 = np.array(
     [
         -1.0,
         -0.6961928009986877,
@@ -31,7 +31,8 @@ NF4 = np.array(
     np.float32,
 )
 _MAGNITUDES = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
-FP4 = np.concatenate([_MAGNITUDES, 0 - _MAGNITUDES])  # without a negative zero
+_FP4 = np.concatenate([_MAGNITUDES, 0 - _MAGNITUDES])  # without a negative zero
+TABLES = {"nf4": _NF4, "fp4": _FP4}
 
 
 @functools.cache

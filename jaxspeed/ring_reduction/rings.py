@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.axes import copying_axes, product, storing_axes
-from jaxspeed.config import Config
+from jaxspeed.config.parallelism import Parallel
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.specs import as_entry, entry_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
@@ -122,9 +122,8 @@ class Rings:
         return ring_all_gather(x, rank, everyone)
 
 
-def rings_of(config: Config, mesh: Mesh) -> Rings | None:
-    """The rings of a config with `parallel.data_reduction: ring`."""
-    parallel = config.parallel
+def rings_of(parallel: Parallel, mesh: Mesh) -> Rings | None:
+    """The rings of `parallel.data_reduction: ring`."""
     if parallel.data_reduction != "ring":
         return None
     unrolled = simulated(mesh)

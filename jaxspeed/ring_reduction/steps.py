@@ -35,7 +35,7 @@ class Ring:
     Attributes:
       unrolled: whether the loop over steps is unrolled. XLA:CPU runs a loop with collectives
         concurrently with other collectives, in a different order on each device, and deadlocks
-        (jax 0.10.2 to 0.12.0); unrolled steps keep their order.
+        (jax 0.11.2 to 0.12.0); unrolled steps keep their order.
     """
 
     axis: str | tuple[str, ...]

@@ -58,7 +58,7 @@ def message(fault: Mapping[str, Any]) -> str:
 def may_follow(error: BaseException) -> bool:
     """Whether the error may be that of a collective whose other side has ended.
 
-    Gloo's is a ValueError in jax 0.10.2.
+    Gloo's is a ValueError (jax 0.11.2, 0.12.0.1).
     """
     return _STATUS.match(str(error)) is not None
 
@@ -104,7 +104,7 @@ class Ending:
     def name_process_0_at_abort(self, fault: Callable[[], dict[str, Any]]) -> None:
         """Print the fault where JAX aborts this process, which it does once process 0 has ended.
 
-        JAX's `missed_heartbeat_callback` is not for Python (std::bad_cast in jaxlib 0.10.2).
+        JAX's `missed_heartbeat_callback` is not for Python (std::bad_cast in 0.11.2 and 0.12.0.1).
         """
         if self._rank == 0 or threading.current_thread() is not threading.main_thread():
             return

@@ -103,7 +103,7 @@ class Source:
         join_processes(config.run.devices, config.run.watchdog.start)
         watchdog = watchdog_of(config.run.watchdog)
         if watchdog.beats is not None:
-            meet(watchdog, facts_of(config))
+            meet(watchdog, facts_of(config.given))
         start_devices(config.run.devices)
 
     @property

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxspeed.axes import TENSOR
 from jaxspeed.communication import Communication, Sent, ring_passes
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import shape_of
@@ -69,7 +70,7 @@ class _Counter:
         """A collective of full arrays; `why` is row, vocabulary or the operation's name."""
         return Communication.of_arrays(
             kind,
-            ("tensor",),
+            (TENSOR,),
             sent,
             times,
             source="trace",

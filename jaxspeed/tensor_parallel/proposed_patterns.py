@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jaxspeed.axes import TENSOR
 from jaxspeed.config import TensorLayerSpec, match
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
@@ -54,7 +55,7 @@ def _module(path: str) -> str:
 
 
 def _without_tensor(leaf: Leaf) -> tuple[str | None, ...]:
-    return tuple(None if LOGICAL_RULES.get(n or "") == "tensor" else n for n in leaf.names)
+    return tuple(None if LOGICAL_RULES.get(n or "") == TENSOR else n for n in leaf.names)
 
 
 def _given_by(
@@ -69,7 +70,7 @@ def _given_by(
         leaf.path: ShardedDim(dim, name == "vocab")
         for leaf in named
         for dim, name in enumerate(leaf.names)
-        if LOGICAL_RULES.get(name or "") == "tensor"
+        if LOGICAL_RULES.get(name or "") == TENSOR
     }
 
 

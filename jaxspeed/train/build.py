@@ -1,9 +1,9 @@
 """Build a Program from a config, a model, a loss and devices, without creating arrays."""
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -14,6 +14,10 @@ from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.adapters.choose_adapters import OtherNames, SavedAdapter, choose_adapters
 from jaxspeed.axes import AXES, PIPE, data_ranks, storing_ranks
 from jaxspeed.config import Batch, Config
+from jaxspeed.config.lora_section import Lora
+from jaxspeed.config.parallelism import Parallel
+from jaxspeed.config.remat import Recompute
+from jaxspeed.config.zero_section import Zero
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.weight_uses import Uses
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
@@ -29,7 +33,13 @@ from jaxspeed.pipeline.scanned_stack import with_scanned_layers
 from jaxspeed.placement.codec import AssignsCodecs
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import build_mesh, simulated
-from jaxspeed.placement.precision import DTYPES, compute_dtype, keeps_fp32, precision_of
+from jaxspeed.placement.precision import (
+    DTYPES,
+    compute_dtype,
+    dtype_named,
+    keeps_fp32,
+    precision_of,
+)
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns, examples, nearest
 from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, with_stages
@@ -37,17 +47,22 @@ from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, dev
 from jaxspeed.quantization.choose_codecs import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.sequence_parallel.settings import SequenceSettings, SequenceTiles
-from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
+from jaxspeed.tensor_parallel import (
+    ActivationLayout,
+    PropagatedDims,
+    ShardingProposal,
+    best_overlap,
+)
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
-from jaxspeed.train.tensor_names import traced_example, with_tensor_names
+from jaxspeed.train.tensor_names import propagated_dims, traced_example, with_tensor_names
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer, optimizer_of
 from jaxspeed.train_state.state import native_tree
 from jaxspeed.user_models import Model, adapt_model
-from jaxspeed.user_models.trainable import NamedLeaves, train_rule
+from jaxspeed.user_models.trainable import NamedLeaves, TrainRule, train_rule
 from jaxspeed.zero3 import BY_CONSTRAINT, Exchange
 
 
@@ -74,136 +89,186 @@ def build_program(
 
     `parameter_server.build` takes any config, those with a parameter server too.
     """
-    assert config.parallel.data_reduction != "parameter_server"
+    parallel, zero = config.parallel, config.zero_optimization
+    assert parallel.data_reduction != "parameter_server"
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
-    mesh = build_mesh(config.mesh.model_dump(), devices)
-    if simulated(mesh):
-        merge_summed_dims()
-    platform = mesh.devices.flat[0].platform
-    refuse_known_bugs(platform, installed(platform), _offload_keys(config))
+    mesh = _mesh_of(config.mesh.model_dump(), devices, _offload_keys(config))
     batch = config.batch_on(mesh.shape)
-    _check_parts(config.parallel.batch_parts, batch, mesh)
-    trained = train_rule(config, trainable)
+    _check_parts(parallel.batch_parts, batch, mesh)
+
+    build = partial(build_program, saved=saved, other_names=other_names)
+    source = BuildInputs(build, model, optimizer, example_batch, trainable, init_with)
+    read = _read_model(config, mesh, source, loss_fn, saved, other_names)
+    placed = _placed(config, mesh, read, optimizer, codecs)
+    table, chosen = placed.table, placed.optimizer
+    objective = _objective_of(config, read.model, loss_fn, table, exchange)
+    update = Update(
+        table,
+        read.model,
+        placed.layout,
+        chosen,
+        gradient_factor=table.ranks if config.gradient_allreduce_op == "sum" else 1,
+        skip_non_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
+        streamed=_streamed(
+            table, read.model, placed.layout, chosen, optimizer is None, _update_device_of(zero)
+        ),
+        ring=placed.ring,
+    )
+    gradients = _gradients_of(
+        parallel, objective, batch.accumulation, placed.ring, config.pipeline_recompute
+    )
+    return Program(config, batch, objective, gradients, update, source, read.proposal)
+
+
+class _ReadModel(NamedTuple):
+    """A model with adapters, and its leaves, divided where their layers or stages differ."""
+
+    model: Model
+    leaves: tuple[Leaf, ...]
+    stack: Stack | None  # of the blocks that are partitioned over `pipe`
+    named: NamedLeaves  # by the paths that patterns match
+    uses: Uses | None  # of each weight, if the loss is traced and a codec or an adapter reads them
+    proposal: ShardingProposal | None  # of the sharding over `tensor`, if inferred
+
+
+def _read_model(
+    config: Config,
+    mesh: Mesh,
+    source: BuildInputs,
+    loss_fn: Callable[[Any, Any], Any],
+    saved: SavedAdapter | None,
+    other_names: Callable[[Mapping[str, Any]], OtherNames] | None,
+) -> _ReadModel:
+    """The model, whose dims are named, and what of it is trained."""
+    parallel, example_batch = config.parallel, source.example_batch
+    kept = config.data_types.keep_in_fp32_modules
+    in_fp32: Sequence[str] = () if kept == "auto" else kept
+    trained = train_rule(config, source.trainable)
     base = adapt_model(
-        model,
+        source.model,
         loss_fn,
         example_batch=example_batch,
         trained=trained,
-        full_precision=config.parallel.full_precision,
-        keep_in_fp32=_kept_in_fp32(config),
-        state_collections=config.parallel.state_collections,
-        init_with=init_with,
+        full_precision=parallel.full_precision,
+        keep_in_fp32=in_fp32,
+        state_collections=parallel.state_collections,
+        init_with=source.init_with,
     )
-    leaves, proposal = with_tensor_names(config, mesh, base, loss_fn, example_batch)
-
-    @functools.cache
-    def example() -> LossProgram:
-        return traced_example(base, loss_fn, example_batch, mesh)
-
-    trace = None if example_batch is None else example
+    trace, dims = _traces_of(base, loss_fn, example_batch, mesh, compute_dtype(config))
+    leaves, proposal = with_tensor_names(parallel, config.layer_specs, base.leaves, mesh, dims)
     by_use = config.lora or config.quantize  # what reads a weight decides how
     if trace and (by_use or trained.names_layers(leaves)):
         leaves = with_scanned_layers(leaves, trace())
-    uses = None
-    if trace and by_use:
-        paths = {v: path for path, v in trace().parameters.items()}
-        uses = weight_dims(trace().closed.jaxpr, paths)
-    adapted, leaves, layers = _with_adapters(config, base, leaves, uses, saved, other_names)
-    trained = replace(trained, layers=layers)
-    leaves = trained.over(leaves)
-    trained.check(leaves)
-    if config.checkpoint.exclude_frozen_parameters and adapted.weights is None:
+    uses = _uses_of(trace()) if trace and by_use else None
+    model, leaves, trained = _with_adapters(
+        config.lora, base, leaves, trained, uses, saved, other_names
+    )
+    if config.checkpoint.exclude_frozen_parameters and model.weights is None:
         raise ConfigError(
             "checkpoint.exclude_frozen_parameters: this model's parameters are not read from a "
             "folder (model.pretrained), so those that a checkpoint leaves out would be lost; "
             "remove it"
         )
-    _check_patterns(config, leaves, adapted.variables)
-    own = [leaf for leaf in leaves if not leaf.adapts]
-    stack = _stack_of(config, mesh, own, trace)
-    stack = with_adapters_of(stack, leaves) if stack else None
+    _check_patterns(parallel.full_precision, in_fp32, leaves, model.variables)
+    stack = _stack_of(parallel, mesh, leaves, trace, _against_unlike_stages(config, mesh))
     named = NamedLeaves(leaves)
     leaves = trained.by_layers(named)
-    stack = divided_like(stack, leaves) if stack else None
-    leaves = with_stages(leaves, stack) if stack else leaves
-    rules = codec_rules(config.quantize, leaves, uses, if_frozen=config.quantizes_what_is_frozen)
-    codecs = (*codecs, *rules)
-    by_path = {leaf.path: leaf for leaf in leaves}
+    if stack:
+        stack = divided_like(stack, leaves)
+        leaves = with_stages(leaves, stack)
+    return _ReadModel(model, leaves, stack, named, uses, proposal)
+
+
+class _Placed(NamedTuple):
+    """The placement table of a run, and what its rows are of besides the model."""
+
+    table: PlacementTable
+    optimizer: RunOptimizer
+    layout: OptLayout
+    ring: Reduction | None
+
+
+def _placed(
+    config: Config,
+    mesh: Mesh,
+    read: _ReadModel,
+    own: optax.GradientTransformation | None,
+    codecs: Sequence[AssignsCodecs],
+) -> _Placed:
+    """The placement of the parameters, of the optimizer's state and of what else is stored."""
+    zero, by_path = config.zero_optimization, {leaf.path: leaf for leaf in read.leaves}
 
     def covers(pattern: str, path: str) -> bool:
-        return named.covers_row(pattern, by_path[path])
+        return read.named.covers_row(pattern, by_path[path])
 
-    chosen = optimizer_of(config, optimizer, by_path, covers)
-    table = _table_of(config, mesh, leaves, stack, (*codecs, *chosen.codecs))
-    layout = _layout_of(table, adapted, chosen.transform)
-    rings = rings_of(config, mesh)
+    if_frozen = config.quantizes_what_is_frozen
+    rules = codec_rules(config.quantize, read.leaves, read.uses, if_frozen=if_frozen)
+    optimizer = optimizer_of(config, own, by_path, covers)
+    table = build_table(
+        read.leaves,
+        mesh,
+        stage=zero.stage,
+        precision=precision_of(config),
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+        stack=read.stack,
+        offload=offload_of(zero),
+        codecs=(*codecs, *rules, *optimizer.codecs),
+    )
+    layout = _layout_of(table, read.model, optimizer.transform)
+    rings = rings_of(config.parallel, mesh)
     ring = Reduction(rings, table) if rings else None
-    table = table.with_state(layout.places, _extra_rows(mesh, adapted.variables, ring))
-    wire = config.reduction_dtype
-    objective = Objective(
-        adapted,
-        loss_fn,
-        table,
-        compute_dtype(config),
-        tuple(config.parallel.units),
-        DTYPES[wire] if wire else None,
-        _style_of(config, mesh),
-        config.recompute,
-        exchange,
-        autocast_of(config, table),
-        _sequence_of(config),
-    )
-    build = functools.partial(build_program, saved=saved, other_names=other_names)
-    update_device = _update_device_of(config)
-    streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)
-    update = Update(
-        table,
-        adapted,
-        layout,
-        chosen,
-        gradient_factor=objective.table.ranks if config.gradient_allreduce_op == "sum" else 1,
-        skip_non_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
-        streamed=streamed,
-        ring=ring,
-    )
-    return Program(
-        config,
-        batch,
-        objective,
-        RingGradients(objective, batch.accumulation, ring=ring)
-        if ring
-        else Gradients(
-            objective,
-            batch.accumulation,
-            config.parallel.gradient_reduction,
-            _pipeline_of(config, objective),
-            config.parallel.batch_parts,
-        ),
-        update,
-        BuildInputs(build, model, optimizer, example_batch, trainable, init_with),
-        proposal,
-    )
+    table = table.with_state(layout.places, _extra_rows(mesh, read.model.variables, ring))
+    return _Placed(table, optimizer, layout, ring)
+
+
+def _mesh_of(
+    sizes: Mapping[str, int], devices: Sequence[jax.Device] | None, offload_keys: Collection[str]
+) -> Mesh:
+    """The mesh, on a platform whose JAX computes right."""
+    mesh = build_mesh(sizes, devices)
+    if simulated(mesh):
+        merge_summed_dims()
+    platform = mesh.devices.flat[0].platform
+    refuse_known_bugs(platform, installed(platform), offload_keys)
+    return mesh
+
+
+def _traces_of(
+    model: Model, loss_fn: Callable[[Any, Any], Any], example_batch: Any, mesh: Mesh, dtype: Any
+) -> tuple[Callable[[], LossProgram], Callable[[], PropagatedDims]] | tuple[None, None]:
+    """The loss traced on an example batch, and its dims; each when it is first called."""
+    if example_batch is None:
+        return None, None
+    inputs = model, loss_fn, example_batch, mesh
+    return cache(partial(traced_example, *inputs)), cache(partial(propagated_dims, *inputs, dtype))
+
+
+def _uses_of(program: LossProgram) -> Uses:
+    """The dims of each weight in the products that read it."""
+    return weight_dims(program.closed.jaxpr, {v: path for path, v in program.parameters.items()})
 
 
 def _with_adapters(
-    config: Config,
+    section: Lora | None,
     base: Model,
     leaves: tuple[Leaf, ...],
+    trained: TrainRule,
     uses: Uses | None,
     saved: SavedAdapter | None,
     other_names: Callable[[Mapping[str, Any]], OtherNames] | None,
-) -> tuple[Model, tuple[Leaf, ...], Mapping[str, Sequence[bool]]]:
-    """The model with the config's adapters, and its leaves, of which these are trained.
-
-    The third are the layers of leaves of which only some are trained.
-    """
-    if config.lora is None:
-        return base, leaves, {}
-    choice = choose_adapters(config.lora, leaves, uses, saved, other_names)
-    own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
-    adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)
-    return adapted, adapted.leaves, choice.layers
+) -> tuple[Model, tuple[Leaf, ...], TrainRule]:
+    """The model with the adapters of a section, its leaves, and the rule by which they train."""
+    adapted, layers = base, dict[str, Sequence[bool]]()
+    if section is not None:
+        choice = choose_adapters(section, leaves, uses, saved, other_names)
+        own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
+        adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)
+        leaves, layers = adapted.leaves, dict(choice.layers)
+    trained = replace(trained, layers=layers)
+    leaves = trained.over(leaves)
+    trained.check(leaves)
+    return adapted, leaves, trained
 
 
 def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:
@@ -232,7 +297,12 @@ def _offload_keys(config: Config) -> list[str]:
     return [key for key, on in asked.items() if on]
 
 
-def _check_patterns(config: Config, leaves: Sequence[Leaf], variables: Iterable[str]) -> None:
+def _check_patterns(
+    full_precision: Sequence[str],
+    in_fp32: Sequence[str],
+    leaves: Sequence[Leaf],
+    variables: Iterable[str],
+) -> None:
     """Raise where a pattern of the config matches no parameter, or none is trained."""
     if not any(leaf.trainable for leaf in leaves):
         raise ModelError(
@@ -241,8 +311,8 @@ def _check_patterns(config: Config, leaves: Sequence[Leaf], variables: Iterable[
             else "the model has no floating parameters"
         )
     paths = [path for leaf in leaves for path in leaf.paths]
-    check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
-    for name in _kept_in_fp32(config):
+    check_patterns("parallel.full_precision", full_precision, paths)
+    for name in in_fp32:
         if not any(keeps_fp32(name, path) for path in (*paths, *variables)):
             raise ConfigError(
                 f"data_types.keep_in_fp32_modules: {name!r} is in no path of this model; it has, "
@@ -250,22 +320,23 @@ def _check_patterns(config: Config, leaves: Sequence[Leaf], variables: Iterable[
             )
 
 
-def _kept_in_fp32(config: Config) -> Sequence[str]:
-    """Names of parameters in fp32; "auto" leaves it to the model."""
-    names = config.data_types.keep_in_fp32_modules
-    return () if names == "auto" else names
-
-
 def _stack_of(
-    config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], LossProgram] | None
+    parallel: Parallel,
+    mesh: Mesh,
+    leaves: Sequence[Leaf],
+    trace: Callable[[], LossProgram] | None,
+    against_unlike: Sequence[str],
 ) -> Stack | None:
-    """The blocks that are partitioned over `pipe`."""
-    stages, chunks = mesh.shape[PIPE], _chunks_of(config)
+    """The blocks that are partitioned over `pipe`.
+
+    `against_unlike` are the settings that exclude stages of unlike blocks.
+    """
+    stages, chunks = mesh.shape[PIPE], _chunks_of(parallel)
     if stages == 1:
         return None
-    against = _against_unlike_stages(config, mesh)
-    stack = find_stages(leaves, config.parallel.units, trace, stages, chunks, against)
-    return replace(stack, chunks=chunks)
+    own = [leaf for leaf in leaves if not leaf.adapts]
+    stack = find_stages(own, parallel.units, trace, stages, chunks, against_unlike)
+    return with_adapters_of(replace(stack, chunks=chunks), leaves)
 
 
 def _against_unlike_stages(config: Config, mesh: Mesh) -> list[str]:
@@ -290,42 +361,20 @@ def _against_unlike_stages(config: Config, mesh: Mesh) -> list[str]:
     return [setting for setting, excluded in found.items() if excluded]
 
 
-def _chunks_of(config: Config) -> int:
+def _chunks_of(parallel: Parallel) -> int:
     """The schedule's number of chunks per stage."""
-    parallel = config.parallel
     return parallel.pipeline_chunks if parallel.pipeline_schedule == "interleaved" else 1
 
 
-def _table_of(
-    config: Config,
-    mesh: Mesh,
-    leaves: Sequence[Leaf],
-    stack: Stack | None,
-    codecs: Sequence[AssignsCodecs],
-) -> PlacementTable:
-    zero = config.zero_optimization
-    return build_table(
-        leaves,
-        mesh,
-        stage=zero.stage,
-        precision=precision_of(config),
-        persistence_threshold=zero.stage3_param_persistence_threshold,
-        stack=stack,
-        offload=offload_of(config),
-        codecs=codecs,
-    )
-
-
-def offload_of(config: Config) -> Offload:
+def offload_of(zero: Zero) -> Offload:
     """The state that is offloaded to host memory."""
-    optimizer = config.zero_optimization.offload_optimizer
-    param = config.zero_optimization.offload_param.device == "cpu"
+    optimizer, param = zero.offload_optimizer, zero.offload_param.device == "cpu"
     return Offload(optimizer.ratio if optimizer.device == "cpu" else 0.0, param)
 
 
-def _update_device_of(config: Config) -> UpdateDevice:
+def _update_device_of(zero: Zero) -> UpdateDevice:
     """Where offloaded state is updated: on the host's cores or on the device."""
-    optimizer = config.zero_optimization.offload_optimizer
+    optimizer = zero.offload_optimizer
     return ON_HOST if optimizer.device == "cpu" and optimizer.where == "host" else ON_DEVICE
 
 
@@ -353,16 +402,56 @@ def _streamed(
     return streamed
 
 
-def _pipeline_of(config: Config, objective: Objective) -> Pipeline | None:
-    if objective.table.mesh.shape[PIPE] == 1:
-        return None
-    parallel = config.parallel
-    return Pipeline(
-        objective,
-        parallel.pipeline_schedule,
-        _chunks_of(config),
-        config.pipeline_recompute,
-        parallel.pipeline_gather,
+def _objective_of(
+    config: Config,
+    model: Model,
+    loss_fn: Callable[[Any, Any], Any],
+    table: PlacementTable,
+    exchange: Exchange,
+) -> Objective:
+    """The loss of a micro-batch, with all that rewrites it."""
+    parallel, safe = config.parallel, config.torch_autocast.lower_precision_safe_modules
+    platform = table.mesh.devices.flat[0].platform
+    overlap = config.tensor_overlap
+    return Objective(
+        model,
+        loss_fn,
+        table,
+        compute_dtype(config),
+        tuple(parallel.units),
+        dtype_named(config.reduction_dtype),
+        ActivationLayout(
+            parallel.sequence_parallel_activations,
+            best_overlap(platform) if overlap == "auto" else overlap,
+        ),
+        config.recompute,
+        exchange,
+        autocast_of(DTYPES[config.compute_dtype], safe, table) if config.autocasts else None,
+        _sequence_of(parallel, config.recompute),
+    )
+
+
+def _gradients_of(
+    parallel: Parallel,
+    objective: Objective,
+    accumulation: int,
+    ring: Reduction | None,
+    recompute: str,
+) -> Gradients:
+    """The gradients of a step: by rings, by a pipeline of stages, or as XLA reduces them."""
+    if ring:
+        return RingGradients(objective, accumulation, ring=ring)
+    pipeline = None
+    if objective.table.mesh.shape[PIPE] > 1:
+        pipeline = Pipeline(
+            objective,
+            parallel.pipeline_schedule,
+            _chunks_of(parallel),
+            recompute,
+            parallel.pipeline_gather,
+        )
+    return Gradients(
+        objective, accumulation, parallel.gradient_reduction, pipeline, parallel.batch_parts
     )
 
 
@@ -379,20 +468,13 @@ def _layout_of(
     return OptLayout.of(table, abstract, device_memory_kind(table.mesh))
 
 
-def _style_of(config: Config, mesh: Mesh) -> ActivationLayout:
-    """How activations are sharded between matmuls that are sharded over `tensor`."""
-    overlap = config.tensor_overlap
-    if overlap == "auto":
-        overlap = best_overlap(mesh.devices.flat[0].platform)
-    return ActivationLayout(config.parallel.sequence_parallel_activations, overlap)
-
-
-def _sequence_of(config: Config) -> SequenceSettings:
-    number, recompute = config.parallel.sequence_tiles, config.recompute
+def _sequence_of(parallel: Parallel, recompute: Recompute) -> SequenceSettings:
+    """How sequences are sharded and tiled; tiles keep what the policy of `recompute` names."""
+    number = parallel.sequence_tiles
     attention = ("attention",) if recompute.policy == "attention" else ()
     kept = (*attention, *recompute.save, *recompute.offload)
     tiles = SequenceTiles(1 if number == "none" else number, kept)
-    return SequenceSettings(**config.parallel.sequence.model_dump(), tiles=tiles)
+    return SequenceSettings(**parallel.sequence.model_dump(), tiles=tiles)
 
 
 def _extra_rows(

@@ -3,7 +3,7 @@
 XLA's CPU client runs the executions of all devices, and their launches, on one pool of as many
 threads as there are devices. A launch that finds 32 executions of its device in flight blocks its
 thread, and a collective that already holds the other threads then deadlocks, as it needs the
-blocked one (seen with jaxlib 0.10.2: seven threads in an all-gather, the eighth in the launch of a
+blocked one (seen with jaxlib 0.11.2: seven threads in an all-gather, the eighth in the launch of a
 later step). Real devices have a queue each.
 """
 

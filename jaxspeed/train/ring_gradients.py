@@ -128,7 +128,7 @@ class RingGradients(Gradients):
             ranks = rings.ranks(inner, outer)
             rank = ranks.outer * rings.levels.inner.size + ranks.inner
             ring = RingExchange(rings, (inner, outer))
-            exchange = InOrder(ring, rings.ordered) if rings.in_order else ring
+            exchange: Any = InOrder(ring, rings.ordered) if rings.in_order else ring
             of_rank = replace(self, objective=self.objective.with_exchange(exchange))
 
             def unit_of_ranks(loss: Loss) -> jax.Array:

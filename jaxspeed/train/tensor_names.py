@@ -4,7 +4,6 @@ The config's layer specs come first. With neither names nor specs the sharding i
 loss, traced on an example batch. So is the dim of the experts, if no parameter names one.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspeed.axes import EXPERT
-from jaxspeed.config import Config
+from jaxspeed.axes import EXPERT, TENSOR
+from jaxspeed.config import TensorLayerSpec
+from jaxspeed.config.parallelism import Parallel
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.paths import listed
-from jaxspeed.placement.precision import compute_dtype
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import EXPERTS, LOGICAL_RULES, with_names, with_own_axis_names
 from jaxspeed.placement.specs import by_dim
@@ -63,38 +62,40 @@ def propose_tensor_sharding(
     adapted = adapt_model(model, loss_fn, example_batch=example_batch)
     mesh = build_mesh({}, jax.devices()[:1])
     return propose_sharding(
-        _propagated(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor
+        propagated_dims(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor
     )
 
 
 def with_tensor_names(
-    config: Config, mesh: Mesh, model: Model, loss_fn: Loss, example_batch: Any
+    parallel: Parallel,
+    specs: Sequence[TensorLayerSpec],
+    leaves: Sequence[Leaf],
+    mesh: Mesh,
+    dims: Callable[[], PropagatedDims] | None,
 ) -> tuple[tuple[Leaf, ...], ShardingProposal | None]:
-    """The model's leaves with names from the config or inference; the proposal, if inferred."""
-    axes, num_shards = config.parallel.logical_axes, mesh.shape["tensor"]
-    leaves = with_own_axis_names(model.leaves, config.parallel.axis_names)
+    """The leaves with names from the config or inference; the proposal, if inferred.
 
-    @functools.cache
-    def traced() -> PropagatedDims:
-        return _propagated(model, loss_fn, example_batch, mesh, compute_dtype(config))
+    `dims()` are those of the traced loss; None without an example batch.
+    """
+    axes, num_shards = parallel.logical_axes, mesh.shape[TENSOR]
+    leaves = with_own_axis_names(leaves, parallel.axis_names)
 
     def named(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
         leaves = with_names(leaves, axes)
         if mesh.shape[EXPERT] == 1 or any(map(_stacks_experts, leaves)):
             return leaves
-        return _with_experts(leaves, None if example_batch is None else traced(), mesh)
+        return _with_experts(leaves, dims() if dims else None, mesh)
 
     if num_shards == 1:
         return named(leaves), None
-    specs = config.layer_specs
     if specs:
-        uses = None if example_batch is None else uses_of(traced())
+        uses = uses_of(dims()) if dims else None
         leaves = named_by_specs(leaves, specs, uses, logical_axes=axes)
         return named(leaves), None
     leaves = named(leaves)
-    if config.parallel.infer_tensor_cuts == "never" or any(map(_names_tensor_dim, leaves)):
+    if parallel.infer_tensor_cuts == "never" or any(map(_names_tensor_dim, leaves)):
         return leaves, None
-    if example_batch is None:
+    if dims is None:
         raise ConfigError(
             f"mesh.tensor is {num_shards}, and no parameter has a dim to shard over it: the model "
             "gives no logical names, and the config no layer specs. To infer the sharding from the "
@@ -103,12 +104,12 @@ def with_tensor_names(
             '{"**/up": "column", "**/down": "row"}. parallel.infer_tensor_cuts "never" replicates '
             "all parameters."
         )
-    proposal = propose_sharding(traced(), leaves, num_shards)
+    proposal = propose_sharding(dims(), leaves, num_shards)
     return tuple(_named(leaf, proposal) for leaf in leaves), proposal
 
 
 def _names_tensor_dim(leaf: Leaf) -> bool:
-    return any(LOGICAL_RULES.get(name or "") == "tensor" for name in leaf.names)
+    return any(LOGICAL_RULES.get(name or "") == TENSOR for name in leaf.names)
 
 
 def _stacks_experts(leaf: Leaf) -> bool:
@@ -156,7 +157,7 @@ def _named(leaf: Leaf, proposal: ShardingProposal) -> Leaf:
     return replace(leaf, names=tuple(new or old for new, old in zip(names, own, strict=True)))
 
 
-def _propagated(
+def propagated_dims(
     model: Model, loss_fn: Loss, example_batch: Any, mesh: Mesh, dtype: Any = None
 ) -> PropagatedDims:
     """The dims of the loss of one micro-batch like the example."""

@@ -42,8 +42,8 @@ from jaxspeed.user_models.rng import micro_batch_key
 from jaxspeed.user_models.trainable import TrainRule
 from jaxspeed.user_models.user_code import foreign
 
-# Where Flax versions and models keep the logical names of a parameter's dims.
 _MOST_PATHS = 1000  # of a Variable: modules that refer to each other have endlessly many
+# Where Flax versions and models keep the logical names of a parameter's dims.
 NAME_KEYS = ("logical_axes", "out_sharding", "sharding_names", "sharding")
 
 

@@ -120,7 +120,7 @@ def decoded(stored: Sequence[ShardedParam], full: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class InOrder(Exchange):
+class InOrder:
     """Another exchange on simulated devices, which drop barriers and mix messages: data orders it.
 
     A segment's exchange then depends on the results of the one before.
@@ -128,46 +128,11 @@ class InOrder(Exchange):
 
     exchange: Exchange
     order: Order
+    in_order = True
+    differentiable = False  # a custom VJP orders it
 
-    @property
-    def place(self) -> Sequence[jax.Array]:
-        return self.exchange.place
-
-    @property
-    def per_rank(self) -> bool:
-        return self.exchange.per_rank
-
-    @property
-    def in_order(self) -> bool:
-        return True
-
-    def gather(
-        self, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
-    ) -> list[Any]:
-        return self.exchange.gather(stored, shards, place)
-
-    def saved(
-        self, stored: Sequence[ShardedParam], full: Sequence[Any], place: Sequence[Any]
-    ) -> list[Any]:
-        return self.exchange.saved(stored, full, place)
-
-    def gather_again(
-        self,
-        stored: Sequence[ShardedParam],
-        shards: Sequence[Any],
-        saved: Sequence[Any],
-        place: Sequence[Any],
-    ) -> list[Any]:
-        return self.exchange.gather_again(stored, shards, saved, place)
-
-    def scatter(
-        self,
-        stored: Sequence[ShardedParam],
-        grads: Sequence[Any],
-        likes: Sequence[Any],
-        place: Sequence[Any],
-    ) -> list[Any]:
-        return self.exchange.scatter(stored, grads, likes, place)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.exchange, name)
 
     def ordered(
         self, arrays: Sequence[Any], first: Sequence[Any], place: Sequence[Any]

@@ -120,42 +120,6 @@ def tunables_of_train(replaced, given, *arguments):
     return [line[0] for line in lines], child.stderr
 
 
-LIBRARY = "train.platform.libc_ver = lambda: {!r}; train._RESERVED_GIGABYTES = pathlib.Path({!r})"
-
-
-@pytest.mark.parametrize("given", ["", "glibc.malloc.hugetlb=0"])
-def test_keep_temporaries_restarts_once_with_its_settings(given, tmp_path):
-    reserved = tmp_path / "nr_hugepages"
-    reserved.write_text("0\n")
-    replaced = LIBRARY.format(("glibc", "2.36"), str(reserved))
-    tunables, errors = tunables_of_train(replaced, given, "--keep-temporaries")
-    assert "no-such-file.yaml" in errors
-    kept = "glibc.malloc.hugetlb=1073741824:glibc.malloc.mmap_threshold=4294967295:"
-    kept += "glibc.malloc.trim_threshold=17179869184"
-    assert tunables == [given, f"{given}:{kept}".removeprefix(":")]  # the last one of a name counts
-
-
-@pytest.mark.parametrize(
-    ("library", "pages", "arguments", "why"),
-    [
-        (("glibc", "2.34"), "0", [], "needs glibc 2.35 or newer; here is glibc 2.34"),
-        (("", ""), "0", [], "needs glibc 2.35 or newer; here is another library"),
-        (("glibc", "2.36"), "3", [], "nr_hugepages has 3"),
-        (("glibc", "2.36"), None, [], "nr_hugepages does not exist"),
-        (("glibc", "2.36"), "0", ["--engine", "ray"], "not with --engine ray"),
-    ],
-)
-def test_keep_temporaries_says_why_it_cannot(library, pages, arguments, why, tmp_path):
-    reserved = tmp_path / "nr_hugepages"
-    if pages:
-        reserved.write_text(f"{pages}\n")
-    replaced = LIBRARY.format(library, str(reserved))
-    tunables, errors = tunables_of_train(replaced, "", "--keep-temporaries", *arguments)
-    assert tunables == [""]
-    assert errors.startswith("error: --keep-temporaries: ")
-    assert why in errors
-
-
 def test_importing_jaxspeed_loads_nothing_else():
     code = f"import jaxspeed, sys; print([m for m in {HEAVY} if m in sys.modules])"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

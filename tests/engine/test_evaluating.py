@@ -232,7 +232,7 @@ def test_processes_wait_for_what_compiles_before_they_gather(before, monkeypatch
     engine = tiny.engine(stage=3)
     if before:  # the same shapes, but another program
         engine.eval_batch(tiny.batch())
-    engine._processes = two = Two(None)
+    engine._call.processes = two = Two(None)
     gather = GatherOnce.__call__
     monkeypatch.setattr(
         GatherOnce, "__call__", lambda *args: (two.order.append("gather"), gather(*args))[1]

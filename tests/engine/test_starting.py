@@ -242,7 +242,7 @@ def no_cache():
 
 def cache_for(value):
     run = {} if value is None else {"run": {"compilation_cache": value}}
-    enable_compilation_cache(Config.load(tiny.config(**run)))
+    enable_compilation_cache(Config.load(tiny.config(**run)).run.compilation_cache)
     return jax.config.jax_compilation_cache_dir
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.ops import splash
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import KernelCall, Mask, Segments
 
 
 def on_tpu(devices, length, causal, window, with_segments):
@@ -22,9 +22,9 @@ def on_tpu(devices, length, causal, window, with_segments):
         if with_segments:
             own = jax.lax.dynamic_slice_in_dim(ids, offset, q.shape[1], axis=1)
             segments = Segments(own, ids)
-        form = {"mask": Mask(causal, window), "scale": 1.0, "offset": offset}
-        out, sums = splash.forward(q, k, v, segments, **form)
-        return splash.backward(q, k, v, segments, out, sums, d_out, **form)
+        call = KernelCall(Mask(causal, window), 1.0)
+        out, sums = splash.forward(call, q, k, v, segments, offset=offset)
+        return splash.backward(call, q, k, v, segments, out, sums, d_out, offset=offset)
 
     cut = P(None, "seq")
     specs = (cut, P(), P(), P(), cut)

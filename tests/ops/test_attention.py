@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import attention, gpu, splash
 from jaxspeed.ops.attention import plain, repeated_for_sharding
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import KernelCall, Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import in_two_passes, with_narrow_values, with_sinks
 from tests.ops import score_buffers
@@ -196,10 +196,8 @@ def test_splash_in_interpret_mode_equals_the_formula(name, dtype):
     """384 tokens are three blocks of 128, some of them wholly hidden."""
     args, segments, options, wanted = case(name, dtype, seq=384)
     mask = Mask(options["causal"], options["window"])
-    options = {"mask": mask, "scale": 32**-0.5, "soft_cap": options.get("soft_cap")}
-    passes = (
-        functools.partial(p, **options, interpret=True) for p in (splash.forward, splash.backward)
-    )
+    call = KernelCall(mask, 32**-0.5, options.get("soft_cap"), interpret=True)
+    passes = (functools.partial(p, call) for p in (splash.forward, splash.backward))
     attend = in_two_passes(*with_sinks(*with_narrow_values(*passes)))
 
     def f(q, k, v, sinks=None):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.ops import attention, cudnn, gpu, mosaic_gpu, triton
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import KernelCall, Mask, Segments
 from jaxspeed.ops.score_blocks import ScoreBlocks
 from jaxspeed.ops.two_passes import in_two_passes, with_sinks
 from tests.ops.attention_reference import attention_and_gradients, seen
@@ -39,8 +40,8 @@ def errors(kernel=triton, *, seq, heads, kv_heads, head_dim, causal, window, seg
     dense = seen(seq, kv_seq, causal=causal, window=window, segments=segments)
     scale = more.get("scale", 0.3)
     wanted = attention_and_gradients(*args, dense, scale, soft_cap, *sinks)
-    form = {"mask": Mask(causal, window), "scale": scale, "soft_cap": soft_cap, "interpret": True}
-    passes = (functools.partial(p, **form) for p in (kernel.forward, kernel.backward))
+    call = KernelCall(Mask(causal, window), scale, soft_cap, interpret=True)
+    passes = (functools.partial(p, call) for p in (kernel.forward, kernel.backward))
     attend = in_two_passes(*with_sinks(*passes))
     ids = None if segments is None else Segments(jnp.asarray(segments), jnp.asarray(segments))
     *qkv, d_out = args
@@ -49,6 +50,11 @@ def errors(kernel=triton, *, seq, heads, kv_heads, head_dim, causal, window, seg
     assert [x.dtype for x in found[:4]] == [dtype] * 4
     pairs = [(np.asarray(x).astype(np.float64), y) for x, y in zip(found, wanted, strict=True)]
     return [np.abs(x - y).max() / max(1, np.abs(y).max()) for x, y in pairs]
+
+
+def interpreted(kernel):
+    """A pass of a kernel, interpreted whatever its call says."""
+    return lambda call, *args, **more: kernel(replace(call, interpret=True), *args, **more)
 
 
 def runs(seq, ids):
@@ -330,13 +336,13 @@ def test_a_jax_without_a_backend_for_triton_materializes_the_scores(capability, 
 
 def test_more_elements_than_32_bits_count_go_to_triton():
     """A device's: attention of a global batch may have more."""
-    form = {"mask": Mask(True, None), "scale": 1.0}
+    call = KernelCall(Mask(True, None), 1.0)
     for batch, conds in ((2**13, 1), (2**14, 0)):
         x = jax.ShapeDtypeStruct((batch, 1024, 1, 128), jnp.bfloat16)
         ids = jax.ShapeDtypeStruct((batch, 1024), jnp.int32)
-        run = functools.partial(cudnn.forward, **form)
+        run = functools.partial(cudnn.forward, call)
         with gpu.assumed(HOPPER):
-            assert cudnn.supports(x, x, x, Segments(ids, ids), form["mask"])
+            assert cudnn.supports(x, x, x, Segments(ids, ids), call.mask)
             traced = jax.make_jaxpr(run)(x, x, x, Segments(ids, ids))
         assert sum(eqn.primitive.name == "cond" for eqn in traced.eqns) == conds
 
@@ -402,8 +408,7 @@ def test_both_passes_of_packed_documents_equal_the_formula(ids, monkeypatch):
 
     monkeypatch.setattr(cudnn, "_packed", instead)
     for name in ("forward", "backward"):
-        kernel = functools.partial(getattr(triton, name), interpret=True)
-        monkeypatch.setattr(triton, name, kernel)
+        monkeypatch.setattr(triton, name, interpreted(getattr(triton, name)))
     monkeypatch.setattr(
         jax.lax, "cond", lambda on, yes, no, *args: (yes if bool(on) else no)(*args)
     )
@@ -411,8 +416,8 @@ def test_both_passes_of_packed_documents_equal_the_formula(ids, monkeypatch):
     segments[1] = segments[0]
     q, k, v, d = random_arrays(2, 128, 128, 4, 2, 16, "float32")
     both = Segments(jnp.asarray(segments), jnp.asarray(segments))
-    form = {"mask": Mask(True, 40), "scale": 0.3}
-    passes = (functools.partial(p, **form) for p in (cudnn.forward, cudnn.backward))
+    call = KernelCall(Mask(True, 40), 0.3)
+    passes = (functools.partial(p, call) for p in (cudnn.forward, cudnn.backward))
     attend = in_two_passes(*with_sinks(*passes))
     out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, both, None), q, k, v)
     dense = seen(128, 128, causal=True, window=40, segments=segments)

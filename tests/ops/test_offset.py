@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.ops import gpu, mosaic_gpu, row_blocks, splash, triton
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import KernelCall, Mask, Segments
 from jaxspeed.ops.score_blocks import ScoreBlocks
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.support.covering import covering
@@ -52,7 +52,7 @@ SPLITS_OF_ALL = {"all queries, all keys": (range(384), (0, 384))}
 
 def merged(kernel, q, k, v, d_out, ids, positions, edges, mask, soft_cap, **more):
     """(out, dq, dk, dv) of queries at these positions, from one call for each part of the keys."""
-    form = {"mask": mask, "scale": SCALE, "soft_cap": soft_cap} | more
+    call = KernelCall(mask, SCALE, soft_cap, **more)
 
     @jax.jit
     def run(q, k, v, d_out, ids, first):
@@ -65,7 +65,7 @@ def merged(kernel, q, k, v, d_out, ids, positions, edges, mask, soft_cap, **more
                 segments = Segments(of_queries, ids[:, part])
             calls.append((k[:, part], v[:, part], segments, first - low))
         found = [
-            kernel.forward(q, k, v, segments, offset=offset, **form)
+            kernel.forward(call, q, k, v, segments, offset=offset)
             for k, v, segments, offset in calls
         ]
         sums = jax.nn.logsumexp(jnp.stack([s for _, s in found]), axis=0)
@@ -75,7 +75,7 @@ def merged(kernel, q, k, v, d_out, ids, positions, edges, mask, soft_cap, **more
         ).astype(q.dtype)
         d_q, d_k, d_v = zip(
             *(
-                kernel.backward(q, k, v, segments, out, sums, d_out, offset=offset, **form)
+                kernel.backward(call, q, k, v, segments, out, sums, d_out, offset=offset)
                 for k, v, segments, offset in calls
             ),
             strict=True,
@@ -165,12 +165,12 @@ def test_queries_in_pieces_by_splash(form, monkeypatch):
     q, k, v, d_out = (jax.random.normal(jax.random.key(i), (1, 384, 2, 16)) for i in range(4))
     given = dict(FORMS[form])
     mask = Mask(given.get("causal", True), given.get("window"))
-    options = {"mask": mask, "scale": 0.25, "soft_cap": given.get("soft_cap"), "interpret": True}
+    call = KernelCall(mask, 0.25, given.get("soft_cap"), interpret=True)
     segments = Segments(*[jnp.asarray(given["ids"][:1])] * 2) if "ids" in given else None
 
     def passes():
-        out, sums = splash.forward(q, k, v, segments, **options)
-        return out, sums, *splash.backward(q, k, v, segments, out, sums, d_out, **options)
+        out, sums = splash.forward(call, q, k, v, segments)
+        return out, sums, *splash.backward(call, q, k, v, segments, out, sums, d_out)
 
     expected = passes()
     monkeypatch.setattr(splash, "TABLES", 9)
@@ -232,10 +232,9 @@ def test_tables_by_formula_equal_those_of_splash(lengths, sides):
 def test_a_million_tokens_trace_in_seconds(offset):
     x = jax.ShapeDtypeStruct((1, 2**20, 1, 128), jnp.bfloat16)
     sums = jax.ShapeDtypeStruct((1, 1, 2**20), jnp.float32)
-    form = {"mask": Mask(True, None), "scale": 1.0, "offset": offset}
-    start = time.process_time()
-    jax.eval_shape(functools.partial(splash.forward, **form), x, x, x, None)
-    jax.eval_shape(functools.partial(splash.backward, **form), x, x, x, None, x, sums, x)
+    call, start = KernelCall(Mask(True, None), 1.0), time.process_time()
+    for kernel, more in ((splash.forward, ()), (splash.backward, (x, sums, x))):
+        jax.eval_shape(functools.partial(kernel, call, offset=offset), x, x, x, None, *more)
     assert time.process_time() - start < 10
 
 
@@ -333,9 +332,9 @@ def test_kernels_of_gpus_lower_with_an_offset(kernel, capability, mark):
     ids = Segments(*(jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (256, 512)))
 
     def passes(q, k, ids, sums, offset):
-        form = {"mask": Mask(True, 300), "scale": 1.0, "offset": offset}
-        forward = kernel.forward(q, k, k, ids, **form)
-        return forward, kernel.backward(q, k, k, ids, q, sums, q, **form)
+        call = KernelCall(Mask(True, 300), 1.0)
+        forward = kernel.forward(call, q, k, k, ids, offset=offset)
+        return forward, kernel.backward(call, q, k, k, ids, q, sums, q, offset=offset)
 
     offset = jax.ShapeDtypeStruct((), jnp.int32)
     with gpu.assumed(capability):

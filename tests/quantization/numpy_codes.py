@@ -4,9 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.quantization.maps import FP4, NF4, dynamic_map
-
-TABLES = {"nf4": NF4, "fp4": FP4}
+from jaxspeed.quantization.maps import TABLES, dynamic_map
 
 
 def four_bit(weight: np.ndarray, values: str, double: bool) -> dict[str, np.ndarray]:

@@ -302,8 +302,6 @@ def test_a_device_computes_its_share_of_what_is_drawn(name, stage, tensor, accum
     assert drawn.flops <= 1.05 * given.flops
     if tensor == 1 and name != "fixed key":
         assert drawn.flops >= 0.95 * given.flops
-    assert drawn.replicated_flops == given.replicated_flops == 0
-    assert "replicated over data" not in str(drawn)
 
 
 PIPELINE = {"mesh": {"pipe": 2, "data": 4}}
@@ -333,15 +331,10 @@ def without_the_constraint(monkeypatch):
 
 
 def test_without_the_constraint_every_rank_computes_the_generator(monkeypatch):
-    """And the report says so: of F flops of the noise's own, 7/8 more than the share of a rank."""
     given = compiled_with_its_noise("gan", 0, 1, 1)
     without_the_constraint(monkeypatch)
     drawn = compiled("gan", 0)
-    more = drawn.flops - given.flops
-    assert more > given.flops
-    assert drawn.replicated_flops == pytest.approx(more * 8 / 7, rel=0.01)
-    assert f"{drawn.replicated_flops / drawn.flops:.0%}" in str(drawn)
-    assert "of these replicated over data" in str(drawn)
+    assert drawn.flops > 2 * given.flops
 
 
 @pytest.mark.sampled

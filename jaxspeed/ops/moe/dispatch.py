@@ -38,11 +38,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.axes import EXPERT
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import splash
 from jaxspeed.ops.attention import operand_dtype
 from jaxspeed.ops.mask import not_estimated
-from jaxspeed.ops.moe.grouped_products import EXPERT, Dim, Layout, grouped_product, layout
+from jaxspeed.ops.moe.grouped_products import Dim, Layout, grouped_product, layout
 from jaxspeed.ops.moe.routing import Routing
 from jaxspeed.ops.token_order import ANY_ORDER
 

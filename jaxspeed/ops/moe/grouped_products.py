@@ -32,12 +32,11 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.axes import SEQ, TENSOR, axis_names, product, sample_axes
+from jaxspeed.axes import EXPERT, SEQ, TENSOR, axis_names, product, sample_axes
 from jaxspeed.jaxpr.primitives import GROUPED_GRADIENT, GROUPED_PRODUCT
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.ops.moe import megablox
 
-EXPERT = "expert"
 Dim = Literal["in", "out"]
 MAX_BLOCK = 512  # rows
 

@@ -100,7 +100,7 @@ class BuildArguments:
 
     def program(self, given: Mapping[str, Any], devices: list[jax.Device]) -> Program:
         config = load_config(given)
-        enable_compilation_cache(config)
+        enable_compilation_cache(config.run.compilation_cache)
         model, loss_fn = resolve_model(config, self.model, self.loss_fn)
         if isinstance(model, Pretrained):
             raise ModelError("a pretrained model cannot be trained on Ray; use run.init_from")

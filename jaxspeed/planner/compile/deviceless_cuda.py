@@ -1,6 +1,6 @@
 """Deviceless compilation for NVIDIA GPUs, without a GPU or its driver.
 
-A topology's devices have no memories (`default_memory()` is UNIMPLEMENTED in jax 0.10.2 to 0.12.0),
+A topology's devices have no memories (`default_memory()` is UNIMPLEMENTED in jax 0.11.2 to 0.12.0),
 so a sharding on them silently drops the memory kind of an offloaded array. So the program is traced
 and lowered on simulated CPU devices, which have `pinned_host`, and the lowered module is compiled
 by the topology's compile-only client. Where both work, they report exactly the same bytes. All uses

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxspeed.axes import PIPE
 from jaxspeed.communication import Communication, dtype_text
 from jaxspeed.jaxpr.primitives import (
     CONSTRAINT,
@@ -261,7 +262,7 @@ class _Inference:
         self.found.append(CollectiveOp(communication, v, self.scope, op, before))
 
     def _purpose(self, v: Value, kind: str, axes: tuple[str, ...]) -> str:
-        of_stages = "pipe" in axes and kind in ("collective-permute", "all-reduce")
+        of_stages = PIPE in axes and kind in ("collective-permute", "all-reduce")
         if of_stages and v not in self.kinds.gradients:
             return "stages"
         of_batch = v in self.kinds.of_batch

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxspeed.axes import PIPE
 from jaxspeed.communication import FROM_HOST
 from jaxspeed.hardware.targets import Target
 from jaxspeed.jaxpr.traverse import consts_and_carry
@@ -141,7 +142,7 @@ class _Clock:
         if pipeline is None:
             return 0.0
         ticks = any(
-            op.name == "ppermute" and "pipe" in str(op.params["axis_name"])
+            op.name == "ppermute" and PIPE in str(op.params["axis_name"])
             for body in bodies
             for op in body.ops
         )

@@ -1,0 +1,51 @@
+"""Calls of a program's functions: batches placed, compiled by all processes together, explained."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+
+from jaxspeed.checkpoint.process_agreement import Processes
+from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.reporter import ShapeLog
+from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.train.program import Program
+
+NAMES = "train_batch", "eval_batch", "evaluating"  # of what compiles for a batch's shapes
+
+
+class Calls:
+    """The calls of one program, which know whether the last batch had new shapes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.processes = program, Processes()
+        self.new_shapes = False
+        self._shapes = {name: ShapeLog(name) for name in NAMES}
+
+    def place(self, batch: Any, name: str, size: int | None, extra: Any = None) -> Any:
+        """A user's batch, checked and on the devices, for the call of this name."""
+        batch = self.program.read_batch(batch, size, extra)
+        placed = jax.device_put(batch, self.program.batch_shardings(batch))
+        self.new_shapes = self._shapes[name].see(placed)
+        return placed
+
+    def compile_together(self, function: Any, state: Any, batch: Any) -> None:
+        """Compile for new shapes, and wait until all processes have.
+
+        Otherwise those that are ready early wait in a collective: Gloo gives up after 30 s.
+        """
+        if self.new_shapes and jax.process_count() > 1:
+            if hasattr(function, "lower"):  # a step from a file is compiled
+                self(lambda: function.lower(state, batch).compile())
+            self.processes.wait("compiling")
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        """Call the function; on OOM raise a report built from the placement table."""
+        pause = paused_collector() if self.new_shapes else nullcontext()
+        try:
+            with self.program.set_mesh(), pause:
+                return function(*args)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise explain_out_of_memory(self.program, error) from error
+            raise
