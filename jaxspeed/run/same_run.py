@@ -27,9 +27,9 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 
 
-def facts_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal in all processes, by name; `given` is the config as it was written."""
-    facts: dict[str, Any] = {f"config {key}": x for key, x in _flat(given)}
+def facts_of(written: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal in all processes, by name; `written` is the config as it was written."""
+    facts: dict[str, Any] = {f"config {key}": x for key, x in _flat(written)}
     facts["python"] = platform.python_version()
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
