@@ -80,7 +80,7 @@ def check(
     single = _moved(state, program, plain)
     user = batch if as_given is None else as_given
     ordered = _as_one_rank(program, user)
-    order, given, evaluated = (
+    order, flax_batch, evaluated = (
         jax.device_put(x, plain.batch_shardings(x))
         # An evaluation has no micro-batches, and draws by the number of a sample.
         for x in (shapes, ordered, user if program.on_one_mesh else ordered)
@@ -88,13 +88,17 @@ def check(
     with plain.set_mesh():
         theirs = _probe(plain, reduced_by_one(plain))(single, order)
         placed = _prepared(program, state, placed)
-        order, given, evaluated = (_prepared(plain, single, x) for x in (order, given, evaluated))
+        order, flax_batch, evaluated = (
+            _prepared(plain, single, x) for x in (order, flax_batch, evaluated)
+        )
         flax_step = _by_flax(plain)
         lower = _lowest_dtype(plain, order)
-        ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, given)))
+        ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, flax_batch)))
         nudge = _nudged(plain, lower)
         # One at a time: each is as large as the gradients.
-        moves = [moves_from(by_flax, flax_step(*nudge(single, given, i))) for i in range(NUDGES)]
+        moves = [
+            moves_from(by_flax, flax_step(*nudge(single, flax_batch, i))) for i in range(NUDGES)
+        ]
         others = [
             *_evaluated(program, plain, state, single, placed, order, evaluated),
             *_initialized(plain),
@@ -124,21 +128,21 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
 
 def _plain(program: Program, accumulation: int) -> Program:
     """The same program on one device: one data rank, stage 0, so many entire micro-batches."""
-    given = without_axes(program.given_for_one_mesh())
-    if "parallel" in given:
-        given["parallel"] = {k: v for k, v in given["parallel"].items() if k != "batch_parts"}
-    given |= {
+    settings = without_axes(program.given_for_one_mesh())
+    if "parallel" in settings:
+        settings["parallel"] = {k: v for k, v in settings["parallel"].items() if k != "batch_parts"}
+    settings |= {
         "zero_optimization": {"stage": 0},
         "train_batch_size": program.batch.train,
         "train_micro_batch_size_per_gpu": program.batch.train // accumulation,
         "gradient_accumulation_steps": accumulation,
     }
-    if given.get("gradient_allreduce_op") == "sum":
+    if settings.get("gradient_allreduce_op") == "sum":
         raise ConfigError(
             "check: gradient_allreduce_op is sum, so the step depends on the number of data ranks; "
             "check with mean"
         )
-    config = type(program.config).load(given)
+    config = type(program.config).load(settings)
     if config.lora and config.lora.lora_dropout:
         raise ConfigError(
             f"check: lora.lora_dropout is {config.lora.lora_dropout:g}, and plain Flax, which has "
@@ -168,7 +172,7 @@ def _by_flax(program: Program) -> Any:
         batch = jax.tree.map(program.objective.cast, batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
         adapted = _adapted(program)
-        found = plain_gradients(
+        flax_gradients = plain_gradients(
             adapted.base if adapted else program.model,
             _user_model(program),
             program.objective.loss_fn,
@@ -181,9 +185,9 @@ def _by_flax(program: Program) -> Any:
             program.objective.autocast,
             adapted,
         )
-        values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
+        values = {p: x for p, x in flax_gradients.values.items() if p != EXTRA and not is_key(x)}
         in_rows = partial(_in_rows, program.table)
-        return found._replace(grads=in_rows(found.grads), values=in_rows(values))
+        return flax_gradients._replace(grads=in_rows(flax_gradients.grads), values=in_rows(values))
 
     return compiled_otherwise(program, gradients)
 
@@ -200,8 +204,10 @@ def _read_parameters(table: PlacementTable, state: TrainState) -> Arrays:
 
 def _in_rows(table: PlacementTable, values: Arrays) -> Arrays:
     """Values by the paths of the table's rows; those that have none unchanged."""
-    own = {path: x for path, x in values.items() if path in table.parameters}
-    return {path: x for path, x in values.items() if path not in own} | table.in_rows(own)
+    parameters = {path: x for path, x in values.items() if path in table.parameters}
+    return {path: x for path, x in values.items() if path not in parameters} | table.in_rows(
+        parameters
+    )
 
 
 def _user_model(program: Program) -> Any:
@@ -222,7 +228,7 @@ def _evaluated(
     single: TrainState,
     placed: Any,
     order: Any,
-    given: Any,
+    flax_batch: Any,
 ) -> Iterator[tuple[str, Any, Any]]:
     """(what, by the engine, by plain Flax) of evaluation, if it computes otherwise than a step."""
 
@@ -237,14 +243,14 @@ def _evaluated(
         return plain_loss(*args, state.step, plain.objective.autocast, train=train)
 
     traced = [
-        str(jax.make_jaxpr(plain.in_mesh(functools.partial(loss, train=train)))(single, given))
+        str(jax.make_jaxpr(plain.in_mesh(functools.partial(loss, train=train)))(single, flax_batch))
         for train in (False, True)
     ]
-    if traced[0] != traced[1] or not _evaluates_as_it_trains(plain, given):
+    if traced[0] != traced[1] or not _evaluates_as_it_trains(plain, flax_batch):
         # Servers do not evaluate, and their workers compute as one device does.
         run, *args = (program, state, placed) if program.on_one_mesh else (plain, single, order)
         ours = run.evaluate(*args)["loss"]
-        theirs = compiled_otherwise(plain, loss)(single, given)
+        theirs = compiled_otherwise(plain, loss)(single, flax_batch)
         yield "the loss in evaluation", *jax.device_get((ours, theirs))
 
 
@@ -316,8 +322,8 @@ def _lowest_dtype(program: Program, batch: Any) -> str:
     """The 16-bit dtype of a step's values, if the config does not set it; "" for none."""
     if program.config.compute_dtype != "fp32":
         return ""
-    found = _dtypes(_traced(program, batch).closed.jaxpr)
-    return next((name for name in DTYPE_NAMES if name in found), "")
+    dtypes = _dtypes(_traced(program, batch).closed.jaxpr)
+    return next((name for name in DTYPE_NAMES if name in dtypes), "")
 
 
 def _draws(program: Program, batch: Any) -> bool:
@@ -330,17 +336,17 @@ def _draws(program: Program, batch: Any) -> bool:
 def _traced(program: Program, batch: Any) -> LossProgram:
     """The traced loss of a micro-batch."""
     variables, batch = with_extra(program.model.variables, batch)
-    one = micro_batch_shapes(batch, program.batch.accumulation)
+    micro_batch = micro_batch_shapes(batch, program.batch.accumulation)
     index = jnp.zeros((), jnp.int32)
     trace = program.in_mesh(lambda *rest: program.objective.trace(rest, train=True))
-    found: LossProgram = trace(variables, one, index, index)
-    return found
+    loss_program: LossProgram = trace(variables, micro_batch, index, index)
+    return loss_program
 
 
 def _dtypes(jaxpr: Any) -> set[str]:
     """The dtypes of the values in a traced program."""
-    made = (v.aval for eqn in equations(jaxpr.eqns) for v in eqn.outvars)
-    return {str(aval.dtype) for aval in made if hasattr(aval, "dtype")}
+    avals = (v.aval for eqn in equations(jaxpr.eqns) for v in eqn.outvars)
+    return {str(aval.dtype) for aval in avals if hasattr(aval, "dtype")}
 
 
 def reduced_by_one(program: Program) -> Reduced:
@@ -352,11 +358,11 @@ def reduced_by_one(program: Program) -> Reduced:
     def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
         scale = state.loss_scale.scale
         sources = state.sources(program.table)
-        given, batch = with_extra(state.variables, batch)
-        found: tuple[Sums, Any] = program.gradients(
-            sources, given, batch, state.step, scale, state.ring_errors
+        variables, batch = with_extra(state.variables, batch)
+        sums: tuple[Sums, Any] = program.gradients(
+            sources, variables, batch, state.step, scale, state.ring_errors
         )
-        return found
+        return sums
 
     compiled: Reduced = jax.jit(program.in_mesh(reduced))
     if not any(SUMS in phase.writes for phase in program.phases):
@@ -384,8 +390,8 @@ def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], St
     seen = jax.jit(program.in_mesh(_step_values(program)))
 
     def probe(state: TrainState, batch: Any) -> StepValues:
-        found: StepValues = seen(state, *reduced(state, batch))
-        return found
+        step_values: StepValues = seen(state, *reduced(state, batch))
+        return step_values
 
     return probe
 
@@ -423,10 +429,10 @@ def _at_a_scale_without_overflow(
     """
     dynamic = isinstance(program.optimizer.rule, DynamicRule)
     while True:
-        found = probe(state, batch)
+        step_values = probe(state, batch)
         scale = state.loss_scale.scale
-        if not dynamic or scale <= 1 or math.isfinite(sum(map(norm, found.grads.values()))):
-            return state, found
+        if not dynamic or scale <= 1 or math.isfinite(sum(map(norm, step_values.grads.values()))):
+            return state, step_values
         state = replace(state, loss_scale=state.loss_scale._replace(scale=scale / 2))
 
 

@@ -243,7 +243,9 @@ def _frozen_by_user(program: Program, path: str) -> bool:
     # Only the table has the variables' types.
     chosen = row is None if rule.selection.by_leaf else rule.selection.chosen(leaf.paths, None)
     if isinstance(program.model, AdaptedModel):
-        chosen = any(own.trainable for own in program.model.leaves if own.path == path)
+        chosen = any(
+            model_leaf.trainable for model_leaf in program.model.leaves if model_leaf.path == path
+        )
     others = [r.leaf for r in program.table if r is not row]
     return not rule.over([*others, replace(leaf, trainable=chosen)])[-1].trainable
 

@@ -126,8 +126,8 @@ def _run_eqn(
 ) -> tuple[list[Any], Flags]:
     name, bodies = eqn.primitive.name, sliceable_bodies(eqn)
     if name == "cond" or not any(_has_calls(body.jaxpr, or_named=True) for body in bodies):
-        given = {v: x for v, x in zip(eqn.invars, values, strict=True) if is_var(v)}
-        return run_equation(jaxpr, eqn, given.__getitem__), []
+        operands = {v: x for v, x in zip(eqn.invars, values, strict=True) if is_var(v)}
+        return run_equation(jaxpr, eqn, operands.__getitem__), []
     (body,), within = bodies, _call(eqn, within)
     if name != "scan":
         return _run(body.jaxpr, body.consts, values, within)
@@ -138,8 +138,8 @@ def _run_eqn(
         labels[:] = [label for label, _ in flags]
         return [*outs, *(flag for _, flag in flags)]
 
-    made, count = run_scan(eqn, body, run, values), len(eqn.outvars)
-    return made[:count], list(zip(labels, made[count:], strict=True))
+    results, count = run_scan(eqn, body, run, values), len(eqn.outvars)
+    return results[:count], list(zip(labels, results[count:], strict=True))
 
 
 def _call(eqn: Any, within: Call | None) -> Call | None:
@@ -166,14 +166,14 @@ def _leaving(jaxpr: Any, within: Call | None) -> dict[Any, str]:
             if is_var(v):
                 used_by.setdefault(v, []).append({c.serial for c in calls[id(eqn)]})
     outputs = {v for v in jaxpr.outvars if is_var(v)}
-    found = {}
+    labels = {}
     for eqn in jaxpr.eqns:
-        own = calls[id(eqn)]
-        serial = own[-1].serial if own else -1
+        eqn_calls = calls[id(eqn)]
+        serial = eqn_calls[-1].serial if eqn_calls else -1
         for v in eqn.outvars:
             if v in outputs or any(serial not in users for users in used_by.get(v, [])):
-                found[v] = _label(own[-1] if own else within)
-    return found
+                labels[v] = _label(eqn_calls[-1] if eqn_calls else within)
+    return labels
 
 
 def _has_calls(jaxpr: Any, or_named: bool = False) -> bool:

@@ -63,9 +63,9 @@ def watched[E: "Engine", **P, R](
 
     def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
         @wraps(method)
-        def call(self: E, /, *given: P.args, **named: P.kwargs) -> R:
+        def call(self: E, /, *args: P.args, **named: P.kwargs) -> R:
             with self.watching(section) as sent:
-                result = method(self, *given, **named)
+                result = method(self, *args, **named)
                 if isinstance(result, Mapping) and "loss" in result:  # on its way
                     sent(result["loss"])
                 return result
@@ -537,13 +537,13 @@ class Engine(DeepSpeedHabits):
         the config) or `model=<a smaller factory>` checks a smaller one, freshly initialized.
         """
         read = self.program.read_batch(batch, self.program.batch.train, extra)
-        given = jax.tree.map(
+        user_batch = jax.tree.map(
             lambda x: jnp.asarray(array_of(x, "batch") if is_tensor(x) else x),
             batch if extra is None else WithExtra(batch, extra),
         )
         with self.program.set_mesh():
             return checking.check(
-                self.program, self.state, read, self.reduced_by, as_given=given, **smaller
+                self.program, self.state, read, self.reduced_by, as_given=user_batch, **smaller
             )
 
     def reduced_by(self, program: Program) -> checking.Reduced:

@@ -24,9 +24,9 @@ class Gathered:
         """How parameters of a program are gathered. All processes call it, and decide alike."""
         if self._once is None or self._once.program is not program:
             # A device that reports no memory gets nothing gathered, unless it is simulated.
-            own = part_of_machine(program) if simulated(program.mesh) else 0
-            own = device_limit(program) or own
-            least = self._processes.all("a device's memory", lambda: own, min)
+            memory = part_of_machine(program) if simulated(program.mesh) else 0
+            memory = device_limit(program) or memory
+            least = self._processes.all("a device's memory", lambda: memory, min)
             self._once = GatherOnce(program, least)
         return self._once
 

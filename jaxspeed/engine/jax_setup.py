@@ -32,7 +32,7 @@ def start_devices(word: str | None) -> None:
         return
     jax.config.update("jax_platforms", PLATFORMS[platform])
     try:
-        found = jax.devices()
+        devices = jax.devices()
     except (
         RuntimeError,
         AssertionError,
@@ -41,9 +41,9 @@ def start_devices(word: str | None) -> None:
             raise  # the config is right, and the watchdog names the process
         reason = (str(error).strip() or "no such devices").splitlines()[0]
         raise ConfigError(f"run.devices: {word}, which JAX cannot start: {reason}") from None
-    if found[0].platform not in (platform, "gpu" if platform == "cuda" else platform):
+    if devices[0].platform not in (platform, "gpu" if platform == "cuda" else platform):
         raise ConfigError(
-            f"run.devices: {word}, but JAX has already started on {found[0].platform}"
+            f"run.devices: {word}, but JAX has already started on {devices[0].platform}"
         )
 
 
@@ -93,11 +93,11 @@ def simulate(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices // processes)
     except RuntimeError:
         pass  # already started; checked below
-    found = jax.devices()
-    if len(found) != devices or found[0].platform != "cpu":
+    jax_devices = jax.devices()
+    if len(jax_devices) != devices or jax_devices[0].platform != "cpu":
         raise JaxspeedError(
-            f"simulate({devices}): JAX has already started with {len(found)} {found[0].platform} "
-            "devices; call simulate first, before creating any array"
+            f"simulate({devices}): JAX has already started with {len(jax_devices)} "
+            f"{jax_devices[0].platform} devices; call simulate first, before creating any array"
         )
 
 

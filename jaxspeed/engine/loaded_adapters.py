@@ -58,8 +58,10 @@ class LoadedAdapters:
         saved = saved_adapter(folder, program.config, program.source.model)
         table = program.table
         shapes = {path: table.shape_of(path) for path in table.parameters}
-        own = {path: shape for path, shape in shapes.items() if not path.startswith("lora/")}
-        refuse_unlike(saved, program.model.adapters, own)
+        base_shapes = {
+            path: shape for path, shape in shapes.items() if not path.startswith("lora/")
+        }
+        refuse_unlike(saved, program.model.adapters, base_shapes)
         values = saved.values(shapes)
         ours = {row.leaf.parameter for row in self._rows()}
         if unlike := sorted(values.keys() ^ ours):
@@ -111,5 +113,7 @@ class LoadedAdapters:
     def _rows(self) -> list[Row]:
         """What an adapter has: its leaves, and the parameters that are trained beside them."""
         of_each = self._program.table.parameters.values()
-        own = (rows for rows in of_each if any(r.leaf.adapts or r.leaf.trainable for r in rows))
-        return [row for rows in own for row in rows]
+        trained_rows = (
+            rows for rows in of_each if any(r.leaf.adapts or r.leaf.trainable for r in rows)
+        )
+        return [row for rows in trained_rows for row in rows]

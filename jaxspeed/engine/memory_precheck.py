@@ -41,12 +41,12 @@ def warn_of_room(program: Program, batch: Any = None) -> None:
     if shapes is None:
         return
     try:
-        found = memory_of(program, of_a_step(shapes, program.batch.train))
+        memory = memory_of(program, of_a_step(shapes, program.batch.train))
     except Exception as error:  # a failed estimate must not stop a run that may well work
         log.warning("memory: the memory of a step could not be estimated: %s", error)
         return
-    if found.on(room) == "does not fit":
-        log.warning("%s", _message(program, found, room))
+    if memory.on(room) == "does not fit":
+        log.warning("%s", _message(program, memory, room))
 
 
 def refuse_attention(program: Program, batch: Any = None) -> None:
@@ -103,16 +103,16 @@ def shapes_by_config(config: Config) -> Any:
     return known_shapes(config.data, limits_of(sizes, config.mesh.seq != 1), samples=1)
 
 
-def _message(program: Program, found: Memory, room: int) -> str:
-    largest = sorted((c for c in found.components if not c.host), key=lambda c: -c.bytes)[:NAMED]
+def _message(program: Program, memory: Memory, room: int) -> str:
+    largest = sorted((c for c in memory.components if not c.host), key=lambda c: -c.bytes)[:NAMED]
     parts = ", ".join(f"{bytes_text(c.bytes)} of {c.name}" for c in largest)
     kind = program.devices[0].device_kind
     lines = [
-        f"a step is not expected to fit: it needs {bytes_text(found.device)} per device "
+        f"a step is not expected to fit: it needs {bytes_text(memory.device)} per device "
         f"(estimated; {parts}), and {kind} has {bytes_text(room)}",
         *remedies(program)[:2],
     ]
-    missing = math.ceil(100 * (found.device / room - 1))
+    missing = math.ceil(100 * (memory.device / room - 1))
     lines.append(
         f"{missing}% over budget; `jaxspeed plan` shows the breakdown and configs that fit"
     )

@@ -68,14 +68,14 @@ def transfer_in(step: Step) -> TransferReport | None:
     program = step.program
     if not asks(program):
         return None
-    found = host_transfers(step)
-    idle = list(_idle(step, found))
+    transfers = host_transfers(step)
+    idle = list(_idle(step, transfers))
     if idle:
         raise JaxspeedError(_bug("the traced step", idle))
-    if not found.bytes:
+    if not transfers.bytes:
         return None
     flops = device_flops(step.scope, step.sizes.mesh)
-    return TransferReport(found, program.mesh.devices.flat[0].device_kind, flops)
+    return TransferReport(transfers, program.mesh.devices.flat[0].device_kind, flops)
 
 
 def check_moves(program: Program, batch: Any) -> None:
@@ -117,7 +117,7 @@ def _on_host_cores(program: Program) -> bool:
     return bool(program.update.streamed and program.update.streamed.cores.of_host)
 
 
-def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
+def _idle(step: Step, transfers: HostTransfers) -> Iterator[str]:
     """Offloads and remats that the config sets and the step lacks."""
     program, recompute = step.program, step.program.config.recompute
     rows = [row for row in program.table if not row.leaf.trainable]
@@ -132,24 +132,24 @@ def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not in_host(leaf.sharding) or name in frozen:
             continue  # the loss may not read frozen parameters
-        by_host = found.by_host.get(name)
-        stored = found.stored | dict.fromkeys(found.written, 1)
+        by_host = transfers.by_host.get(name)
+        stored = transfers.stored | dict.fromkeys(transfers.written, 1)
         # A parameter that the loss does not read is made of its master alone.
         unread = name.startswith("params/") and value not in read
-        for direction, moved in (("to", found.fetched), ("from", stored)):
+        for direction, moved in (("to", transfers.fetched), ("from", stored)):
             if not moved.get(name) and not by_host and not (direction == "to" and unread):
                 yield f"{name} is offloaded, but is never copied {direction} the device"
         if _on_host_cores(program) and name.startswith("opt/") and not by_host:
             yield f"{name} should be updated by the host's cores, and is not"
     offloaded = any(row.grad and in_host(row.grad) for row in program.table)
     handed = HOST_UPDATE if _on_host_cores(program) else GRADIENTS  # the update reads them there
-    if offloaded and not (found.to_host.get(GRADIENTS) or found.to_host.get(handed)):
+    if offloaded and not (transfers.to_host.get(GRADIENTS) or transfers.to_host.get(handed)):
         yield "gradients should be offloaded to host memory, but none is"
     if not program.recomputes(step.batch):
         return
     if recompute.on_host or recompute.offload:
         key = "cpu_checkpointing" if recompute.on_host else 'parallel.remat {"offload": [...]}'
-        for direction, moved in (("to", found.to_host), ("from", found.to_device)):
+        for direction, moved in (("to", transfers.to_host), ("from", transfers.to_device)):
             # In a pipeline an activation may have the shape of a gradient.
             if not (moved.get(ACTIVATIONS) or (program.pipeline and moved.get(GRADIENTS))):
                 yield f"{key}: no activation is copied {direction} host memory"

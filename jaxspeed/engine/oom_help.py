@@ -26,9 +26,11 @@ def device_limit(program: Program) -> int | None:
 
     Of one of this process: those of others report nothing.
     """
-    own = (device for device in program.devices if device.process_index == jax.process_index())
+    local_devices = (
+        device for device in program.devices if device.process_index == jax.process_index()
+    )
     try:
-        stats = next(own, program.devices[0]).memory_stats() or {}
+        stats = next(local_devices, program.devices[0]).memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):
         return None
     return stats.get("bytes_limit")
@@ -54,23 +56,23 @@ def explain_out_of_memory(program: Program, error: BaseException) -> OutOfMemory
 
 def remedies(program: Program) -> list[str]:
     """Config changes that free memory, most first, a line each."""
-    found = sorted(_remedies(program), reverse=True)
-    return ["what would free most:", *(f"  - {text}" for _, text in found)]
+    changes = sorted(_remedies(program), reverse=True)
+    return ["what would free most:", *(f"  - {text}" for _, text in changes)]
 
 
 def _remedies(program: Program) -> list[tuple[int, str]]:
     """(bytes per device that a change frees, the change); 0 where that is unknown."""
     table, config = program.table, program.config
-    found = []
+    changes = []
     for stage in range(table.stage + 1, 4):
         saved = stored_bytes(table) - stored_bytes(_otherwise(program, stage=stage))
         if saved > 0:
-            found.append(
+            changes.append(
                 (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} per device")
             )
     if more := program.freed_by_more(stored_bytes(table)):
-        found.append(more)
-        return found + _of_activations(program)
+        changes.append(more)
+        return changes + _of_activations(program)
     current = offload_of(config.zero_optimization)
     for key, offload in (
         ("offload_optimizer", replace(current, optimizer=1.0)),
@@ -79,20 +81,20 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
         saved = stored_bytes(table) - stored_bytes(_otherwise(program, offload=offload))
         if saved > 0:
             what = f"zero_optimization.{key}.device: cpu"
-            found.append((saved, f"{what} frees {bytes_text(saved)} per device"))
-    found += _of_activations(program)
-    if not found:
-        found.append((0, f"more devices than the current {program.ranks} data ranks"))
-    return found
+            changes.append((saved, f"{what} frees {bytes_text(saved)} per device"))
+    changes += _of_activations(program)
+    if not changes:
+        changes.append((0, f"more devices than the current {program.ranks} data ranks"))
+    return changes
 
 
 def _of_activations(program: Program) -> list[tuple[int, str]]:
     """Changes that free activation memory, by an unknown amount."""
-    config, found = program.config, []
+    config, changes = program.config, []
     if not config.recompute:
-        found.append((0, "parallel.remat: full saves only the input of each layer"))
+        changes.append((0, "parallel.remat: full saves only the input of each layer"))
     if program.batch.micro > 1:
-        found.append(
+        changes.append(
             (
                 0,
                 f"gradient_accumulation_steps: {program.batch.accumulation * 2} halves the "
@@ -100,8 +102,8 @@ def _of_activations(program: Program) -> list[tuple[int, str]]:
             )
         )
     if config.compute_dtype == "fp32":
-        found.append((0, "bf16.enabled: true halves the activations"))
-    return found
+        changes.append((0, "bf16.enabled: true halves the activations"))
+    return changes
 
 
 def stored_bytes(table: PlacementTable) -> int:

@@ -82,20 +82,24 @@ def plain_gradients(
     adapters = [path for adapter in weights.values() for path in adapter.shapes]
 
     def bound(values: Arrays, number: Any) -> Any:
-        own = {p: values[p] for p in params}
-        own = adapted.merged(own) if adapted else own
-        given = (own, {p: values[p] for p in variables})
-        made = plain_model(model, user_model, *given, train=True, step=step, micro=number)
-        if _is_linen(made):
-            made.variables = _without(made.variables, sown)
-            made.split_streams(split)
-        return made
+        parameters = {p: values[p] for p in params}
+        parameters = adapted.merged(parameters) if adapted else parameters
+        arguments = (parameters, {p: values[p] for p in variables})
+        bound_model = plain_model(
+            model, user_model, *arguments, train=True, step=step, micro=number
+        )
+        if _is_linen(bound_model):
+            bound_model.variables = _without(bound_model.variables, sown)
+            bound_model.split_streams(split)
+        return bound_model
 
     sown, split = set[tuple[str, ...]](), set[str]()
-    one = jax.tree.map(lambda x: x[0], micro)
+    micro_batch = jax.tree.map(lambda x: x[0], micro)
     values = {**params, **variables}
     jax.eval_shape(
-        with_own_axes(lambda v: _recorded(loss_fn, bound(v, 0), (one, v, step, 0), sown, split)),
+        with_own_axes(
+            lambda v: _recorded(loss_fn, bound(v, 0), (micro_batch, v, step, 0), sown, split)
+        ),
         values,
     )
     sown = {place for place in sown if collections is None or place[0] not in collections}
@@ -108,7 +112,7 @@ def plain_gradients(
         returned = call_loss(loss_fn, model_now, batch, values, step, number, train=True)
         loss, _ = parse_loss(returned, stop_weight=False)
         total, weight = loss.total, loss.weight
-        own = (weight, [term.weight for term in loss.terms])
+        loss_weights = (weight, [term.weight for term in loss.terms])
         if means is not None:  # the mean weights of all micro-batches
             of_loss, of_terms = means
             some = [of_loss, *(w for w in of_terms if w is not None)]
@@ -127,7 +131,7 @@ def plain_gradients(
             for path, x in every.items()
             if roles.get(path, "other") != "other" and path not in weights
         }
-        return total / _unit(weight), (total, weight, after, own)
+        return total / _unit(weight), (total, weight, after, loss_weights)
 
     created = set[str]()
 
@@ -155,12 +159,14 @@ def plain_gradients(
     count = jax.tree.leaves(micro)[0].shape[0]
     every_one = jnp.arange(count), micro
     *shapes, (_, others) = jax.eval_shape(
-        lambda v: operator.itemgetter(0, 1, 3)(loss({}, v, one, 0, None)[1]), values
+        lambda v: operator.itemgetter(0, 1, 3)(loss({}, v, micro_batch, 0, None)[1]), values
     )
     means = None
     if others:
-        each = jax.lax.map(lambda xs: loss_now({}, values, *xs[::-1], None)[1][3], every_one)
-        means = jax.tree.map(lambda x: x.mean(0), each)
+        batch_weights = jax.lax.map(
+            lambda xs: loss_now({}, values, *xs[::-1], None)[1][3], every_one
+        )
+        means = jax.tree.map(lambda x: x.mean(0), batch_weights)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     start: Any = (values, {path: wide(values[path]) for path in moving}, *zeros)
     (values, grads, total, weight), _ = jax.lax.scan(one_more, start, every_one)
@@ -197,8 +203,12 @@ def plain_loss(
     """The loss of a batch as one micro-batch."""
 
     def loss_of(params: Arrays, variables: Arrays, batch: Any) -> Any:
-        made = plain_model(model, user_model, params, variables, train=train, step=step, micro=0)
-        loss, _ = parse_loss(call_loss(loss_fn, made, batch, variables, step, 0, train=train))
+        bound_model = plain_model(
+            model, user_model, params, variables, train=train, step=step, micro=0
+        )
+        loss, _ = parse_loss(
+            call_loss(loss_fn, bound_model, batch, variables, step, 0, train=train)
+        )
         terms = [(x.total, x.weight) for x in loss.terms if x.weight is not None]
         return sum((_per(*term) for term in terms), _per(loss.total, loss.weight))
 
@@ -226,14 +236,14 @@ def plain_init(
     """The variables that `Module.init` makes in the calls of the loss for an example batch."""
     key = jax.random.key(seed)
 
-    def made(key: Any, batch: Any) -> Any:
+    def initial(key: Any, batch: Any) -> Any:
         plain = PlainLinen(module, {}, {FALLBACK: key}, training=False, creates=True)
         variables, batch = with_extra({SEED: key}, batch)
         call_loss(call, plain, batch, variables, 0, 0, train=False)
         return meta.unbox(plain.variables)
 
-    found = flat_with_paths(with_own_axes(made)(key, example)[0])
-    return {path.removeprefix("params/"): x for path, x in found.items()}
+    initial_values = flat_with_paths(with_own_axes(initial)(key, example)[0])
+    return {path.removeprefix("params/"): x for path, x in initial_values.items()}
 
 
 def plain_model(
@@ -251,12 +261,12 @@ def plain_model(
     module: nnx.Module = model.bind(params, variables, **{**mode, "train": True})
     if not mode["train"] or getattr(model, "trains_itself", False):
         name = "train" if mode["train"] else "eval"
-        own = getattr(module, name)
+        set_mode = getattr(module, name)
         try:
-            inspect.signature(own).bind()
+            inspect.signature(set_mode).bind()
         except TypeError:  # a method of that name that sets no mode
-            own = functools.partial(getattr(nnx.Module, name), module)
-        own()
+            set_mode = functools.partial(getattr(nnx.Module, name), module)
+        set_mode()
     return module
 
 
@@ -315,12 +325,12 @@ class PlainLinen:
     def _run(self, call: Any, first: Any, args: Any, mutable: Any, kwargs: dict[str, Any]) -> Any:
         method, rngs = kwargs.get("method"), kwargs.pop("rngs", None)
         called = getattr(self.module, method) if isinstance(method, str) else method
-        given = inspect.signature(called or type(self.module).__call__).parameters
-        modes = mode_arguments(given, self.training)
+        parameters = inspect.signature(called or type(self.module).__call__).parameters
+        modes = mode_arguments(parameters, self.training)
         fields = _mode_fields(self.module)  # Flax refuses a mode that is both
         kwargs = {**{k: on for k, on in modes.items() if k not in fields}, **kwargs}
-        own = {} if rngs is None else rngs if isinstance(rngs, Mapping) else {FALLBACK: rngs}
-        streams = {**self._rngs, **own}
+        call_rngs = {} if rngs is None else rngs if isinstance(rngs, Mapping) else {FALLBACK: rngs}
+        streams = {**self._rngs, **call_rngs}
         context = frozen_statistics(self._is_frozen) if self.training else _evaluating()
         with nullcontext() if self._creates else context:
             if self._creates:
@@ -356,7 +366,7 @@ def _both(old: Any, new: Any) -> Any:
 
 
 def _recorded(
-    loss_fn: Any, bound: Any, given: Any, sown: set[tuple[str, ...]], split: set[str]
+    loss_fn: Any, bound: Any, arguments: Any, sown: set[tuple[str, ...]], split: set[str]
 ) -> None:
     """Run the loss; record where Linen modules sow and which streams lifted functions split.
 
@@ -373,7 +383,7 @@ def _recorded(
         return pack(fn, ins, outs, rngs, *args, **kwargs)
 
     with mock.patch.object(nn.Module, "sow", noted), mock.patch.object(lift, "pack", packed):
-        call_loss(loss_fn, bound, *given, train=True)
+        call_loss(loss_fn, bound, *arguments, train=True)
 
 
 def _note_roles(

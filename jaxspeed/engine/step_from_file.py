@@ -34,8 +34,8 @@ class StepFromFile:
         if shapes not in self._found:
             self._found[shapes] = self._from_file(batch)
         step = self._found[shapes] or self.program.step
-        made: tuple[TrainState, Metrics] = step(state, batch)
-        return made
+        after_step: tuple[TrainState, Metrics] = step(state, batch)
+        return after_step
 
     def trace(self, *args: Any) -> Any:
         return self.program.step.trace(*args)
@@ -54,7 +54,7 @@ class StepFromFile:
         if jax.process_count() > 1:
             apart = ["several processes, which is untested"]
         try:
-            found = (
+            executable = (
                 None if apart else load(self.path, lowered, program.devices, trusted=self._trusted)
             )
         except jax.errors.JaxRuntimeError as error:
@@ -67,7 +67,7 @@ class StepFromFile:
             )
             return None
         log.info("the step starts from %s, without compilation", self.path)
-        return found
+        return executable
 
 
 def _shapes(batch: Any) -> Shapes:

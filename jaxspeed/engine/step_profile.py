@@ -56,9 +56,9 @@ class StepProfile:
             self._write(f"flops profiler: step {step}", [*lines, *depths])
         if self._pending:
             self._pending = False
-            found = compiled().collectives
-            shown = list(comms_lines(_chosen(found or (), self._comms), self._comms))
-            if found is None:
+            collectives = compiled().collectives
+            shown = list(comms_lines(_chosen(collectives or (), self._comms), self._comms))
+            if collectives is None:
                 shown = ["  unknown: the backend does not print its program"]
             log.info("comms logger: step %d\n%s", step, "\n".join(shown))
 
@@ -120,10 +120,14 @@ def module_lines(program: Program, depth: int, top: int) -> Iterator[str]:
         yield f"depth {level}: params {shown}"
 
 
-def _chosen(found: tuple[Communication, ...], section: CommsLogger) -> list[Communication]:
+def _chosen(collectives: tuple[Communication, ...], section: CommsLogger) -> list[Communication]:
     """The collectives that the section selects, by DeepSpeed's names or XLA's."""
     names = tuple(name.replace("_", "-") for name in section.prof_ops)
-    return [one for one in found if section.prof_all or _is_named(one.kind, names)]
+    return [
+        collective
+        for collective in collectives
+        if section.prof_all or _is_named(collective.kind, names)
+    ]
 
 
 def _is_named(kind: str, names: tuple[str, ...]) -> bool:
@@ -131,17 +135,17 @@ def _is_named(kind: str, names: tuple[str, ...]) -> bool:
     return any(name.startswith(kind) for name in names)
 
 
-def comms_lines(found: list[Communication], section: CommsLogger) -> Iterator[str]:
+def comms_lines(collectives: list[Communication], section: CommsLogger) -> Iterator[str]:
     """Yield the collectives of a step by kind and size, with `verbose` each of them."""
     groups: Counter[tuple[str, str, int, str]] = Counter()
-    for one in found:
-        groups[one.kind, "+".join(one.axes), one.bytes, one.dtype] += one.runs
+    for op in collectives:
+        groups[op.kind, "+".join(op.axes), op.bytes, op.dtype] += op.runs
     yield f"  {'Comm. Op':<22}{'Axes':<16}{'Message Size':<14}{'Dtype':<8}{'Count':>7}  Total"
     for (kind, axes, size, dtype), runs in sorted(
         groups.items(), key=lambda item: -item[0][2] * item[1]
     ):
         total = bytes_text(size * runs)
         yield f"  {kind:<22}{axes:<16}{bytes_text(size):<14}{dtype:<8}{runs:>7}  {total}"
-    for one in found if section.verbose else ():
-        site = f" | {one.site}" if section.debug and one.site else ""
-        yield f"  comm op: {one.kind} | count: {one.runs} | msg size: {bytes_text(one.bytes)}{site}"
+    for op in collectives if section.verbose else ():
+        site = f" | {op.site}" if section.debug and op.site else ""
+        yield f"  comm op: {op.kind} | count: {op.runs} | msg size: {bytes_text(op.bytes)}{site}"

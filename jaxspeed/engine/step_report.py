@@ -33,7 +33,7 @@ def compiled_report(
         with program.set_mesh():
             return _of_phases(program, batch, meanwhile, parameters)
     (step,) = program.phases
-    made, _ = _compiled(
+    report, _ = _compiled(
         step,
         program.values(batch),
         meanwhile,
@@ -44,8 +44,8 @@ def compiled_report(
         kept=program.kept_report(batch),
         parameters=parameters,
     )
-    check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
-    return made
+    check_host_bytes(program, report.host_argument_bytes, report.host_temp_bytes)
+    return report
 
 
 def _of_phases(

@@ -217,7 +217,7 @@ def _one_call(
     bias: jax.Array | None,
 ) -> jax.Array:
     """Attention as one equation, which a pass replaces: sequences are sharded here."""
-    given = [*(segments or ()), *(x for x in (sinks, bias) if x is not None)]
+    operands = [*(segments or ()), *(x for x in (sinks, bias) if x is not None)]
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
         rest = iter(others)
@@ -232,7 +232,7 @@ def _one_call(
         of_others = [1, None] * (segments is not None) + [None] * (sinks is not None)
         rows = (*of_others, bias.ndim - 2)
         form = replace(form, segments=False, sinks=False, rows=rows)
-    return attention_call(form, body, q, k, v, *given)
+    return attention_call(form, body, q, k, v, *operands)
 
 
 def _by_plain(call: KernelCall) -> Callable[..., jax.Array]:

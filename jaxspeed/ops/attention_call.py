@@ -90,8 +90,8 @@ def _plain(jaxpr: ClosedJaxpr) -> Callable[..., jax.Array]:
 def _differentiate(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, form: AttentionForm
 ) -> tuple[Any, Any]:
-    given = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-    return jax.jvp(_plain(jaxpr), tuple(primals), tuple(given))
+    dense_tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+    return jax.jvp(_plain(jaxpr), tuple(primals), tuple(dense_tangents))
 
 
 def _batch(args: Any, dims: Any, *, jaxpr: ClosedJaxpr, form: AttentionForm) -> tuple[Any, int]:

@@ -72,13 +72,13 @@ def by_rows(
     def of_block(trip: jax.Array, blocks: list[jax.Array]) -> jax.Array:
         shards = jnp.arange(parts)[:, None] * trips * block
         indices = jnp.minimum(shards + trip * block + jnp.arange(block), seq - 1)
-        given = iter(blocks)
-        inputs = (constrained(next(given), 0, SEQ) if x is None else x for x in shared)
+        arrays = iter(blocks)
+        inputs = (constrained(next(arrays), 0, SEQ) if x is None else x for x in shared)
         (out,) = jax.vmap(run)(indices, *inputs)
         return constrained(out, 0, SEQ)
 
     blocks = [in_blocks(x, dim) for x, dim in zip(operands, rows, strict=True) if dim is not None]
-    outs = lax.map(lambda given: of_block(*given), (jnp.arange(trips), blocks))
+    outs = lax.map(lambda trip_and_blocks: of_block(*trip_and_blocks), (jnp.arange(trips), blocks))
     out = jnp.moveaxis(outs, (2, 1, 0), (0, 1, 2))
     out = out.reshape(batch, parts * trips * block, *out.shape[4:])
     return checkpoint_name(constrained(out[:, :seq], 1, SEQ), NAME)

@@ -130,5 +130,5 @@ def _is_at_least(needed: str) -> bool:
 
 def _number(written: str) -> Capability | None:
     """Of `9.0`; None if it is of another vendor."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", written)
-    return (int(found[1]), int(found[2])) if found else None
+    version = re.fullmatch(r"(\d+)\.(\d+)", written)
+    return (int(version[1]), int(version[2])) if version else None

@@ -36,7 +36,9 @@ class Mask:
 
     def between(self, queries: range, keys: range) -> jax.Array:
         """[queries, keys], True where the query sees the key."""
-        rows, columns = (jnp.arange(each.start, each.stop) for each in (queries, keys))
+        rows, columns = (
+            jnp.arange(positions.start, positions.stop) for positions in (queries, keys)
+        )
         distance = rows[:, None] - columns
         seen = distance >= 0 if self.causal else jnp.ones_like(distance, bool)
         return seen if self.window is None else seen & (jnp.abs(distance) < self.window)
@@ -102,8 +104,8 @@ def computes_blocks(count: int) -> Any:
 
 def computed_blocks(scopes: str) -> int | None:
     """The count of `computes_blocks` in the scope names around a kernel."""
-    found = re.findall(r"computes_(\d+)_blocks", scopes)
-    return int(found[-1]) if found else None
+    counts = re.findall(r"computes_(\d+)_blocks", scopes)
+    return int(counts[-1]) if counts else None
 
 
 def computes_flops(count: int) -> Any:
@@ -113,8 +115,8 @@ def computes_flops(count: int) -> Any:
 
 def computed_flops(scopes: str) -> int | None:
     """The count of `computes_flops` in the scope names around a kernel."""
-    found = re.findall(r"computes_(\d+)_flops", scopes)
-    return int(found[-1]) if found else None
+    counts = re.findall(r"computes_(\d+)_flops", scopes)
+    return int(counts[-1]) if counts else None
 
 
 NOT_ESTIMATED = "not_estimated_branch"

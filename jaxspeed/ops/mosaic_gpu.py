@@ -101,7 +101,7 @@ def backward(
     q, k, v, d_out = (_padded(x) for x in (q, k, v, d_out))
     more = ((0, 0), (0, 0), (0, q.shape[1] - seq))
     sums, delta = jnp.pad(sums, more, constant_values=NEVER), jnp.pad(delta, more)
-    given, group = (q, k, v, d_out, sums, delta), heads // kv_heads
+    arrays, group = (q, k, v, d_out, sums, delta), heads // kv_heads
     other = TILE  # a wider block of scores and one of their gradients do not fit in registers
 
     blocks = ScoreBlocks(call.mask, call.scale, call.soft_cap, seq, kv_seq, BLOCK, other)
@@ -118,7 +118,7 @@ def backward(
     )
     with computes_flops(3 * batch * heads * _product_flops(blocks, q, offset)):
         (d_q,) = kernel(
-            blocks.ids(segments), blocks.seen_by_queries(segments), offset_operand(offset), *given
+            blocks.ids(segments), blocks.seen_by_queries(segments), offset_operand(offset), *arrays
         )
 
     blocks = ScoreBlocks(call.mask, call.scale, call.soft_cap, seq, kv_seq, other, BLOCK)
@@ -135,7 +135,7 @@ def backward(
     )
     with computes_flops(4 * batch * heads * _product_flops(blocks, q, offset)):
         d_k, d_v = kernel(
-            blocks.ids(segments), blocks.seen_by_keys(segments), offset_operand(offset), *given
+            blocks.ids(segments), blocks.seen_by_keys(segments), offset_operand(offset), *arrays
         )
     return d_q[:, :seq, :, :head_dim], *(x[:, :kv_seq, :, :head_dim] for x in (d_k, d_v))
 
@@ -629,7 +629,7 @@ def _call(
 
     return plgpu.kernel(
         functools.partial(kernel, interpret=interpret),
-        out_type=[jax.ShapeDtypeStruct(*each) for each in results],
+        out_type=[jax.ShapeDtypeStruct(*result) for result in results],
         scratch_types=shared(),
         grid=grid,
         grid_names=_GRID,

@@ -177,7 +177,7 @@ def rope_scaling(fields: Mapping[str, Any]) -> Scaling | None:
     Raises:
       ValueError: unknown type or field.
     """
-    given = {name: value for name, value in fields.items() if name not in ("rope_type", "type")}
+    arguments = {name: value for name, value in fields.items() if name not in ("rope_type", "type")}
     kind = fields.get("rope_type", fields.get("type", "llama3"))
     if kind == "default":
         return None
@@ -185,14 +185,14 @@ def rope_scaling(fields: Mapping[str, Any]) -> Scaling | None:
         known = ", ".join(SCALINGS)
         raise ValueError(f"rope_scaling {dict(fields)}: rope_type is {kind!r}; known are {known}")
     names = [field.name for field in dataclasses.fields(SCALINGS[kind])]
-    if unknown := [name for name in given if name not in names]:
+    if unknown := [name for name in arguments if name not in names]:
         raise ValueError(f"rope_scaling: {unknown[0]!r} is none of {kind}'s {', '.join(names)}")
     needed = [
         f.name for f in dataclasses.fields(SCALINGS[kind]) if f.default is dataclasses.MISSING
     ]
-    if missing := [name for name in needed if name not in given]:
+    if missing := [name for name in needed if name not in arguments]:
         raise ValueError(f"rope_scaling {dict(fields)}: {kind} needs {' and '.join(missing)}")
-    return SCALINGS[kind](**given)
+    return SCALINGS[kind](**arguments)
 
 
 class Rotation(NamedTuple):

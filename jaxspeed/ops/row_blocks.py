@@ -164,13 +164,13 @@ def _largest(s: jax.Array) -> jax.Array:
 def _blocks(mask: Mask, seq: int, kv_seq: int) -> list[_Block]:
     """Blocks of queries; a single one where every query sees every key."""
     size = max(SMALLEST, -(-seq // MOST_BLOCKS)) if mask.hides else seq
-    found = []
+    blocks = []
     for start in range(0, seq, size):
         rows = range(start, min(start + size, seq))
         low, high = map(int, mask.visible(rows.start, rows.stop - 1, kv_seq))
         # Queries behind the last key may see none: their results are undefined, but exist.
-        found.append(_Block(mask, rows, range(min(low, high), high + 1)))
-    return found
+        blocks.append(_Block(mask, rows, range(min(low, high), high + 1)))
+    return blocks
 
 
 def _joined(blocks: list[jax.Array], q: jax.Array) -> jax.Array:
@@ -213,8 +213,8 @@ def _forward_loops(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     keys, values = loops.keys(k), loops.keys(v)
 
-    def of_queries(given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        i, queries = given
+    def of_queries(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        i, queries = block
 
         def body(j: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top, total, out = carry
@@ -250,8 +250,8 @@ def _backward_loops(
     keys, values = loops.keys(k), loops.keys(v)
     delta = jnp.sum(out.astype(wide) * d_out.astype(wide), axis=-1, keepdims=True)
 
-    def of_queries(carry: tuple[jax.Array, jax.Array], given: Any) -> Any:
-        i, queries, sums, d_out, delta = given
+    def of_queries(carry: tuple[jax.Array, jax.Array], block: Any) -> Any:
+        i, queries, sums, d_out, delta = block
 
         def body(j: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             d_q, d_k, d_v = carry

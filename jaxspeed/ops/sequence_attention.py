@@ -85,12 +85,14 @@ def refusal(
             "attention's scores have something else between its products: use gather or auto"
         )
     group = how.group(parts)
-    own = heads // tensor if heads % tensor == 0 else heads  # of a device
+    device_heads = heads // tensor if heads % tensor == 0 else heads
     if parts % group:
         return f"groups of {group} devices do not divide seq {parts}"
-    if own % group:
-        of_device = f" ({own} on each device of tensor {tensor})" if own != heads else ""
-        fitting = [n for n in range(2, parts) if parts % n == 0 == own % n]
+    if device_heads % group:
+        of_device = (
+            f" ({device_heads} on each device of tensor {tensor})" if device_heads != heads else ""
+        )
+        fitting = [n for n in range(2, parts) if parts % n == 0 == device_heads % n]
         both = f", kind both with groups of {fitting[-1]}" if fitting else ""
         return (
             f"{heads} query heads{of_device} do not divide by {group} devices that exchange heads: "
@@ -132,7 +134,7 @@ def over_sequence(
     samples = free_sample_axes(len(q))
     spec = P(samples or None, SEQ, of_heads)
     of_ids = P(samples or None, SEQ) if segments is not None else None
-    given: Any = spec, spec, spec, of_ids, P(of_heads) if sinks is not None else None
+    specs: Any = spec, spec, spec, of_ids, P(of_heads) if sinks is not None else None
     sums = P(samples or None, of_heads, SEQ)
 
     def on_devices(fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
@@ -148,8 +150,8 @@ def over_sequence(
     shards = SequenceShards(parts, group, how.layout == "zigzag", samples)
     passes = DevicePasses(form, shards, seq, kv_seq, gathers=how.kind == "gather")
     attend = in_two_passes(
-        on_devices(passes.forward, given, (spec, sums)),
-        on_devices(passes.backward, (*given, spec, sums, spec), (spec, spec, spec, given[-1])),
+        on_devices(passes.forward, specs, (spec, sums)),
+        on_devices(passes.backward, (*specs, spec, sums, spec), (spec, spec, spec, specs[-1])),
     )
     if group == 1:
         return attend(q, k, v, segments, sinks)[:, :seq].astype(dtype)
@@ -162,8 +164,8 @@ def over_sequence(
         return exchange(x)
 
     def by_heads(x: jax.Array) -> jax.Array:
-        own, of_q = (n // (tensor if of_heads else 1) for n in (x.shape[2], heads))
-        copies = copies_of(of_q, own, group)
+        x_heads, of_q = (n // (tensor if of_heads else 1) for n in (x.shape[2], heads))
+        copies = copies_of(of_q, x_heads, group)
 
         def there(x: jax.Array) -> jax.Array:
             return shards.heads_for_positions(repeated(x, copies))
@@ -173,7 +175,7 @@ def over_sequence(
             if copies == 1:
                 return d_x
             wide = jnp.promote_types(d_x.dtype, jnp.float32)
-            by_copy = d_x.reshape(*d_x.shape[:2], own, copies, -1)
+            by_copy = d_x.reshape(*d_x.shape[:2], x_heads, copies, -1)
             return jnp.sum(by_copy, axis=3, dtype=wide).astype(d_x.dtype)
 
         return exchanged(x, there, back)

@@ -134,21 +134,21 @@ def chunk_pairs(
     numbers: Sequence[Any],
     others: Sequence[Any],
     lengths: tuple[int, int],
-    own: bool,
+    same_device: bool,
 ) -> Iterator[ChunkPair]:
     """The pairs of a device's queries and one device's keys.
 
     Args:
       numbers, others: of the chunks of queries and of keys. A first chunk is before every second.
       lengths: of a chunk of queries and one of keys.
-      own: whether the keys are those of the same device.
+      same_device: whether the keys are those of the same device.
     """
     of_q, of_k = lengths
     for i, number in enumerate(numbers):
         for j, other in enumerate(others):
             if mask.causal and of_q == of_k and i < j:
                 continue
-            if own and i == j and of_q == of_k:
+            if same_device and i == j and of_q == of_k:
                 yield ChunkPair(i, j, mask)
             elif not mask.hides or (mask.window is None and of_q == of_k and i > j):
                 yield ChunkPair(i, j, Mask(False, None))
@@ -206,8 +206,8 @@ class DevicePasses:
         blind = _by_row(sums >= _NEVER)
         segments, own_sinks = self._of_group(segments), self._own(sinks, q)
         _, backward = with_sinks(self._forward, self._backward)
-        given = jnp.where(blind, 0, out), sums, d_out
-        d_q, d_k, d_v, d_sinks = backward(q, k, v, segments, own_sinks, *given)
+        results = jnp.where(blind, 0, out), sums, d_out
+        d_q, d_k, d_v, d_sinks = backward(q, k, v, segments, own_sinks, *results)
         if self.form.blind != "undefined" and sinks is None:
             d_v = (d_v + self._of_blind(blind, v, d_out)).astype(v.dtype)
         if sinks is not None:
@@ -249,8 +249,8 @@ class DevicePasses:
         def merged(state: Any, keys: Keys, hop: Any) -> Any:
             state = list(state)
             for pair in self._pairs(q, keys, hop):
-                found = self._call(0, pair, queries[pair.rows], keys)
-                state[pair.rows] = _merged(state[pair.rows], found)
+                attention = self._call(0, pair, queries[pair.rows], keys)
+                state[pair.rows] = _merged(state[pair.rows], attention)
             return tuple(state)
 
         state: Any = (None,) * self._chunks
@@ -348,12 +348,12 @@ class DevicePasses:
         of_q = q.shape[1] // chunks
         numbers = self._numbers(place)
         if hop is None:
-            pairs = chunk_pairs(mask, numbers, (0,), (of_q, keys.k.shape[1]), own=False)
+            pairs = chunk_pairs(mask, numbers, (0,), (of_q, keys.k.shape[1]), same_device=False)
             return [pair._replace(seen=None) for pair in pairs]
         others = self._numbers((place - hop) % self.shards.ring)
         lengths = of_q, keys.k.shape[1] // chunks
-        own = isinstance(hop, int) and hop == 0
-        return list(chunk_pairs(mask, numbers, others, lengths, own))
+        same_device = isinstance(hop, int) and hop == 0
+        return list(chunk_pairs(mask, numbers, others, lengths, same_device))
 
     def _numbers(self, place: Any) -> tuple[Any, ...]:
         """The numbers of the chunks of a device."""
@@ -376,10 +376,10 @@ class DevicePasses:
             return run(*operands)
 
         def skip(*operands: Any) -> Any:
-            found = jax.tree.map(
+            zeros = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, *operands)
             )
-            return found if number else (found[0], jnp.full_like(found[1], _LOW))
+            return zeros if number else (zeros[0], jnp.full_like(zeros[1], _LOW))
 
         return lax.cond(pair.seen, run, not_estimated(skip), *operands)
 
@@ -406,7 +406,8 @@ def _kernel_passes(
         elif gpu_flash.supports(q, k):
             kernel = gpu_flash.kernel(q, k)
     forward, backward = (
-        functools.partial(each, call, **options) for each in (kernel.forward, kernel.backward)
+        functools.partial(kernel_pass, call, **options)
+        for kernel_pass in (kernel.forward, kernel.backward)
     )
     if kernel is row_blocks:
         return forward, backward
@@ -437,16 +438,16 @@ def _by_row(x: jax.Array) -> jax.Array:
     return x.swapaxes(1, 2)[..., None]
 
 
-def _merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
+def _merged(state: Any, other: Any) -> tuple[jax.Array, jax.Array]:
     """(out, sums) of the keys of both, in the dtype of the sums."""
     out, sums = other
     sums = jnp.maximum(sums, _LOW)
     out = out.astype(sums.dtype)
-    if one is None:
+    if state is None:
         return out, sums
-    total = jnp.logaddexp(one[1], sums)
-    first, second = (_by_row(jnp.exp(x - total)) for x in (one[1], sums))
-    return first * one[0] + second * out, total
+    total = jnp.logaddexp(state[1], sums)
+    first, second = (_by_row(jnp.exp(x - total)) for x in (state[1], sums))
+    return first * state[0] + second * out, total
 
 
 def _joined(state: Any) -> tuple[jax.Array, jax.Array]:
@@ -454,7 +455,7 @@ def _joined(state: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate(outs, axis=1), jnp.concatenate(sums, axis=2)
 
 
-def _added(one: Any, other: Any) -> Any:
-    """The sum of gradients, of which one may be None, in fp32 at least."""
+def _added(total: Any, other: Any) -> Any:
+    """The sum of gradients, of which `total` may be None, in fp32 at least."""
     other = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), other)
-    return other if one is None else jax.tree.map(jnp.add, one, other)
+    return other if total is None else jax.tree.map(jnp.add, total, other)

@@ -43,10 +43,10 @@ def assumed(generation: int | None) -> Iterator[None]:
 
 def generation() -> int | None:
     """The generation of the TPU for which the program is traced (3 of v3); None if unknown."""
-    if (given := _assumed.get()) is not None:
-        return given
-    found = re.match(r"TPU v?(\d+)", device_kind())
-    return int(found[1]) if found else None
+    if (assumed := _assumed.get()) is not None:
+        return assumed
+    match = re.match(r"TPU v?(\d+)", device_kind())
+    return int(match[1]) if match else None
 
 
 def supports(q: jax.Array, k: jax.Array) -> bool:
@@ -74,13 +74,13 @@ def forward(
     pieces = _Pieces.of(q, k, call.mask, offset)
     if pieces.count > 1:
 
-        def of_piece(given: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-            start, ids, q = given
-            own, computed = _with_queries(segments, ids), pieces.computed
-            return forward(call, q, k, v, own, offset=start, computed=computed)
+        def of_piece(piece: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+            start, ids, q = piece
+            segments_of_piece, computed = _with_queries(segments, ids), pieces.computed
+            return forward(call, q, k, v, segments_of_piece, offset=start, computed=computed)
 
-        each = pieces.starts(offset), pieces.ids(segments), pieces.split(q, 1)
-        out, sums = lax.map(of_piece, each)
+        operands = pieces.starts(offset), pieces.ids(segments), pieces.split(q, 1)
+        out, sums = lax.map(of_piece, operands)
         return pieces.joined(out, 1), pieces.joined(sums, 2)
 
     dtype = q.dtype
@@ -117,16 +117,16 @@ def backward(
     pieces = _Pieces.of(q, k, call.mask, offset)
     if pieces.count > 1:
 
-        def step(totals: list[jax.Array], given: Any) -> tuple[list[jax.Array], jax.Array]:
-            start, ids, q, *rest = given
-            own = _with_queries(segments, ids)
+        def step(totals: list[jax.Array], piece: Any) -> tuple[list[jax.Array], jax.Array]:
+            start, ids, q, *rest = piece
+            segments_of_piece = _with_queries(segments, ids)
             of_piece = {"offset": start, "computed": pieces.computed}
-            dq, *found = backward(call, q, k, v, own, *rest, **of_piece)
-            return [a + x.astype(a.dtype) for a, x in zip(totals, found, strict=True)], dq
+            dq, *terms = backward(call, q, k, v, segments_of_piece, *rest, **of_piece)
+            return [a + x.astype(a.dtype) for a, x in zip(totals, terms, strict=True)], dq
 
         of_queries = [pieces.split(x, dim) for x, dim in ((q, 1), (out, 1), (sums, 2), (d_out, 1))]
-        each = pieces.starts(offset), pieces.ids(segments), *of_queries
-        (dk, dv), dq = lax.scan(step, [jnp.zeros(x.shape, jnp.float32) for x in (k, v)], each)
+        operands = pieces.starts(offset), pieces.ids(segments), *of_queries
+        (dk, dv), dq = lax.scan(step, [jnp.zeros(x.shape, jnp.float32) for x in (k, v)], operands)
         return pieces.joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -281,8 +281,8 @@ class _Tables:
                 before = lax.cummax(jnp.where(runs, block, 0), axis=1)
                 block = jnp.where(later < largest, later, before)
             fits = (t for t in (np.int8, np.int16, np.int32) if largest <= np.iinfo(t).max)
-            given = block.astype(next(fits)), state.astype(np.int8)
-            return tuple(xp.stack([x.T if of_keys else x]) for x in given)
+            tables = block.astype(next(fits)), state.astype(np.int8)
+            return tuple(xp.stack([x.T if of_keys else x]) for x in tables)
 
         def ranges(lowest: Any, highest: Any, size: int) -> tuple[Any, Any]:
             first = lowest // size

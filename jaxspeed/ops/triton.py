@@ -71,12 +71,12 @@ def forward(
     blocks = ScoreBlocks.of(q, k, call, most=128, keys=0.5, tiles=1 + STAGES)
     q, k, v = blocks.rows(q), blocks.columns(k), blocks.columns(v)
     group = heads // k.shape[2]
-    one, every = _block(blocks.block_q), _block(k.shape[1])
+    q_block, every = _block(blocks.block_q), _block(k.shape[1])
     kernel = _call(
         functools.partial(_forward_kernel, blocks=blocks),
         (blocks.blocks_q, heads),
-        [one(_same), every(lambda i, h: (0, h // group)), every(lambda i, h: (0, h // group))],
-        [one(_same), _sums(blocks.block_q)(lambda i, h: (h, i))],
+        [q_block(_same), every(lambda i, h: (0, h // group)), every(lambda i, h: (0, h // group))],
+        [q_block(_same), _sums(blocks.block_q)(lambda i, h: (h, i))],
         [(q.shape[1:], q.dtype), ((heads, q.shape[1]), jnp.float32)],
         call.interpret,
     )
@@ -116,36 +116,40 @@ def backward(
     kv_heads = k.shape[2]
     group = heads // kv_heads
 
-    one, every = _block(blocks.block_q), _block(k.shape[1])
+    q_block, every = _block(blocks.block_q), _block(k.shape[1])
     row = _sums(blocks.block_q)(lambda i, h: (h, i))
     of_queries = _call(
         functools.partial(_d_query_kernel, blocks=blocks),
         (blocks.blocks_q, heads),
         [
-            *(one(_same), every(lambda i, h: (0, h // group)), every(lambda i, h: (0, h // group))),
-            *(one(_same), row, row),
+            *(
+                q_block(_same),
+                every(lambda i, h: (0, h // group)),
+                every(lambda i, h: (0, h // group)),
+            ),
+            *(q_block(_same), row, row),
         ],
-        [one(_same)],
+        [q_block(_same)],
         [(q.shape[1:], q.dtype)],
         call.interpret,
     )
-    one = _block(blocks.block_k)
+    k_block = _block(blocks.block_k)
     heads_of = _block(q.shape[1], group)(lambda j, h: (0, h))
     rows = _sums(q.shape[1], group)(lambda j, h: (h, 0))
     of_keys = _call(
         functools.partial(_d_key_kernel, blocks=blocks, group=group),
         (blocks.blocks_k, kv_heads),
-        [heads_of, one(_same), one(_same), heads_of, rows, rows],
-        [one(_same), one(_same)],
+        [heads_of, k_block(_same), k_block(_same), heads_of, rows, rows],
+        [k_block(_same), k_block(_same)],
         [(k.shape[1:], k.dtype), (v.shape[1:], v.dtype)],
         call.interpret,
     )
-    given = (q, k, v, d_out, sums, delta)
+    arrays = (q, k, v, d_out, sums, delta)
     with computes_blocks(heads * blocks.computed(offset)):
         over_batch = functools.partial(jax.vmap, in_axes=(0, 0, 0, None))
         at = offset_operand(offset)
-        (d_q,) = over_batch(of_queries)(given, ids, blocks.seen_by_queries(segments), at)
-        d_k, d_v = over_batch(of_keys)(given, ids, blocks.seen_by_keys(segments), at)
+        (d_q,) = over_batch(of_queries)(arrays, ids, blocks.seen_by_queries(segments), at)
+        d_k, d_v = over_batch(of_keys)(arrays, ids, blocks.seen_by_keys(segments), at)
     return d_q[:, :seq, :, :head_dim], *(x[:, :kv_seq, :, :head_dim] for x in (d_k, d_v))
 
 

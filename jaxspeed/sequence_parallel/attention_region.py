@@ -67,22 +67,22 @@ class Atoms:
 
     def regrouped(self, old: Sequence[int], dims: Dims, new: Sequence[int]) -> Dims:
         """The dims of an array of shape `old` after a reshape to `new`."""
-        made: list[Dim] = [()] * len(new)
+        regrouped_dims: list[Dim] = [()] * len(new)
         for olds, news in reshape_groups(old, new):
-            given = [dims[d] for d in olds]
+            old_dims = [dims[d] for d in olds]
             if len(olds) == len(news) == 1:
-                made[news[0]] = given[0]
+                regrouped_dims[news[0]] = old_dims[0]
                 continue
-            if None in given:
-                if any(given):
+            if None in old_dims:
+                if any(old_dims):
                     raise NotAttention("a reshape between the products")
                 for d in news:
-                    made[d] = None
+                    regrouped_dims[d] = None
                 continue
-            left = [atom for dim in given for atom in self.of(dim) or ()]
+            left = [atom for dim in old_dims for atom in self.of(dim) or ()]
             for d in news:
-                made[d] = self._taken(left, new[d])
-        return tuple(made)
+                regrouped_dims[d] = self._taken(left, new[d])
+        return tuple(regrouped_dims)
 
     def _taken(self, left: list[int], size: int) -> Dim:
         """The outermost of the atoms `left` that have this size together; one may be split."""
@@ -244,9 +244,9 @@ class Region:
     def _is_result(self, v: Any) -> bool:
         assert self.values is not None
         contracted = self.key_atoms
-        own = {a for dim in self.dims[v] for a in self.atoms.of(dim) or ()}
+        atoms = {a for dim in self.dims[v] for a in self.atoms.of(dim) or ()}
         features = {a for dim in self.features for a in self.atoms.of(dim) or ()}
-        return not own & contracted and features <= own
+        return not atoms & contracted and features <= atoms
 
     def _read_elsewhere(self, left: dict[Any, int]) -> str:
         live = [v for v, count in left.items() if count > 0 and self._has_keys(self.dims[v])]
@@ -275,24 +275,24 @@ class Region:
             return [self._pointwise(eqn)]
         if name in ("reduce_max", "reduce_sum"):
             return [self._reduced(eqn)]
-        own = self.dims.get(eqn.invars[0], None)
+        dims = self.dims.get(eqn.invars[0], None)
         shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-        if own is not None:
+        if dims is not None:
             if name == "transpose":
-                return [tuple(own[int(d)] for d in eqn.params["permutation"])]
+                return [tuple(dims[int(d)] for d in eqn.params["permutation"])]
             if (name in RESHAPES and eqn.params.get("dimensions") is None) or name == "squeeze":
-                return [self.atoms.regrouped(shape, own, new)]
+                return [self.atoms.regrouped(shape, dims, new)]
             if name == "broadcast_in_dim" and len(eqn.invars) == 1:
                 places = [int(d) for d in eqn.params["broadcast_dimensions"]]
-                made: list[Dim] = [None if n != 1 else () for n in new]
+                new_dims: list[Dim] = [None if n != 1 else () for n in new]
                 for d, place in enumerate(places):
                     if shape[d] == new[place]:
-                        made[place] = own[d]
-                return [tuple(made)]
+                        new_dims[place] = dims[d]
+                return [tuple(new_dims)]
         if name == "concatenate":
             return [self._joined(eqn)]
-        if name == "slice" and own is not None:
-            return [self._sliced(eqn, own)]
+        if name == "slice" and dims is not None:
+            return [self._sliced(eqn, dims)]
         raise NotAttention(ACROSS.format(name))
 
     def _within(self, eqn: JaxprEqn, position: int) -> list[Dims]:
@@ -301,28 +301,28 @@ class Region:
         if body is None or "vjp" in eqn.primitive.name:
             raise NotAttention("a function with its own gradient between the products")
         inner = body.jaxpr
-        for v, given in zip(inner.invars, body.operands, strict=True):
-            if is_var(given) and given in self.dims:
-                self.dims[v] = self.dims[given]
-        for each in inner.eqns:
-            if any(is_var(v) and v in self.dims for v in each.invars):
-                if each.primitive.name == "jit":
-                    outs = self._within(each, position)
+        for v, operand in zip(inner.invars, body.operands, strict=True):
+            if is_var(operand) and operand in self.dims:
+                self.dims[v] = self.dims[operand]
+        for inner_eqn in inner.eqns:
+            if any(is_var(v) and v in self.dims for v in inner_eqn.invars):
+                if inner_eqn.primitive.name == "jit":
+                    outs = self._within(inner_eqn, position)
                 else:
-                    outs = self.results(each, position)
-                self.dims.update(zip(each.outvars, outs, strict=True))
-        for each in inner.eqns:
-            for v in each.outvars:
+                    outs = self.results(inner_eqn, position)
+                self.dims.update(zip(inner_eqn.outvars, outs, strict=True))
+        for inner_eqn in inner.eqns:
+            for v in inner_eqn.outvars:
                 self.sides.pop(v, None)
-        for v, given in zip(inner.invars, body.operands, strict=True):
-            found = self.sides.pop(v, None)
-            if found is not None and is_var(given):
-                self._side(given, found)
+        for v, operand in zip(inner.invars, body.operands, strict=True):
+            dims = self.sides.pop(v, None)
+            if dims is not None and is_var(operand):
+                self._side(operand, dims)
         return [self.dims[v] for v in inner.outvars]
 
     def _pointwise(self, eqn: JaxprEqn) -> Dims:
         shape = shape_of(eqn.outvars[0])
-        made: list[Dim] = [None if n != 1 else () for n in shape]
+        dims: list[Dim] = [None if n != 1 else () for n in shape]
         for v in eqn.invars:
             if not is_var(v) or v not in self.dims or not shape_of(v):
                 continue
@@ -330,20 +330,20 @@ class Region:
                 dim = self.atoms.of(dim)
                 if shape_of(v)[d] == 1 or dim is None:
                     continue
-                if made[d] is None:
-                    made[d] = dim
-                elif self.atoms.of(made[d]) != dim:
+                if dims[d] is None:
+                    dims[d] = dim
+                elif self.atoms.of(dims[d]) != dim:
                     raise NotAttention("scores and probabilities of different dims are combined")
         for v in eqn.invars:
             if is_var(v) and v not in self.dims and shape_of(v):
-                if v in self.level.drawn and self.exponential and self._has_keys(tuple(made)):
+                if v in self.level.drawn and self.exponential and self._has_keys(tuple(dims)):
                     raise NotAttention(DROPOUT)
-                self._side(v, tuple(m if n != 1 else () for m, n in zip(made, shape_of(v))))
+                self._side(v, tuple(m if n != 1 else () for m, n in zip(dims, shape_of(v))))
             elif is_var(v) and v not in self.dims:
                 self._side(v, ())
         if eqn.primitive.name in ("exp", "exp2"):
             self.exponential = True
-        return tuple(made)
+        return tuple(dims)
 
     def _side(self, v: Any, dims: Dims) -> None:
         known = self.sides.setdefault(v, dims)
@@ -354,15 +354,15 @@ class Region:
                 raise NotAttention("one array is added along different dims")
 
     def _reduced(self, eqn: JaxprEqn) -> Dims:
-        own = self.dims[eqn.invars[0]]
+        dims = self.dims[eqn.invars[0]]
         axes = {int(d) for d in eqn.params["axes"]}
-        atoms = frozenset(a for d in axes for a in self.atoms.of(own[d]) or ())
-        constant = any(own[d] is None for d in axes)
-        if constant or (self.second is not None and not self._has_keys(own)):
+        atoms = frozenset(a for d in axes for a in self.atoms.of(dims[d]) or ())
+        constant = any(dims[d] is None for d in axes)
+        if constant or (self.second is not None and not self._has_keys(dims)):
             raise NotAttention(ACROSS.format(eqn.primitive.name))
         self._contract_keys(atoms, eqn.primitive.name)
         self.summed = self.summed or (eqn.primitive.name == "reduce_sum" and self.exponential)
-        return tuple(dim for d, dim in enumerate(own) if d not in axes)
+        return tuple(dim for d, dim in enumerate(dims) if d not in axes)
 
     def _contract_keys(self, atoms: frozenset[int], name: str) -> None:
         if not self.key_atoms:
@@ -386,17 +386,17 @@ class Region:
     def _joined(self, eqn: JaxprEqn) -> Dims:
         """More columns beside those of the keys: sinks."""
         axis = eqn.params["dimension"]
-        own = [v for v in eqn.invars if is_var(v) and v in self.dims]
-        if len(own) != 1 or self.second is not None or self.extended or self.exponential:
+        scores = [v for v in eqn.invars if is_var(v) and v in self.dims]
+        if len(scores) != 1 or self.second is not None or self.extended or self.exponential:
             raise NotAttention(ACROSS.format("concatenate"))
-        dims = self.dims[own[0]]
+        dims = self.dims[scores[0]]
         atoms = frozenset(self.atoms.of(dims[axis]) or ())
         self._contract_keys(atoms, "concatenate")
-        start = sum(shape_of(v)[axis] for v in eqn.invars[: eqn.invars.index(own[0])])
+        start = sum(shape_of(v)[axis] for v in eqn.invars[: eqn.invars.index(scores[0])])
         more = self.atoms.new(shape_of(eqn.outvars[0])[axis])
         assert more is not None
         self.extended = frozenset(more)
-        self.within_extended = (start, start + shape_of(own[0])[axis])
+        self.within_extended = (start, start + shape_of(scores[0])[axis])
         for v in eqn.invars:
             if is_var(v) and v not in self.dims:
                 side: list[Dim] = [m if n != 1 else () for m, n in zip(dims, shape_of(v))]
@@ -404,21 +404,21 @@ class Region:
                 self._side(v, tuple(side))
         return tuple(more if d == axis else dim for d, dim in enumerate(dims))
 
-    def _sliced(self, eqn: JaxprEqn, own: Dims) -> Dims:
+    def _sliced(self, eqn: JaxprEqn, dims: Dims) -> Dims:
         """The keys' columns of those with sinks."""
         old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
         changed = [d for d in range(len(old)) if old[d] != new[d]]
         if not changed:
-            return own
+            return dims
         (d, *more) = changed
         at = (eqn.params["start_indices"][d], eqn.params["limit_indices"][d])
-        is_keys = frozenset(own[d] or ()) == self.extended and at == self.within_extended
+        is_keys = frozenset(dims[d] or ()) == self.extended and at == self.within_extended
         if more or not is_keys or eqn.params["strides"] not in (None, (1,) * len(old)):
             raise NotAttention(ACROSS.format("slice"))
         keys = tuple(sorted(self.key_atoms))
         if len(keys) != 1:
             raise NotAttention(ACROSS.format("slice"))
-        return tuple(keys if i == d else dim for i, dim in enumerate(own))
+        return tuple(keys if i == d else dim for i, dim in enumerate(dims))
 
     def _product(self, eqn: JaxprEqn, position: int) -> Dims:
         ours = [i for i, v in enumerate(eqn.invars) if is_var(v) and v in self.dims]
@@ -426,10 +426,10 @@ class Region:
             raise NotAttention(ACROSS.format("a product"))
         (mine,) = ours
         sums, batches = eqn.params["dimension_numbers"]
-        own = tuple(map(self.atoms.of, self.dims[eqn.invars[mine]]))
+        dims_of_mine = tuple(map(self.atoms.of, self.dims[eqn.invars[mine]]))
         other = eqn.invars[1 - mine]
-        contracted = frozenset(a for d in sums[mine] for a in own[d] or ())
-        if None in own or any(own[d] is None for d in sums[mine]):
+        contracted = frozenset(a for d in sums[mine] for a in dims_of_mine[d] or ())
+        if None in dims_of_mine or any(dims_of_mine[d] is None for d in sums[mine]):
             raise NotAttention(ACROSS.format("a product"), reported=False)
         keys = self._all(self.key_atoms)
         if not keys or contracted != keys:
@@ -438,25 +438,25 @@ class Region:
             zip((*sums[1 - mine], *batches[1 - mine]), (*sums[mine], *batches[mine]), strict=True)
         )
         theirs = tuple(
-            own[pairs[d]] if d in pairs else self.atoms.new(n)
+            dims_of_mine[pairs[d]] if d in pairs else self.atoms.new(n)
             for d, n in enumerate(shape_of(other))
         )
         self.features = [theirs[d] for d in range(len(theirs)) if d not in pairs]
         self.values, self.second, self.values_first = (other, theirs), position, mine == 1
         free = [
             [d for d in range(len(dims)) if d not in (*sums[i], *batches[i])]
-            for i, dims in ((mine, own), (1 - mine, theirs))
+            for i, dims in ((mine, dims_of_mine), (1 - mine, theirs))
         ]
-        parts = [tuple(own[d] for d in free[0]), tuple(theirs[d] for d in free[1])]
+        parts = [tuple(dims_of_mine[d] for d in free[0]), tuple(theirs[d] for d in free[1])]
         lhs, rhs = parts if mine == 0 else parts[::-1]
-        return (*(own[d] for d in batches[mine]), *lhs, *rhs)
+        return (*(dims_of_mine[d] for d in batches[mine]), *lhs, *rhs)
 
     features: Sequence[Dim] = ()
 
 
 def candidates(level: Level, anchor: int, limit: int = 200) -> list[int]:
     """The products from which the operand of an exponential may be computed, in order."""
-    found: list[int] = []
+    products: list[int] = []
     todo, seen = [anchor], {anchor}
     while todo and len(seen) < limit:
         eqn = level.eqns[todo.pop(0)]
@@ -468,10 +468,10 @@ def candidates(level: Level, anchor: int, limit: int = 200) -> list[int]:
             before = level.eqns[position]
             name = before.primitive.name
             if name == "dot_general":
-                found.append(position)
+                products.append(position)
             elif name in POINTWISE or name in _WALKED or name in RESHAPES:
                 todo.append(position)
-    return sorted(found)
+    return sorted(products)
 
 
 _WALKED = ("transpose", "broadcast_in_dim", "reduce_max", "concatenate", *CUSTOM_DERIVATIVE)

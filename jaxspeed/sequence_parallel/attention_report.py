@@ -69,6 +69,9 @@ class AttentionNotes:
         for run in self.runs.values():
             key = run.kind, run.order, run.why, run.shapes
             equal[key] = equal.get(key, 0) + (run.layers or 0)
-        found = [AttentionRun(layers, *key) for key, layers in equal.items()]
-        found += [AttentionRun(None, LEFT, "", f"{each.reason}{each.where}") for each in left]
-        return AttentionReport(devices, tuple(found))
+        attentions = [AttentionRun(layers, *key) for key, layers in equal.items()]
+        attentions += [
+            AttentionRun(None, LEFT, "", f"{attention.reason}{attention.where}")
+            for attention in left
+        ]
+        return AttentionReport(devices, tuple(attentions))

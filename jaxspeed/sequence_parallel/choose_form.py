@@ -50,12 +50,12 @@ def choose_form(
 
     if settings.kind != "auto":
         asked = every[settings.kind]
-        found = [how for how in asked if why_not(how) is None]
-        if not found:
+        forms = [how for how in asked if why_not(how) is None]
+        if not forms:
             none = f"seq {devices} has no groups of devices: use ulysses, ring or gather"
             reason = why_not(asked[0]) if asked else none
             raise ConfigError(f"parallel.sequence.kind {settings.kind}: {reason}")
-        return found[0], "parallel.sequence.kind says so"
+        return forms[0], "parallel.sequence.kind says so"
     if form.rows is not None:
         return SequenceForm("gather", layout), "its mask or bias is a general one"
 
@@ -137,7 +137,7 @@ def _exposed(
         speed = chip.outside * chip.reached["outside"]
     group = how.group(devices)
     exchanged, of_keys = (
-        2 * seq * width * each / speed for each in _received(heads, keys, devices, group)
+        2 * seq * width * received / speed for received in _received(heads, keys, devices, group)
     )
     groups = devices // group
     block = _computed((seq / groups, kv_seq / groups, width), heads / group, chip)

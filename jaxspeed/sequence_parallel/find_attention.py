@@ -74,8 +74,8 @@ def with_attention_calls(
         for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
         if (e := known_value(value)) is not None
     }
-    made = search.rewritten(closed.jaxpr, expressions)
-    return made, tuple(dict.fromkeys(search.left_alone))
+    rewritten = search.rewritten(closed.jaxpr, expressions)
+    return rewritten, tuple(dict.fromkeys(search.left_alone))
 
 
 @dataclass
@@ -100,24 +100,24 @@ class _Search:
                     changed.add(position)
             elif name == "cond":
                 self._note_branches(eqn)
-        found: dict[int, tuple[set[int], list[JaxprEqn]]] = {}
+        regions: dict[int, tuple[set[int], list[JaxprEqn]]] = {}
         taken: set[int] = set()
         tried: set[int] = set()
         for anchor, eqn in enumerate(level.eqns):
             inside = eqn.primitive.name in CUSTOM_DERIVATIVE and contains(eqn, _is_anchor)
             if not (_is_anchor(eqn) or inside) or anchor in taken:
                 continue
-            self._from_anchor(level, known, anchor, found, taken, tried)
-        if not changed and not found:
+            self._from_anchor(level, known, anchor, regions, taken, tried)
+        if not changed and not regions:
             return jaxpr
-        return flat.assembled(level, changed, found)
+        return flat.assembled(level, changed, regions)
 
     def _from_anchor(
         self,
         level: Level,
         known: _Known,
         anchor: int,
-        found: dict[int, tuple[set[int], list[JaxprEqn]]],
+        regions: dict[int, tuple[set[int], list[JaxprEqn]]],
         taken: set[int],
         tried: set[int],
     ) -> None:
@@ -138,7 +138,7 @@ class _Search:
                 continue
             if taken.intersection(call.members):  # the softmax of what an attention returns
                 continue
-            found[call.members[-1]] = {*call.members}, eqns
+            regions[call.members[-1]] = {*call.members}, eqns
             taken |= {*call.members}
             return
 
@@ -159,18 +159,18 @@ class _Search:
         expressions, outer = _of_inputs(eqn, body, known)
         constants = zip(body.jaxpr.constvars, body.consts, strict=False)
         expressions.update((v, e) for v, x in constants if (e := known_value(x)) is not None)
-        made = self.rewritten(body.jaxpr, expressions)
-        if made is body.jaxpr:
+        rewritten = self.rewritten(body.jaxpr, expressions)
+        if rewritten is body.jaxpr:
             return eqn
-        read = read_by(made)
+        read = read_by(rewritten)
         more = {inner: v for v, inner in outer.items() if inner in read}
-        made = made.replace(invars=[*made.invars, *more])
+        rewritten = rewritten.replace(invars=[*rewritten.invars, *more])
         if not more:
-            return with_functions(eqn, lambda held: with_jaxpr(held, made))
+            return with_functions(eqn, lambda held: with_jaxpr(held, rewritten))
         if eqn.primitive.name in CHECKPOINTS:
             with_more = eqn.replace(invars=[*eqn.invars, *more.values()])
-            return with_functions(with_more, lambda held: with_jaxpr(held, made))
-        return _scan(eqn, body, made, list(more.values()))
+            return with_functions(with_more, lambda held: with_jaxpr(held, rewritten))
+        return _scan(eqn, body, rewritten, list(more.values()))
 
 
 def _is_anchor(eqn: Any) -> bool:
@@ -184,7 +184,7 @@ def _of_inputs(
 
     Returns expressions, and for the arrays outside that they depend on the variables inside.
     """
-    found: dict[Atom, Expression] = {}
+    expressions: dict[Atom, Expression] = {}
     outer: dict[Atom, Var] = {}
     name = eqn.primitive.name
     walked = body.first_xs
@@ -196,13 +196,13 @@ def _of_inputs(
             return v
         return inside.get(v) or outer.setdefault(v, Var(v.aval))
 
-    for i, (v, given) in enumerate(zip(body.jaxpr.invars, body.operands, strict=True)):
-        e = known(given)
+    for i, (v, operand) in enumerate(zip(body.jaxpr.invars, body.operands, strict=True)):
+        e = known(operand)
         if i in kept and not isinstance(e, Element) and (name != "while" or not leaves(e)):
-            found[v] = with_leaves(e, within)
+            expressions[v] = with_leaves(e, within)
         elif name == "scan" and i >= walked and not leaves(e) and 0 not in depends(e):
-            found[v] = with_dims(e, lambda d: d - 1)
-    return found, outer
+            expressions[v] = with_dims(e, lambda d: d - 1)
+    return expressions, outer
 
 
 def _scan(eqn: JaxprEqn, body: Body, jaxpr: Jaxpr, more: Sequence[Atom]) -> JaxprEqn:
@@ -210,8 +210,8 @@ def _scan(eqn: JaxprEqn, body: Body, jaxpr: Jaxpr, more: Sequence[Atom]) -> Jaxp
     run = as_function(jaxpr, body.consts)
 
     def scan(*args: Any) -> list[Any]:
-        given, added = args[: len(eqn.invars)], args[len(eqn.invars) :]
-        return run_scan(eqn, body, lambda *inputs: run(*inputs, *added), given)
+        operands, added = args[: len(eqn.invars)], args[len(eqn.invars) :]
+        return run_scan(eqn, body, lambda *inputs: run(*inputs, *added), operands)
 
     operands = [*eqn.invars, *more]
     shapes = [
@@ -219,10 +219,10 @@ def _scan(eqn: JaxprEqn, body: Body, jaxpr: Jaxpr, more: Sequence[Atom]) -> Jaxp
         for v in operands
     ]
     closed = jax.make_jaxpr(scan)(*shapes)
-    (made,) = closed.jaxpr.eqns
+    (new_scan,) = closed.jaxpr.eqns
     names = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    return made.replace(
-        invars=renamed(made.invars, names), outvars=eqn.outvars, source_info=eqn.source_info
+    return new_scan.replace(
+        invars=renamed(new_scan.invars, names), outvars=eqn.outvars, source_info=eqn.source_info
     )
 
 
@@ -252,8 +252,8 @@ class _Flat:
             within.update(
                 (v, Literal(x, v.aval)) for v, x in zip(inner.constvars, consts, strict=True)
             )
-            for each in inner.eqns:
-                self._write(each, within, position, eqn.source_info.name_stack)
+            for inner_eqn in inner.eqns:
+                self._write(inner_eqn, within, position, eqn.source_info.name_stack)
             results = zip(eqn.outvars, renamed(inner.outvars, within), strict=True)
             names.update((v, atom) for v, atom in results)
             return
@@ -268,13 +268,13 @@ class _Flat:
         self,
         level: Level,
         changed: set[int],
-        found: Mapping[int, tuple[set[int], list[JaxprEqn]]],
+        regions: Mapping[int, tuple[set[int], list[JaxprEqn]]],
     ) -> Jaxpr:
         """The program with calls in place of regions; other calls than those with a region stay."""
-        members = {m for each, _ in found.values() for m in each}
+        members = {m for region, _ in regions.values() for m in region}
         opened = {self.origins[p] for p in {*changed, *members}}
         results = {v for v in self._names.values() if is_var(v)}
-        new = [*(eqns for _, eqns in found.values()), [level.eqns[p] for p in changed]]
+        new = [*(eqns for _, eqns in regions.values()), [level.eqns[p] for p in changed]]
         for eqns in new:  # they may read values within other calls
             for v in (v for eqn in eqns for v in eqn.invars if is_var(v)):
                 if v in level.producers and v not in results:
@@ -299,8 +299,8 @@ class _Flat:
                 written.append(with_names(eqn))
                 continue
             for p in by_origin[origin]:
-                if p in found:
-                    written += map(with_names, found[p][1])
+                if p in regions:
+                    written += map(with_names, regions[p][1])
                 elif p not in members:
                     written.append(with_names(level.eqns[p]))
         outvars = renamed(renamed(self.jaxpr.outvars, self._names), kept)
@@ -310,8 +310,8 @@ class _Flat:
 class _Known:
     """The expressions of the variables of a program."""
 
-    def __init__(self, level: Level, given: dict[Atom, Expression]) -> None:
-        self._found = given
+    def __init__(self, level: Level, expressions: dict[Atom, Expression]) -> None:
+        self._found = expressions
         for eqn in level.eqns:
             if len(eqn.outvars) == 1:
                 e = expression_of(eqn, [self(v) for v in eqn.invars])
@@ -319,5 +319,5 @@ class _Known:
                     self._found[eqn.outvars[0]] = e
 
     def __call__(self, atom: Any) -> Expression:
-        found = self._found.get(atom) if is_var(atom) else None
-        return of_atom(atom) if found is None else found
+        expression = self._found.get(atom) if is_var(atom) else None
+        return of_atom(atom) if expression is None else expression

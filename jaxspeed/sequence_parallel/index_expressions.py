@@ -113,7 +113,7 @@ def leaves(e: Expression) -> list[Element]:
         if isinstance(e, Operation)
         else ()
     )
-    return [leaf for each in inner for leaf in leaves(each)]
+    return [leaf for operand in inner for leaf in leaves(operand)]
 
 
 def with_leaves(e: Expression, new: Callable[[Any], Any]) -> Expression:
@@ -133,8 +133,8 @@ def with_dims(e: Expression, new: Callable[[Any], Any]) -> Expression:
         places = ((new(dim), factor) for dim, factor in e.factors)
         moved = (Affine(((dim, factor),), 0) for dim, factor in places if dim is not None)
         out = Affine((), e.constant)
-        for each in moved:
-            out = out.plus(each)
+        for term in moved:
+            out = out.plus(term)
         return out
     if isinstance(e, Element):
         return Element(e.variable, tuple(None if d is None else new(d) for d in e.dims))
@@ -189,7 +189,7 @@ def either(a: Expression, b: Expression) -> Expression:
 def conjuncts(e: Expression) -> list[Expression]:
     """The conditions that are all true where `e` is."""
     if isinstance(e, Operation) and e.name == "and":
-        return [each for operand in e.operands for each in conjuncts(operand)]
+        return [conjunct for operand in e.operands for conjunct in conjuncts(operand)]
     return [] if e == TRUE else [e]
 
 

@@ -68,31 +68,31 @@ class MaskForm:
         sides = zip(
             equal, (self.queries, self.keys), positions, (BLIND_QUERY, HIDDEN_KEY), strict=True
         )
-        made = []
+        segment_ids = []
         for ids, seen, position, hidden in sides:
             dims = (*batch, position)
             shape = [sizes[dim] for dim in dims]
             value, visible = (evaluate_expression(e, dims, sizes, value_of) for e in (ids, seen))
             value = jnp.where(visible, jnp.asarray(value).astype(jnp.int32), jnp.int32(hidden))
-            made.append(jnp.broadcast_to(value, shape).reshape(-1, sizes[position]))
-        return made[0], made[1]
+            segment_ids.append(jnp.broadcast_to(value, shape).reshape(-1, sizes[position]))
+        return segment_ids[0], segment_ids[1]
 
     def by_ids(
         self, condition: Expression, of: tuple[Element, Element], q: Any, k: Any
     ) -> Expression:
         """One of the conditions, with `of`, the ids of queries and keys, for what is not a band."""
-        made: Expression = TRUE
-        for each in conjuncts(condition):
-            kind = _kind(each, q, k)
+        expression: Expression = TRUE
+        for conjunct in conjuncts(condition):
+            kind = _kind(conjunct, q, k)
             if kind == "band":
-                made = both(made, each)
+                expression = both(expression, conjunct)
             elif kind == "equal":
-                made = both(made, Operation("eq", of, 3))
+                expression = both(expression, Operation("eq", of, 3))
             elif kind == "queries":
-                made = both(made, Operation("ne", (of[0], Const(BLIND_QUERY)), 3))
+                expression = both(expression, Operation("ne", (of[0], Const(BLIND_QUERY)), 3))
             else:
-                made = both(made, Operation("ne", (of[1], Const(HIDDEN_KEY)), 3))
-        return made
+                expression = both(expression, Operation("ne", (of[1], Const(HIDDEN_KEY)), 3))
+        return expression
 
 
 def mask_form(
@@ -105,26 +105,26 @@ def mask_form(
     equal: tuple[Expression, Expression] | None = None
     queries: Expression = TRUE
     keys: Expression = TRUE
-    for each in conjuncts(condition):
-        if not depends(each) <= {*batch, q, k}:
+    for conjunct in conjuncts(condition):
+        if not depends(conjunct) <= {*batch, q, k}:
             return None
-        kind = _kind(each, q, k)
+        kind = _kind(conjunct, q, k)
         if kind is None:
             return None
         if kind == "band":
-            assert isinstance(each, AtLeastZero)
-            factor = dict(each.of.factors)[q]
+            assert isinstance(conjunct, AtLeastZero)
+            factor = dict(conjunct.of.factors)[q]
             if factor > 0:
-                low = max(low, -each.of.constant)
+                low = max(low, -conjunct.of.constant)
             else:
-                high = min(high, each.of.constant)
+                high = min(high, conjunct.of.constant)
         elif kind == "queries":
-            queries = both(queries, each)
+            queries = both(queries, conjunct)
         elif kind == "keys":
-            keys = both(keys, each)
+            keys = both(keys, conjunct)
         else:
-            assert isinstance(each, Operation)
-            a, b = each.operands
+            assert isinstance(conjunct, Operation)
+            a, b = conjunct.operands
             pair = (a, b) if k in depends(b) else (b, a)
             if equal is not None and equal != pair:
                 return None

@@ -152,16 +152,18 @@ class RecognizedAttention:
             for a in dict.fromkeys([*in_k, *in_v])
             if a not in key_atoms and a not in contracted and a not in features
         ]
-        own = [a for a in in_q if a not in contracted and a not in shared]
-        if not keys or not own or (not shared and len(own) > 1):
+        query_atoms = [a for a in in_q if a not in contracted and a not in shared]
+        if not keys or not query_atoms or (not shared and len(query_atoms) > 1):
             raise NotAttention("all samples share the keys", reported=False)
         count = math.prod(sizes[a] for a in keys)
-        position = next((a for a in own if sizes[a] == count), max(own, key=sizes.__getitem__))
+        position = next(
+            (a for a in query_atoms if sizes[a] == count), max(query_atoms, key=sizes.__getitem__)
+        )
         before = [a for a in in_k[: in_k.index(keys[0])] if a in shared]
         batch = shared[:1] if len(shared) > 1 or before else []
         batch += [a for a in shared[1:-1] if a in before]
         heads = [a for a in shared if a not in batch]
-        groups = [a for a in own if a != position]
+        groups = [a for a in query_atoms if a != position]
         inner = [a for a in in_q if a in contracted]
         self.batch, self.position, self.keys = batch, position, keys
         of_queries = (batch, [position], [*heads, *groups])
@@ -248,25 +250,25 @@ class RecognizedAttention:
     def _by_kernel(self) -> list[JaxprEqn] | None:
         sides = self._sides()
         eqns = [self.level.eqns[m] for m in self.members]
-        found = softmax_form(eqns, self.out, lambda x: self._expression(x, sides))
-        if found is None or len(self.keys) != 1:
+        exponentials = softmax_form(eqns, self.out, lambda x: self._expression(x, sides))
+        if exponentials is None or len(self.keys) != 1:
             return None
         if self.arrays[2].grouped[3] > self.arrays[0].grouped[3]:
             return None
-        scores, (key,) = found.of, self.keys
+        scores, (key,) = exponentials.of, self.keys
         condition: Expression = TRUE
-        for each in scores.masks:
-            condition = both(condition, each.visible)
+        for score_mask in scores.masks:
+            condition = both(condition, score_mask.visible)
         mask = mask_form(condition, self.batch, self.position, key, self.atoms.sizes)
         if mask is None:
             return None
-        blind: Blind | None = _blind(found) if mask.may_be_blind else "undefined"
+        blind: Blind | None = _blind(exponentials) if mask.may_be_blind else "undefined"
         if blind is None:
             return None
         form = AttentionForm(scores.scale, mask.mask, scores.soft_cap, mask.segments, blind=blind)
         kept = (len(self.body), dict(self.names))
-        made = self._rebuilt(mask, condition, sides)
-        if made is None:
+        rebuilt = self._rebuilt(mask, condition, sides)
+        if rebuilt is None:
             self.body, self.names = self.body[: kept[0]], kept[1]
             return None
         ids = dict.fromkeys(
@@ -290,7 +292,7 @@ class RecognizedAttention:
                 )
             ]
 
-        return self._written(form, variables, operands, made)
+        return self._written(form, variables, operands, rebuilt)
 
     def _expression(self, atom: Any, sides: Mapping[Atom, Dims]) -> Expression:
         """The expression of an operand by the atoms of its dims."""
@@ -330,14 +332,14 @@ class RecognizedAttention:
                 self.body += closed
                 continue
             e = self._expression(v, sides)
-            made = _substituted(
+            by_ids = _substituted(
                 e,
                 conjuncts(condition),
                 lambda c: mask.by_ids(c, (q_ids, k_ids), self.position, key),
             )
-            if made is None or not depends(made) <= {a for dim in sides[v] for a in dim or ()}:
+            if by_ids is None or not depends(by_ids) <= {a for dim in sides[v] for a in dim or ()}:
                 return None
-            rebuilt[v] = made
+            rebuilt[v] = by_ids
 
         def values_of(ids: Sequence[Any]) -> list[Any]:
             by_leaf: dict[Any, Any] = {}
@@ -380,8 +382,8 @@ class RecognizedAttention:
         self._sunk: dict[Any, Any] = {}
         for v, dims in sides.items():
             self.names[v] = self._sink(v, dims)
-        given = list(self.others.items())
-        variables = list(dict.fromkeys(v for (v, _), x in given if x[2] is not None))
+        sunk_operands = list(self.others.items())
+        variables = list(dict.fromkeys(v for (v, _), x in sunk_operands if x[2] is not None))
 
         def operands(*values: Any) -> list[Any]:
             value_of = dict(zip(variables, values, strict=True))
@@ -389,7 +391,7 @@ class RecognizedAttention:
                 jnp.arange(shape_of(x[0])[x[3]], dtype=x[0].aval.dtype)
                 if x[2] is None
                 else _reshaped(value_of[v], x[2])
-                for (v, _), x in given
+                for (v, _), x in sunk_operands
             ]
 
         def restored(others: Sequence[Any]) -> list[Any]:
@@ -397,18 +399,20 @@ class RecognizedAttention:
                 lax.broadcast_in_dim(y, shape_of(x[0]), (x[3],))
                 if x[2] is None
                 else _reshaped(y, shape_of(x[0]))
-                for (_, x), y in zip(given, others, strict=True)
+                for (_, x), y in zip(sunk_operands, others, strict=True)
             ]
 
-        rows = tuple(x[1] for _, x in given)
+        rows = tuple(x[1] for _, x in sunk_operands)
         form = AttentionForm(1.0, Mask(False, None), rows=rows)
-        made = self._written(form, variables, operands, ([x[0] for _, x in given], restored))
-        (call,) = (eqn for eqn in made if eqn.primitive.name == ATTENTION)
+        eqns = self._written(
+            form, variables, operands, ([x[0] for _, x in sunk_operands], restored)
+        )
+        (call,) = (eqn for eqn in eqns if eqn.primitive.name == ATTENTION)
         try:
             on_indices(call.params["jaxpr"], (1, None, None, *rows))
         except MixedDim as problem:
             raise NotAttention(ACROSS.format(problem)) from None
-        return made
+        return eqns
 
     def _sink(self, atom: Any, dims: Dims) -> Any:
         """An operand as the body has it: computed there if queries and keys meet in it."""
@@ -449,15 +453,15 @@ class RecognizedAttention:
                 return self._operand(v, dims, eqn.params["dimension"])
             if along is not None and self.position in along:
                 return None
-            given: list[Dims] | None = []
+            operand_dims: list[Dims] | None = []
         else:
             try:
-                given = self._operand_dims(eqn, dims)
+                operand_dims = self._operand_dims(eqn, dims)
             except NotAttention:
-                given = None
-        if given is None:
+                operand_dims = None
+        if operand_dims is None:
             return None
-        operands = [self._sink(x, d) for x, d in zip(eqn.invars, given, strict=True)]
+        operands = [self._sink(x, d) for x, d in zip(eqn.invars, operand_dims, strict=True)]
         out = Var(v.aval)
         self.body.append(eqn.replace(invars=operands, outvars=[out]))
         return out
@@ -477,21 +481,23 @@ class RecognizedAttention:
             return [tuple(dims[p] if shape[p] == n else () for p, n in sizes)]
         if (name in RESHAPES and eqn.params.get("dimensions") is None) or name == "squeeze":
             return [self.atoms.regrouped(shape, dims, shapes[0])]
-        if name not in _SUNK or (found := relations_of(eqn)) is None:
+        if name not in _SUNK or (relations := relations_of(eqn)) is None:
             return None
         by_factor: dict[Any, Dim] = {
-            f: dim for f, dim in zip(found.results[0], dims, strict=True) if f is not None
+            f: dim for f, dim in zip(relations.results[0], dims, strict=True) if f is not None
         }
-        known = {f for factors in found.operands for f in factors}
-        for f, dim in zip(found.results[0], dims, strict=True):
-            if self.position in (dim or ()) and (f is None or f in found.mixed or f not in known):
+        known = {f for factors in relations.operands for f in factors}
+        for f, dim in zip(relations.results[0], dims, strict=True):
+            if self.position in (dim or ()) and (
+                f is None or f in relations.mixed or f not in known
+            ):
                 return None
         return [
             tuple(
                 by_factor[f] if f in by_factor else self.atoms.new(n)
                 for f, n in zip(factors, old, strict=True)
             )
-            for factors, old in zip(found.operands, shapes, strict=True)
+            for factors, old in zip(relations.operands, shapes, strict=True)
         ]
 
     # -- writing -----------------------------------------------------------------------------------
@@ -517,29 +523,29 @@ class RecognizedAttention:
                 invars = renamed(invars, self.names)
             eqns.append(eqn.replace(invars=invars))
         stacks = [self.level.eqns[m].source_info.name_stack for m in self.members]
-        prefix = _common([tuple(each.stack) for each in stacks])
+        prefix = _common([tuple(stack.stack) for stack in stacks])
         eqns = [_within(eqn, prefix) for eqn in eqns]
         inner = _program(eqns, [*self.inputs, *more], [self.out])
         run = as_function(inner)
         sources = self.sources
 
         def body(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
-            given = [
+            arrays = [
                 array.restored(x).astype(source.aval.dtype)
                 for array, x, source in zip(self.arrays, (q, k, v), sources, strict=True)
             ]
-            (out,) = run(*given, *values_of(others))
+            (out,) = run(*arrays, *values_of(others))
             return self.result.arranged(out).astype(self.dtype)
 
         if self.low is not None:
             body = _by(self.low.rewrite, body)
 
         def call(*args: jax.Array) -> jax.Array:
-            given = [
+            arrays = [
                 array.arranged(x).astype(self.dtype)
                 for array, x in zip(self.arrays, args[:3], strict=True)
             ]
-            out = attention_call(form, body, *given, *operands(*args[3:]))
+            out = attention_call(form, body, *arrays, *operands(*args[3:]))
             return self.result.restored(out.astype(self.out.aval.dtype))
 
         like = self.products[1]
@@ -554,19 +560,19 @@ _SUNK = ("gather", "dot_general", "reduce_sum", "reduce_max", "reduce_min", "red
          "reduce_and", "concatenate")  # fmt: skip
 
 
-def _blind(found: Exponentials) -> Blind | None:
+def _blind(exponentials: Exponentials) -> Blind | None:
     """What a query that sees no key gets by the model's own code; None if no kernel gives that.
 
     Scores to which less is added than `_ABSORBS` still differ: its softmax is not uniform.
     """
-    masks = found.of.masks
+    masks = exponentials.of.masks
     fills = {m.fill for m in masks}
-    if fills == {-math.inf} or not found.shifted:
+    if fills == {-math.inf} or not exponentials.shifted:
         return "nan"
     added = any(m.added for m in masks)
-    one = len(masks) == 1 if added else len(fills) == 1
+    same_fill = len(masks) == 1 if added else len(fills) == 1
     absorbs = not added or max(fills) <= _ABSORBS
-    return "mean" if one and absorbs and -math.inf not in fills else None
+    return "mean" if same_fill and absorbs and -math.inf not in fills else None
 
 
 def _substituted(
@@ -576,19 +582,19 @@ def _substituted(
     if isinstance(e, Const):
         return e
     condition = e.condition if isinstance(e, TwoValued) else e
-    if all(each in visible for each in conjuncts(condition)):
-        made = new(condition)
-    elif all(each in visible for each in conjuncts(negated(condition))):
-        made = negated(new(negated(condition)))
+    if all(conjunct in visible for conjunct in conjuncts(condition)):
+        by_ids = new(condition)
+    elif all(conjunct in visible for conjunct in conjuncts(negated(condition))):
+        by_ids = negated(new(negated(condition)))
     else:
         return None
-    return TwoValued(made, e.if_true, e.if_false) if isinstance(e, TwoValued) else made
+    return TwoValued(by_ids, e.if_true, e.if_false) if isinstance(e, TwoValued) else by_ids
 
 
 def _common(stacks: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
     """The scopes that all equations are in."""
     first, *others = stacks
-    length = min(len(each) for each in (first, *others))
+    length = min(len(stack) for stack in (first, *others))
     count = next((i for i in range(length) if any(o[i] != first[i] for o in others)), length)
     return first[:count]
 
@@ -609,8 +615,8 @@ def _by(
     rewrite: Callable[[ClosedJaxpr], ClosedJaxpr], function: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
     def run(*args: jax.Array) -> jax.Array:
-        made = rewrite(jax.make_jaxpr(function)(*args))
-        (out,) = as_function(made.jaxpr, made.consts)(*args)
+        rewritten = rewrite(jax.make_jaxpr(function)(*args))
+        (out,) = as_function(rewritten.jaxpr, rewritten.consts)(*args)
         return out
 
     return run

@@ -110,21 +110,21 @@ def sharded_products(
 
     `dims_of` gives the dims of samples and tokens of an array that has one of each.
     """
-    eqns, own = [jaxpr.eqns[i] for i in positions], {*weights}
+    eqns, candidates = [jaxpr.eqns[i] for i in positions], {*weights}
     uses, _ = weight_uses(
-        sub_jaxpr(jaxpr, eqns, free_variables(eqns), results), {v: v for v in own}
+        sub_jaxpr(jaxpr, eqns, free_variables(eqns), results), {v: v for v in candidates}
     )
     products = {}
     for use in uses:
-        found = None
+        sharded = None
         if use.is_product and len(use.beside) == len(use.weights) == 1:
             (weight,), (operand,) = use.weights, use.beside
-            found = _product(jaxpr, eqns[: use.position + 1], weight, operand, dims_of)
-        if found is None:
-            own -= use.weights
+            sharded = _product(jaxpr, eqns[: use.position + 1], weight, operand, dims_of)
+        if sharded is None:
+            candidates -= use.weights
         else:
-            products[positions[use.position]] = found
-    return {i: product for i, product in products.items() if product.weight in own}
+            products[positions[use.position]] = sharded
+    return {i: product for i, product in products.items() if product.weight in candidates}
 
 
 def _product(

@@ -89,8 +89,8 @@ def softmax_form(
     """
     states: dict[Any, State] = {eqns[0].outvars[0]: Scores()}
     _evaluate(eqns[1:], states, known)
-    found = states.get(out)
-    return found.of if isinstance(found, Result) and found.normalized else None
+    state = states.get(out)
+    return state.of if isinstance(state, Result) and state.normalized else None
 
 
 def _evaluate(
@@ -101,18 +101,18 @@ def _evaluate(
             continue
         if eqn.primitive.name in (*CUSTOM_DERIVATIVE, "jit"):
             (body,) = bodies(eqn)
-            given = dict(zip(body.jaxpr.invars, body.operands, strict=True))
-            for v, atom in given.items():
+            operands = dict(zip(body.jaxpr.invars, body.operands, strict=True))
+            for v, atom in operands.items():
                 if is_var(atom) and atom in states:
                     states[v] = states[atom]
             # What the body computes otherwise is not looked at: its expressions are of no use here.
-            inside = {v for each in body.jaxpr.eqns for v in each.outvars}
+            inside = {v for inner_eqn in body.jaxpr.eqns for v in inner_eqn.outvars}
 
             def within(
-                atom: Any, given: Mapping[Any, Any] = given, inside: set[Any] = inside
+                atom: Any, operands: Mapping[Any, Any] = operands, inside: set[Any] = inside
             ) -> Expression:
-                if is_var(atom) and atom in given:
-                    return known(given[atom])
+                if is_var(atom) and atom in operands:
+                    return known(operands[atom])
                 return of_atom(atom) if is_var(atom) and atom in inside else known(atom)
 
             _evaluate(body.jaxpr.eqns, states, within)
@@ -121,19 +121,19 @@ def _evaluate(
                 for v, inner in zip(eqn.outvars, body.jaxpr.outvars, strict=True)
             )
             continue
-        given_states = [states.get(v) if is_var(v) else None for v in eqn.invars]
+        operand_states = [states.get(v) if is_var(v) else None for v in eqn.invars]
         unknown = any(is_var(v) and v in states and states[v] is None for v in eqn.invars)
-        made: State = None
+        state: State = None
         if not unknown:
-            made = _state(eqn, given_states, known)
-        states.update(dict.fromkeys(eqn.outvars, made))
+            state = _state(eqn, operand_states, known)
+        states.update(dict.fromkeys(eqn.outvars, state))
 
 
-def _state(eqn: JaxprEqn, given: Sequence[State], known: Callable[[Any], Expression]) -> State:
+def _state(eqn: JaxprEqn, operands: Sequence[State], known: Callable[[Any], Expression]) -> State:
     name = eqn.primitive.name
-    ours = [i for i, state in enumerate(given) if state is not None]
+    ours = [i for i, state in enumerate(operands) if state is not None]
     (first, *more) = ours
-    x = given[first]
+    x = operands[first]
     if name in _KEEPING:
         return x
     if name == "dot_general":
@@ -145,7 +145,7 @@ def _state(eqn: JaxprEqn, given: Sequence[State], known: Callable[[Any], Express
             return Maximum(x)
         return Sum(x) if name == "reduce_sum" and isinstance(x, Exponentials) else None
     if more:
-        return _of_two(name, x, given[more[0]]) if ours == [0, 1] else None
+        return _of_two(name, x, operands[more[0]]) if ours == [0, 1] else None
     if len(eqn.invars) == 1:
         return _of_one(eqn, x)
     if name == "select_n":

@@ -108,23 +108,23 @@ def in_sequence_tiles(
 
 def _dim_of_tokens(propagated: PropagatedDims) -> Tokens | None:
     """The dim of tokens: the one, besides that of samples, with most bytes of products."""
-    classes, found = propagated.classes, dict[Any, int]()
+    classes, product_bytes = propagated.classes, dict[Any, int]()
     sizes: dict[Any, int] = {}
     for frame, _, eqn in propagated.top.equations():
-        given = [v for v in eqn.invars if not frame.is_weight(v)]
-        if product_of(eqn) is None or len(given) != 1:
+        activations = [v for v in eqn.invars if not frame.is_weight(v)]
+        if product_of(eqn) is None or len(activations) != 1:
             continue
-        among = {classes.of(node) for node in frame.of(given[0]) if node is not None}
+        among = {classes.of(node) for node in frame.of(activations[0]) if node is not None}
         for node, size in zip(frame.of(eqn.outvars[0]), shape_of(eqn.outvars[0])):
             if node is not None and not propagated.is_sample(node):
                 which = classes.of(node)
                 if which in among:
                     bytes_there = frame.times * nbytes(eqn.outvars[0].aval)
-                    found[which] = found.get(which, 0) + bytes_there
+                    product_bytes[which] = product_bytes.get(which, 0) + bytes_there
                     sizes[which] = min(sizes.get(which, size), size)
-    if not found:
+    if not product_bytes:
         return None
-    most = max(found, key=lambda which: found[which])
+    most = max(product_bytes, key=lambda which: product_bytes[which])
     return Tokens(classes, most, sizes[most])
 
 
@@ -154,8 +154,8 @@ class _Tiling(Rewriter[None]):
     def write(
         self, jaxpr: Jaxpr, states: Any = None, dtypes: Any = None, scope: Any = None
     ) -> Rewriting[None]:
-        given = [None] * len(jaxpr.invars) if states is None else states
-        program: Rewriting[None] = Rewriting(self, jaxpr, given, dtypes, scope)
+        initial_states = [None] * len(jaxpr.invars) if states is None else states
+        program: Rewriting[None] = Rewriting(self, jaxpr, initial_states, dtypes, scope)
         runs = itertools.groupby(range(len(jaxpr.eqns)), lambda i: self.unit_of(jaxpr.eqns[i]))
         for _, positions in runs:
             for step in self._steps(scope, list(positions)):
@@ -171,8 +171,8 @@ class _Tiling(Rewriter[None]):
         # The equation that it stands for in the unit, and in messages.
         like = program.jaxpr.eqns[group.positions[-1]]
         loop = over_tiles(self.tokens, frame, group, self.placed)
-        made = program.splice(loop, [program.atom(v) for v in values], like)
-        program.replace([v for v, _ in group.results], made)
+        results = program.splice(loop, [program.atom(v) for v in values], like)
+        program.replace([v for v, _ in group.results], results)
         program.done.update(group.positions)
 
     def _steps(self, frame: CallFrame, positions: list[int]) -> list[int | TokenGroup]:
@@ -203,9 +203,9 @@ class _Tiling(Rewriter[None]):
         steps: list[int | TokenGroup] = [*first]
         fills = {i for i in first if kinds[i] is Along.FILL}
         for number in sorted(levels):
-            own, mixing = levels[number]
-            group, rest = self._group(frame, own, fills)
-            steps += [group, *rest] if group else own
+            per_token, mixing = levels[number]
+            group, rest = self._group(frame, per_token, fills)
+            steps += [group, *rest] if group else per_token
             steps += mixing
         return steps if any(isinstance(step, TokenGroup) for step in steps) else [*positions]
 
@@ -216,7 +216,7 @@ class _Tiling(Rewriter[None]):
         return self.tokens.kind(frame, position)
 
     def _group(
-        self, frame: CallFrame, own: list[int], fills: set[int]
+        self, frame: CallFrame, per_token: list[int], fills: set[int]
     ) -> tuple[TokenGroup | None, list[int]]:
         """The loop of equations that are per token, if it pays, and those that follow it."""
         eqns = frame.jaxpr.eqns
@@ -226,8 +226,8 @@ class _Tiling(Rewriter[None]):
                 if is_var(v):
                     readers.setdefault(v, set()).add(i)
         ends = {v for v in frame.jaxpr.outvars if is_var(v)}
-        inside, rest = list(own), list[int]()
-        for i in reversed(own):  # names of results stay outside, for residual policies
+        inside, rest = list(per_token), list[int]()
+        for i in reversed(per_token):  # names of results stay outside, for residual policies
             (out, *_) = eqns[i].outvars
             named = eqns[i].primitive.name == "name" and is_var(eqns[i].invars[0])
             if named and not readers.get(out, set()) & set(inside):
@@ -303,7 +303,9 @@ class _Tiling(Rewriter[None]):
         eqn = frame.jaxpr.eqns[position]
         inner = frame.inner.get(position, ())
         size = sum(
-            self._bytes(each, i, set()) for each in inner for i in range(len(each.jaxpr.eqns))
+            self._bytes(inner_frame, i, set())
+            for inner_frame in inner
+            for i in range(len(inner_frame.jaxpr.eqns))
         )
         if product_of(eqn) is not None or eqn.primitive.name in RAGGED_PRODUCTS:
             for v in eqn.outvars:
@@ -323,10 +325,10 @@ class _Tiling(Rewriter[None]):
             real = [i for i, x in enumerate(args) if is_real(x)]
 
             def of_real(*moving: Any) -> list[Any]:
-                given = list(args)
+                operands = list(args)
                 for i, x in zip(real, moving, strict=True):
-                    given[i] = x
-                outs = loop(*given)
+                    operands[i] = x
+                outs = loop(*operands)
                 return [x for x in outs if is_real(x)]
 
             outs, pullback = jax.vjp(of_real, *(args[i] for i in real))
@@ -361,27 +363,27 @@ def over_tiles(
                 tokens.evaluate(frame, [position], env, count)
             else:
                 (result,) = frame.jaxpr.eqns[position].outvars
-                given = env[product.operand], env[product.weight], sums[product.weight]
-                env[result] = product.apply(placed, *given)
+                operands = env[product.operand], env[product.weight], sums[product.weight]
+                env[result] = product.apply(placed, *operands)
         return [env[v] for v, _ in group.results]
 
     def run(*args: Any) -> list[Any]:
         shared = args[:shared_count]
-        made, _ = tiling.run(
+        results, _ = tiling.run(
             lambda count, tile: (of_tile(count, shared, tile, {}), []),
             args[shared_count:],
             dims,
             out_avals,
         )
-        return made
+        return results
 
     @jax.custom_vjp
     def loop(*args: Any) -> list[Any]:
         return run(*args)
 
-    def forward(*given: Any) -> tuple[list[Any], Any]:
-        args = [x.value for x in given]
-        real = [i for i, x in enumerate(given) if x.perturbed and is_real(x.value)]
+    def forward(*inputs: Any) -> tuple[list[Any], Any]:
+        args = [x.value for x in inputs]
+        real = [i for i, x in enumerate(inputs) if x.perturbed and is_real(x.value)]
         return run(*args), (_Inputs(tuple(real)), args)
 
     def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -412,22 +414,22 @@ def over_tiles(
                 outs = of_tile(count, both[:shared_count], both[shared_count:], of_shards)
                 return [outs[i] for i in arrived]
 
-            def given(i: int) -> jax.Array:
+            def primal(i: int) -> jax.Array:
                 x = [*shared, *xs][i]
                 return jnp.zeros((*placed.shape, *x.shape), x.dtype) if names[i] in local else x
 
-            _, pullback = jax.vjp(of_real, *map(given, real))
-            found = dict(zip(real, pullback(list(cts)), strict=True))
-            return [found[i] for i in moved], [found[i] for i in sums]
+            _, pullback = jax.vjp(of_real, *map(primal, real))
+            grads_of_tile = dict(zip(real, pullback(list(cts)), strict=True))
+            return [grads_of_tile[i] for i in moved], [grads_of_tile[i] for i in sums]
 
-        made, total = tiling.run(
+        tile_grads, total = tiling.run(
             of_cotangents,
             [*(cotangents[i] for i in arrived), *args[shared_count:]],
             [*(out_avals[i][1] for i in arrived), *dims],
             [(args[i], dims[i - shared_count]) for i in moved],
             [placed.zeros(args[i]) if names[i] in local else args[i] for i in sums],
         )
-        for i, g in zip([*moved, *sums], [*made, *total], strict=True):
+        for i, g in zip([*moved, *sums], [*tile_grads, *total], strict=True):
             grads[i] = placed.reduced(g) if names[i] in local else g
         return tuple(grads)
 
@@ -465,7 +467,7 @@ class TiledLoop:
         over the first array of its type, tile by tile, which the compiler copies if it is needed.
         """
         local = self.size // self.shards
-        each = -(-local // self.tiles)
+        tile_size = -(-local // self.tiles)
         homes: list[int | None] = []
         for aval, dim in results:
             same = (
@@ -487,21 +489,21 @@ class TiledLoop:
                 self._read(now.get(i, x), dim, start, count)
                 for i, (x, dim) in enumerate(zip(arrays, dims, strict=True))
             ]
-            made, terms = body(count * self.shards, tile)
+            tile_results, terms = body(count * self.shards, tile)
             buffers = [
                 self._put(into, x, dim, start, count)
-                for into, x, (_, dim) in zip(buffers, made, results, strict=True)
+                for into, x, (_, dim) in zip(buffers, tile_results, results, strict=True)
             ]
             totals = [a + x.astype(a.dtype) for a, x in zip(totals, terms, strict=True)]
             return buffers, totals
 
-        full, rest = divmod(local, each)
-        starts = jnp.arange(full, dtype=jnp.int32) * each
+        full, rest = divmod(local, tile_size)
+        starts = jnp.arange(full, dtype=jnp.int32) * tile_size
         carry, _ = lax.scan(
-            lambda c, start: (step(c, start, each), None), (buffers, totals), starts
+            lambda c, start: (step(c, start, tile_size), None), (buffers, totals), starts
         )
         if rest:
-            carry = step(carry, jnp.int32(full * each), rest)
+            carry = step(carry, jnp.int32(full * tile_size), rest)
         buffers, totals = carry
         return buffers, [x.astype(like.dtype) for x, like in zip(totals, sums, strict=True)]
 

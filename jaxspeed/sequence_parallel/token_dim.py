@@ -54,14 +54,15 @@ class Along(Enum):
 
 def token_factor(
     eqn: JaxprEqn,
-    found: DimRelations,
+    relations: DimRelations,
     reads: Sequence[Collection[int]],
     makes: Sequence[Collection[int]],
 ) -> int | None:
     """The factor of the dims of tokens of operands and results, if an equation is per token."""
-    pairs = zip((*reads, *makes), (*found.operands, *found.results), strict=True)
-    factors = {own[d] for dims, own in pairs for d in dims}
-    mixes = not factors.isdisjoint((None, *found.mixed)) or writes_along(eqn, found, reads[0])
+    pairs = zip((*reads, *makes), (*relations.operands, *relations.results), strict=True)
+    factors = {factors_of[d] for dims, factors_of in pairs for d in dims}
+    mixed = None, *relations.mixed
+    mixes = not factors.isdisjoint(mixed) or writes_along(eqn, relations, reads[0])
     return factors.pop() if len(factors) == 1 and not mixes else None
 
 
@@ -108,15 +109,15 @@ class Tokens:
                 known = (0,) not in (*reads[body.first_xs :], *makes[body.num_carry :])
             known = known and not any(self.dims(f, v) for f in inner for v in f.jaxpr.constvars)
             return Along.TOKEN if known and Along.MIXES not in within else Along.MIXES
-        found = relations_of(eqn)
-        if found is None:
+        relations = relations_of(eqn)
+        if relations is None:
             return Along.MIXES
-        each = [*zip(pairs, (*found.operands, *found.results), strict=True)]
-        factors = {own[d] for (_, dims), own in each for d in dims}
+        dims_with_factors = [*zip(pairs, (*relations.operands, *relations.results), strict=True)]
+        factors = {factors_of[d] for (_, dims), factors_of in dims_with_factors for d in dims}
         if any(
             f in factors and f is not None and d not in dims and shape_of(v)[d] != 1
-            for (v, dims), own in each
-            for d, f in enumerate(own)
+            for (v, dims), factors_of in dims_with_factors
+            for d, f in enumerate(factors_of)
         ):
             return Along.MIXES  # a constant of all tokens, whose dims are of no class
         if not any(reads):
@@ -125,7 +126,7 @@ class Tokens:
             return Along.MIXES  # a lookup, of a table that may be stored sharded
         if eqn.primitive.name in PAIRWISE:
             return Along.TOKEN
-        return Along.MIXES if token_factor(eqn, found, reads, makes) is None else Along.TOKEN
+        return Along.MIXES if token_factor(eqn, relations, reads, makes) is None else Along.TOKEN
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -170,8 +171,8 @@ class Tokens:
                 how = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
                 return jax.checkpoint(run, **how)(*values)
             return run_scan(eqn, body, run, values) if name == "scan" else run(*values)
-        made = eqn.primitive.bind(*values, **self._resized(frame, eqn, count))
-        return made if eqn.primitive.multiple_results else [made]
+        results = eqn.primitive.bind(*values, **self._resized(frame, eqn, count))
+        return results if eqn.primitive.multiple_results else [results]
 
     def _resized(self, frame: CallFrame, eqn: JaxprEqn, count: int) -> dict[str, Any]:
         """The parameters of an operation, for so many tokens."""
@@ -210,8 +211,8 @@ class Tokens:
             return [*outs, *leaves]
 
         program, consts = _traced(both, inputs)
-        made, residuals = program.outvars[: len(active)], program.outvars[len(active) :]
-        real = [v for v, on in zip(made, active, strict=True) if on]
+        results, residuals = program.outvars[: len(active)], program.outvars[len(active) :]
+        real = [v for v, on in zip(results, active, strict=True) if on]
         moving = dependents(program, program.invars)
         saved = [is_var(v) and v in moving for v in residuals]
         kept = [v for v, on in zip(residuals, saved, strict=True) if on]
@@ -219,31 +220,31 @@ class Tokens:
         rest = [v for v, on in zip(residuals, saved, strict=True) if not on]
         filled = as_function(slice_of(program, program.eqns, (), rest))
         of_inputs = [self.dims(frame, v) for v in inputs]
-        first = self._pass(program, consts, [*made, *kept], of_inputs, sums=False)
+        first = self._pass(program, consts, [*results, *kept], of_inputs, sums=False)
 
         def pull(*args: Any) -> list[Any]:
-            given, others = iter(args), iter(filled())
-            leaves = [next(given if on else others) for on in saved]
+            arrays, others = iter(args), iter(filled())
+            leaves = [next(arrays if on else others) for on in saved]
             cotangents = [
-                next(given) if on else np.zeros(shape_of(v), jax.dtypes.float0)
-                for on, v in zip(active, made, strict=True)
+                next(arrays) if on else np.zeros(shape_of(v), jax.dtypes.float0)
+                for on, v in zip(active, results, strict=True)
             ]
             grads = jax.tree.unflatten(pullbacks[0], leaves)(cotangents)
             return [g for g, v in zip(grads, inputs, strict=True) if is_real(v)]
 
         @jax.custom_vjp
         def call(*args: Any) -> list[Any]:
-            return first.run(args, count)[: len(made)]
+            return first.run(args, count)[: len(results)]
 
         def forward(*args: Any) -> tuple[list[Any], list[Any]]:
             outs = first.run(args, count)
-            return outs[: len(made)], outs[len(made) :]
+            return outs[: len(results)], outs[len(results) :]
 
         def backward(carried: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-            given = [*kept, *real]
-            program, consts = _traced(pull, given)
-            of_given = [first.dims(v) for v in given]
-            second = self._pass(program, consts, program.outvars, of_given, sums=True)
+            inputs_of_pass = [*kept, *real]
+            program, consts = _traced(pull, inputs_of_pass)
+            dims_of_inputs = [first.dims(v) for v in inputs_of_pass]
+            second = self._pass(program, consts, program.outvars, dims_of_inputs, sums=True)
             arrived = [ct for ct, on in zip(cotangents, active, strict=True) if on]
             grads = iter(second.run([*carried, *arrived], count))
             return tuple(next(grads) if is_real(v) else None for v in inputs)
@@ -269,15 +270,19 @@ class Tokens:
         invars = [*program.constvars, *program.invars]
         # Without what nothing reads, whose dims are related to no others.
         jaxpr = slice_of(program, program.eqns, invars, outputs)
-        found = propagate_dims(jaxpr, {})
-        nodes = [found.top.of(v)[d] for v, own in zip(program.invars, dims) for d in own]
+        propagated = propagate_dims(jaxpr, {})
+        nodes = [
+            propagated.top.of(v)[d]
+            for v, token_dims in zip(program.invars, dims)
+            for d in token_dims
+        ]
         for node in nodes[1:]:
-            found.classes.tie(nodes[0], node)
+            propagated.classes.tie(nodes[0], node)
         assert nodes[0] is not None
-        tokens = Tokens(found.classes, nodes[0], self.size, differentiated=False)
+        tokens = Tokens(propagated.classes, nodes[0], self.size, differentiated=False)
         summed: set[Any] = set()
         for position, eqn in enumerate(jaxpr.eqns):
-            name, top = eqn.primitive.name, found.top
+            name, top = eqn.primitive.name, propagated.top
             of_sums = [is_var(v) and v in summed for v in eqn.invars]
             with_tokens = any(tokens.dims(top, v) for v in eqn.outvars)
             of_tokens = any(tokens.dims(top, v) for v in eqn.invars)
@@ -291,7 +296,7 @@ class Tokens:
                 raise MixesTokensError(name)
             if is_sum or any(of_sums):
                 summed.update(eqn.outvars)
-        return _Pass(tokens, found.top, consts)
+        return _Pass(tokens, propagated.top, consts)
 
 
 @dataclass(frozen=True)

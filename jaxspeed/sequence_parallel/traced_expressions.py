@@ -69,7 +69,7 @@ _UNARY: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def expression_of(eqn: JaxprEqn, given: Sequence[Expression]) -> Expression | None:
+def expression_of(eqn: JaxprEqn, operands: Sequence[Expression]) -> Expression | None:
     """The expression of an equation's result from those of its operands; None if it has no rule."""
     name = eqn.primitive.name
     out: Any = eqn.outvars[0].aval
@@ -80,26 +80,26 @@ def expression_of(eqn: JaxprEqn, given: Sequence[Expression]) -> Expression | No
         dim = eqn.params["dimension"]
         return _exact(Affine(((dim, 1),) if out.shape[dim] != 1 else (), 0), out)
     if name in ("copy", "stop_gradient", "name", "optimization_barrier"):
-        return given[0]
+        return operands[0]
     if name in _LAYOUT:
-        return _LAYOUT[name](eqn, given[0])
+        return _LAYOUT[name](eqn, operands[0])
     if name == "convert_element_type":
-        return _converted(given[0], first, out)
-    made = None
+        return _converted(operands[0], first, out)
+    expression = None
     if name in _COMPARE:
-        made = _compared(name, given[0], given[1])
+        expression = _compared(name, operands[0], operands[1])
     elif name == "select_n" and first.dtype != bool:
         return None
     elif name in ("and", "or", "not", "xor", "select_n") or out.dtype == bool:
-        made = _boolean(name, given, out)
-    if made is None and name in _ARITHMETIC:
-        made = _computed(name, given[0], given[1], out)
-    if made is None and name in _UNARY:
-        made = _unary(name, given[0], out)
-    if made is None and name == "integer_pow":
+        expression = _boolean(name, operands, out)
+    if expression is None and name in _ARITHMETIC:
+        expression = _computed(name, operands[0], operands[1], out)
+    if expression is None and name in _UNARY:
+        expression = _unary(name, operands[0], out)
+    if expression is None and name == "integer_pow":
         y = eqn.params["y"]
-        made = _mapped(lambda x: np.power(x, y), given[0], out)
-    return made if made is not None and terms(made) <= _MOST_TERMS else None
+        expression = _mapped(lambda x: np.power(x, y), operands[0], out)
+    return expression if expression is not None and terms(expression) <= _MOST_TERMS else None
 
 
 def _exact(e: Affine, out: Any) -> Expression | None:
@@ -236,11 +236,11 @@ def _sign(name: str, difference: Affine) -> Expression:
     return at_least_zero((up if name in ("gt", "ge") else down).plus(strict))
 
 
-def _boolean(name: str, given: Sequence[Expression], out: Any) -> Expression | None:
+def _boolean(name: str, operands: Sequence[Expression], out: Any) -> Expression | None:
     if name == "select_n":
-        if len(given) != 3:
+        if len(operands) != 3:
             return None
-        condition, if_false, if_true = given
+        condition, if_false, if_true = operands
         if isinstance(condition, Const):
             return if_true if condition.value else if_false
         if out.dtype == bool:
@@ -251,11 +251,11 @@ def _boolean(name: str, given: Sequence[Expression], out: Any) -> Expression | N
     if out.dtype != bool:
         return None
     if name == "not":
-        return negated(given[0])
+        return negated(operands[0])
     if name in ("and", "mul", "min"):
-        return both(*given)
+        return both(*operands)
     if name in ("or", "add", "max"):
-        return either(*given)
+        return either(*operands)
     return None
 
 
@@ -322,8 +322,8 @@ def _shifted(e: Expression, start: Sequence[int], strides: Sequence[int]) -> Exp
         inner = _shifted(e.of, start, strides)
         return at_least_zero(inner) if isinstance(inner, Affine) else None
     if isinstance(e, TwoValued):
-        found = _shifted(e.condition, start, strides)
-        return None if found is None else TwoValued(found, e.if_true, e.if_false)
+        condition = _shifted(e.condition, start, strides)
+        return None if condition is None else TwoValued(condition, e.if_true, e.if_false)
     if isinstance(e, Operation):
         inside = [_shifted(x, start, strides) for x in e.operands]
         return None if None in inside else Operation(e.name, tuple(inside), e.terms)  # type: ignore[arg-type]
@@ -374,9 +374,9 @@ def of_value(value: Any) -> Expression | None:
     if x.dtype == bool:
         return _band(x, wide)
     if np.issubdtype(x.dtype, np.integer):
-        found = _affine_table(x, wide)
-        if found is not None:
-            return found
+        table = _affine_table(x, wide)
+        if table is not None:
+            return table
     low, high = x.min(), x.max()
     if np.all((x == low) | (x == high)) and not np.isnan(low):
         condition = _band(x == high, wide)
@@ -386,13 +386,13 @@ def of_value(value: Any) -> Expression | None:
 
 def _affine_table(x: np.ndarray, wide: Sequence[int]) -> Affine | None:
     origin = x[(0,) * x.ndim]
-    made, factors = np.asarray(origin, np.int64), []
+    table, factors = np.asarray(origin, np.int64), []
     for d in wide:
         step = int(x[tuple(int(i == d) for i in range(x.ndim))]) - int(origin)
         shape = [x.shape[d] if i == d else 1 for i in range(x.ndim)]
-        made = made + step * np.arange(x.shape[d]).reshape(shape)
+        table = table + step * np.arange(x.shape[d]).reshape(shape)
         factors.append((d, step))
-    if not np.array_equal(np.broadcast_to(made, x.shape), x):
+    if not np.array_equal(np.broadcast_to(table, x.shape), x):
         return None
     return Affine(tuple((d, f) for d, f in factors if f), int(origin))
 
@@ -417,9 +417,9 @@ def _band(x: np.ndarray, wide: Sequence[int]) -> Expression | None:
         and np.array_equal(last[some], end[some])
     ):
         return None
-    made: Expression = TRUE
+    expression: Expression = TRUE
     if low > 1 - columns:
-        made = both(made, at_least_zero(Affine(((a, 1), (b, -1)), -low)))
+        expression = both(expression, at_least_zero(Affine(((a, 1), (b, -1)), -low)))
     if high < len(rows) - 1:
-        made = both(made, at_least_zero(Affine(((a, -1), (b, 1)), high)))
-    return made
+        expression = both(expression, at_least_zero(Affine(((a, -1), (b, 1)), high)))
+    return expression

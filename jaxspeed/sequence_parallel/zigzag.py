@@ -78,8 +78,8 @@ def in_zigzag(
         raise ContiguousError("no attention over the sequence is known")
     shapes = [[shape_of(v) for v in eqn.invars[:2]] for _, eqn in attentions]
     if settings.layout == "auto":
-        each = zip(attentions, shapes, strict=True)
-        if not any(gains(eqn.params["form"], q, k, settings) for (_, eqn), (q, k) in each):
+        calls = zip(attentions, shapes, strict=True)
+        if not any(gains(eqn.params["form"], q, k, settings) for (_, eqn), (q, k) in calls):
             return jaxpr
     classes, (first, eqn) = propagated.classes, attentions[0]
     node, length = first.of(eqn.invars[0])[1], shapes[0][0][1]
@@ -256,7 +256,8 @@ class _Zigzag(Rewriter[_Order]):
             if not self.analysis.of(frame, v):
                 continue
             needed = any(
-                each.jaxpr.invars[i] in self.analysis.plans[id(each)].needed for each in inner
+                body_frame.jaxpr.invars[i] in self.analysis.plans[id(body_frame)].needed
+                for body_frame in inner
             )
             if needed:
                 orders[at] = _Order.ORIGINAL
@@ -274,17 +275,21 @@ class _Zigzag(Rewriter[_Order]):
         """The dims of tokens of a constant among an equation's operands."""
         if not shape_of(literal) or eqn.primitive.name in (*CUSTOM_DERIVATIVE, ATTENTION):
             return {}
-        found = relations_of(eqn)
-        if found is None:
+        relations = relations_of(eqn)
+        if relations is None:
             return {}
         counts = {
             factors[d]: count
-            for v, factors in zip(eqn.invars, found.operands, strict=True)
+            for v, factors in zip(eqn.invars, relations.operands, strict=True)
             for d, count in self.analysis.of(frame, v).items()
         }
-        (own,) = {f for v, f in zip(eqn.invars, found.operands, strict=True) if v is literal}
+        (literal_factors,) = {
+            f for v, f in zip(eqn.invars, relations.operands, strict=True) if v is literal
+        }
         shape = shape_of(literal)
-        return {d: counts[f] for d, f in enumerate(own) if f in counts and shape[d] != 1}
+        return {
+            d: counts[f] for d, f in enumerate(literal_factors) if f in counts and shape[d] != 1
+        }
 
     # -- values in either order --------------------------------------------------------------------
 

@@ -69,17 +69,17 @@ class TokenDims:
 
     def of(self, frame: CallFrame, atom: Any) -> dict[int, int]:
         """{dim of tokens: sequences in it} of a value."""
-        found = {}
+        token_dims = {}
         for dim, node in enumerate(frame.of(atom)):
             if node is None:
                 continue
             if (count := self.sequences.get(self.classes.of(node))) is not None:
-                found[dim] = count
+                token_dims[dim] = count
                 continue
             merged = self.dims.merged(node) if self.dims else None
             if merged is not None and merged.positions == self.length:
-                found[dim] = merged.samples
-        return found
+                token_dims[dim] = merged.samples
+        return token_dims
 
     def has_chunks(self, size: int, sequences: int) -> bool:
         return size % (sequences * 2 * self.devices) == 0
@@ -171,21 +171,21 @@ class OrderProof:
     def _through(self, plan: OrderPlan, frame: CallFrame, position: int, where: str) -> None:
         eqn = frame.jaxpr.eqns[position]
         where = place(eqn) or where
-        given = [plan.needed.get(v) for v in eqn.outvars]
+        out_reasons = [plan.needed.get(v) for v in eqn.outvars]
         first = frame.inner[position][0].body
         while True:
-            inside = [self.plan(inner, given, where) for inner in frame.inner[position]]
-            each = [next((x for x in whys if x), None) for whys in zip(*inside, strict=True)]
+            inside = [self.plan(inner, out_reasons, where) for inner in frame.inner[position]]
+            reasons = [next((x for x in whys if x), None) for whys in zip(*inside, strict=True)]
             carry = slice(first.num_consts, first.first_xs)
-            carried = [b or a for a, b in zip(each[carry], given, strict=False)]
-            if carried == given[: first.num_carry]:
+            carried = [b or a for a, b in zip(reasons[carry], out_reasons, strict=False)]
+            if carried == out_reasons[: first.num_carry]:
                 break
-            given[: first.num_carry] = carried
-        each[carry] = carried
+            out_reasons[: first.num_carry] = carried
+        reasons[carry] = carried
         for inner in frame.inner[position]:  # branches and trips share the orders of their inputs
-            pairs = zip(inner.jaxpr.invars, each, strict=True)
+            pairs = zip(inner.jaxpr.invars, reasons, strict=True)
             self.plans[id(inner)].needed.update((v, why) for v, why in pairs if why)
-        for v, why in zip(first.operands, each, strict=True):
+        for v, why in zip(first.operands, reasons, strict=True):
             self._read(plan, frame, v, why)
 
     def is_of_model(self, frame: CallFrame, eqn: JaxprEqn) -> bool:
@@ -216,7 +216,7 @@ class OrderProof:
             return Along.APART
         for v, dims in zip((*eqn.invars, *eqn.outvars), (*reads, *makes), strict=True):
             sizes = [(shape_of(v)[d], count) for d, count in dims.items()]
-            if len(dims) > 1 or not all(self.tokens.has_chunks(*each) for each in sizes):
+            if len(dims) > 1 or not all(self.tokens.has_chunks(*size) for size in sizes):
                 return Along.MIXES
         if eqn.effects:
             return Along.MIXES
@@ -238,7 +238,11 @@ class OrderProof:
         eqn, inner = frame.jaxpr.eqns[position], frame.inner[position]
         tokens = any((*reads, *makes))
         inside = any(
-            self.of(each, v) for f in inner for each in f.walk() for v in each.nodes if is_var(v)
+            self.of(inner_frame, v)
+            for f in inner
+            for inner_frame in f.walk()
+            for v in inner_frame.nodes
+            if is_var(v)
         )
         if not tokens and not inside:
             return Along.APART
@@ -270,10 +274,10 @@ class OrderProof:
 
     def _kind_of_birth(self, eqn: JaxprEqn, makes: Sequence[Mapping[int, int]]) -> Along:
         name = eqn.primitive.name
-        found = relations_of(eqn)
+        relations = relations_of(eqn)
         filled = name == "iota" and eqn.params["dimension"] not in makes[0]
-        if name == "broadcast_in_dim" and found is not None:
-            filled = all(found.results[0][d] not in found.operands[0] for d in makes[0])
+        if name == "broadcast_in_dim" and relations is not None:
+            filled = all(relations.results[0][d] not in relations.operands[0] for d in makes[0])
         return Along.FILL if filled else Along.BORN
 
     def _kind_of_reshape(self, eqn: JaxprEqn, reads: Any, makes: Any) -> Along:
@@ -295,17 +299,19 @@ class OrderProof:
         self, eqn: JaxprEqn, reads: Sequence[Mapping[int, int]], makes: Sequence[Mapping[int, int]]
     ) -> Along:
         product = product_of(eqn)
-        found = relations_of(eqn if product is None else product)
+        relations = relations_of(eqn if product is None else product)
         name = eqn.primitive.name if product is None else product.primitive.name
-        if found is None:
+        if relations is None:
             return Along.MIXES
-        factor = token_factor(eqn, found, reads, makes)
+        factor = token_factor(eqn, relations, reads, makes)
         every, values = (*reads, *makes), (*eqn.invars, *eqn.outvars)
         if factor is None or len({n for dims in every for n in dims.values()}) != 1:
             return Along.MIXES
         # Along it there are tokens everywhere, or one value for all.
-        for v, dims, own in zip(values, every, (*found.operands, *found.results), strict=True):
-            there = {d for d, f in enumerate(own) if f == factor and shape_of(v)[d] != 1}
+        for v, dims, factors_of in zip(
+            values, every, (*relations.operands, *relations.results), strict=True
+        ):
+            there = {d for d, f in enumerate(factors_of) if f == factor and shape_of(v)[d] != 1}
             if is_var(v) and there != {*dims}:
                 return Along.MIXES
         if any(makes):
@@ -318,30 +324,30 @@ class OrderProof:
         """A function with a derivative of its own: both passes are looked into."""
         eqn = frame.jaxpr.eqns[position]
         inputs = free_variables([eqn])
-        moving, active = (list(filter(is_real, each)) for each in (inputs, eqn.outvars))
+        moving, active = (list(filter(is_real, variables)) for variables in (inputs, eqn.outvars))
         if not (moving and active and self.differentiated):
             inner = frame.inner.get(position, ())
             return Along.TOKEN if inner and all(map(self.is_per_token, inner)) else Along.MIXES
         traced = derivative(eqn).jaxpr
-        found = propagate_dims(traced, {})
+        propagated = propagate_dims(traced, {})
         pairs = zip((*eqn.invars, *eqn.outvars), (*reads, *makes), strict=True)
         of = {v: dims for v, dims in pairs if is_var(v)}
-        own = [
+        dims_of_values = [
             *zip(traced.invars, (of[v] for v in (*inputs, *active)), strict=True),
             *zip(traced.outvars, (of[v] for v in (*eqn.outvars, *moving)), strict=True),
         ]
         first: dict[int, Node] = {}  # by the number of sequences
-        for v, dims in own:
+        for v, dims in dims_of_values:
             for dim, count in dims.items():
-                node = found.top.of(v)[dim]
+                node = propagated.top.of(v)[dim]
                 if node is None:
                     return Along.MIXES
-                found.classes.tie(first.setdefault(count, node), node)
-        sequences = {found.classes.of(node): count for count, node in first.items()}
-        tokens = replace(self.tokens, classes=found.classes, sequences=sequences, dims=None)
+                propagated.classes.tie(first.setdefault(count, node), node)
+        sequences = {propagated.classes.of(node): count for count, node in first.items()}
+        tokens = replace(self.tokens, classes=propagated.classes, sequences=sequences, dims=None)
         inside = OrderProof(tokens, differentiated=False)
-        same = all(tokens.of(found.top, v) == dims for v, dims in own)
-        return Along.TOKEN if same and inside.is_per_token(found.top) else Along.MIXES
+        same = all(tokens.of(propagated.top, v) == dims for v, dims in dims_of_values)
+        return Along.TOKEN if same and inside.is_per_token(propagated.top) else Along.MIXES
 
     def is_per_token(self, frame: CallFrame) -> bool:
         """Whether no equation of a program depends on the order of tokens, or mixes them."""

@@ -41,18 +41,18 @@ class Tie:
 def ties_of(matmuls: Mapping[int, tuple[Any, Any]], storage: Storage) -> dict[int, Tie]:
     """The ties of matmuls {equation number: (operand, weight)}, by the first one's number."""
     sharded = {v for v, stored in storage.items() if any(stored.entries)}
-    found: list[Tie] = []
+    ties: list[Tie] = []
     previous: Any = None
     weights = [weight for _, weight in matmuls.values()]
     for i, (number, (operand, weight)) in enumerate(matmuls.items()):
         after = tuple(weights[i + 1 : i + 2])  # none for the last matmul
-        tie = found[-1] if found else None
+        tie = ties[-1] if ties else None
         if tie and tie.operand is operand and (weight in sharded or previous in sharded):
-            found[-1] = Tie(operand, (*tie.numbers, number), (*tie.after, *after))
+            ties[-1] = Tie(operand, (*tie.numbers, number), (*tie.after, *after))
         elif after:
-            found.append(Tie(operand, (number,), after))
+            ties.append(Tie(operand, (number,), after))
         previous = weight
-    return {tie.numbers[0]: tie for tie in found}
+    return {tie.numbers[0]: tie for tie in ties}
 
 
 def with_eager_weight_grads(jaxpr: Any, storage: Storage) -> Callable[..., list[Any]]:
@@ -71,10 +71,10 @@ def with_eager_weight_grads(jaxpr: Any, storage: Storage) -> Callable[..., list[
         for number, eqn in enumerate(jaxpr.eqns):
             if number in ties:
                 operands |= ties[number].apply(env)
-            given = {v: env[v] for v in eqn.invars if is_var(v)}
+            inputs = {v: env[v] for v in eqn.invars if is_var(v)}
             if number in operands:
-                given[matmuls[number][0]] = operands[number]
-            outs = run_equation(jaxpr, eqn, given.__getitem__)
+                inputs[matmuls[number][0]] = operands[number]
+            outs = run_equation(jaxpr, eqn, inputs.__getitem__)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
 

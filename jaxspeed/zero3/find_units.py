@@ -115,8 +115,10 @@ def _walk(
             origin = {**origin, eqn.outvars[0]: origin[eqn.invars[0]]}
         for body in sliceable_bodies(eqn):
             # A shared trace has the same calls, although a pass may have rewritten it twice.
-            own = (calls_in(str(e.source_info.name_stack)) for e in body.jaxpr.eqns)
-            trace = next((found[0].serial for found in own if found), id(body.jaxpr))
+            calls_by_eqn = (calls_in(str(e.source_info.name_stack)) for e in body.jaxpr.eqns)
+            trace = next(
+                (eqn_calls[0].serial for eqn_calls in calls_by_eqn if eqn_calls), id(body.jaxpr)
+            )
             before = visits[trace]
             visits[trace] += 1
             nested = (*again, before) if before else again
@@ -156,7 +158,7 @@ def _overlap(a: Sequence[TracedCall], b: Sequence[TracedCall]) -> bool:
 def _named(
     seen: Sequence[TracedCall], patterns: Sequence[str], match: Callable[[str, str], bool]
 ) -> Units:
-    found: list[list[TracedCall]] = []
+    named_calls: list[list[TracedCall]] = []
     for pattern in patterns:
         hits = [s for s in seen if s.call.kind == pattern or match(pattern, s.call.path)]
         if not hits:
@@ -165,8 +167,8 @@ def _named(
                 f"parallel.units: {pattern!r} matches no call of this model; its calls are, for "
                 f"example: {', '.join(names[:12])}"
             )
-        found.append(hits)
-    return _units(found)
+        named_calls.append(hits)
+    return _units(named_calls)
 
 
 def _units(groups: Sequence[Sequence[TracedCall]]) -> Units:

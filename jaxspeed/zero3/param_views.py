@@ -31,10 +31,10 @@ def run_view(
     source, *others = values
     if stored.parts:
         return _of_encoded(eqn, stored, source, others)
-    found = view(eqn, stored, source.shape)
-    if found is None:
+    viewed = view(eqn, stored, source.shape)
+    if viewed is None:
         return None
-    params, changed = found
+    params, changed = viewed
     if eqn.primitive.name == "pad":
         others[0] = others[0].astype(source.dtype)
     return eqn.primitive.bind(source, *others, **params), changed
@@ -52,30 +52,30 @@ def _of_encoded(
     shape = stored.shape
     padded = jax.eval_shape(lambda x: stored.codec.decode(x, shape, stored.dtype), arrays).shape
     allowed = name in _ENCODED and name in stored.codec.views
-    found = _RULES[name](eqn, stored, padded, stored.sharded_dim) if allowed else None
-    if found is None:
+    viewed = _RULES[name](eqn, stored, padded, stored.sharded_dim) if allowed else None
+    if viewed is None:
         return None
     gone = params["dimensions"] if name == "squeeze" else ()
     key = "limit_indices" if name == "slice" else "slice_sizes"
     partial = [*gone] if gone else [d for d, n in enumerate(shape) if not _takes_all(eqn, d, n)]
-    made, parts = {}, []
+    results, parts = {}, []
     for part, how in stored.parts:
         x = arrays[part]
         if any(d >= x.ndim or how.blocks[d] != 1 for d in partial):
             return None
-        given = others[: x.ndim]  # the starts of a dynamic slice
-        own = dict(params)
+        starts = others[: x.ndim]  # of a dynamic slice
+        part_params = dict(params)
         if not gone:
-            own[key] = tuple(
+            part_params[key] = tuple(
                 params[key][d] if d in partial else size for d, size in enumerate(x.shape)
             )
         if name == "slice":
-            own["start_indices"] = params["start_indices"][: x.ndim]
-            own["strides"] = params["strides"] and params["strides"][: x.ndim]
-        made[part] = x = eqn.primitive.bind(x, *given, **own)
+            part_params["start_indices"] = params["start_indices"][: x.ndim]
+            part_params["strides"] = params["strides"] and params["strides"][: x.ndim]
+        results[part] = x = eqn.primitive.bind(x, *starts, **part_params)
         dims: list[int | None] = [d for d in range(len(how.shape)) if d not in gone]
         parts.append((part, how.moved(x.shape, dims)))
-    return made, replace(found[1], parts=tuple(parts))
+    return results, replace(viewed[1], parts=tuple(parts))
 
 
 def _takes_all(eqn: Any, dim: int, size: int) -> bool:

@@ -87,8 +87,8 @@ def wide_products(jaxpr: Any, storage: Storage) -> list[Product]:
         owners = product_of_axes(axes & {*sample_axes()}, mesh.shape)
         return equation_flops(product.eqn, count_all) * owners // (2 * size * ranks)
 
-    found = [product for product in _products(jaxpr, movable) if rows(product) >= ROWS]
-    return [_divided(product, movable[product.weight], ranks) for product in found]
+    products = [product for product in _products(jaxpr, movable) if rows(product) >= ROWS]
+    return [_divided(product, movable[product.weight], ranks) for product in products]
 
 
 def _gathered_bytes(aval: Any, stored: ShardedParam) -> int:
@@ -98,27 +98,27 @@ def _gathered_bytes(aval: Any, stored: ShardedParam) -> int:
 
 def _products(jaxpr: Any, storage: Storage) -> list[Product]:
     uses, derived = weight_uses(jaxpr, {v: v for v in storage})
-    found = []
+    products = []
     for weight in storage:
         # In a checkpoint it is gathered again: the further rounds of a mixture, which seldom run.
-        own = [
+        reads = [
             use
             for use in uses
             if weight in use.weights
             and (use.position == len(jaxpr.eqns) or not _is_checkpoint(jaxpr.eqns[use.position]))
         ]
-        if len(own) != 1 or not own[0].is_product or own[0].weights != {weight}:
+        if len(reads) != 1 or not reads[0].is_product or reads[0].weights != {weight}:
             continue
-        if is_marked(jaxpr.eqns[own[0].position]):
+        if is_marked(jaxpr.eqns[reads[0].position]):
             continue  # it may have a derivative of its own
         chain = [position for position, weights in derived.items() if weights == {weight}]
-        numbers = (*chain, own[0].position)
+        numbers = (*chain, reads[0].position)
         eqns = [jaxpr.eqns[i] for i in numbers]
-        inputs = [weight, *own[0].beside]
+        inputs = [weight, *reads[0].beside]
         if {*free_variables(eqns)} == {*inputs}:  # and no constant that others may read too
             program = sub_jaxpr(jaxpr, eqns, inputs, eqns[-1].outvars)
-            found.append(Product(program, weight, inputs[1], tuple(inputs[2:]), numbers))
-    return sorted(found, key=lambda product: product.numbers[-1])
+            products.append(Product(program, weight, inputs[1], tuple(inputs[2:]), numbers))
+    return sorted(products, key=lambda product: product.numbers[-1])
 
 
 def _is_checkpoint(eqn: JaxprEqn) -> bool:
@@ -192,9 +192,9 @@ def with_products(
                 if number in ties:
                     operands |= ties[number].apply(env)
                 operand, weight = operands.get(number, env[product.operand]), product.weight
-                given = env[weight], operand, operand if before is None else before
+                arguments = env[weight], operand, operand if before is None else before
                 indices = [env[v] for v in product.indices]
-                outs = [_run(product, storage[weight], exchange, *given, indices)]
+                outs = [_run(product, storage[weight], exchange, *arguments, indices)]
                 before = operand
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]

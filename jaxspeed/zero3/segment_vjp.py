@@ -101,7 +101,7 @@ class SegmentVJP:
             self.fn = lambda *args: fn(
                 *args[: self.count], *jax.tree.unflatten(tree, args[self.count :])
             )
-            self.unshared = [each for x, each in pairs for _ in jax.tree.leaves(x)]
+            self.unshared = [alone for x, alone in pairs for _ in jax.tree.leaves(x)]
             inputs = leaves
         self.active = [*(s.trainable for s in self.stored), *map(is_real, inputs)]
         segment = jax.custom_vjp(self.segment)
@@ -119,11 +119,11 @@ class SegmentVJP:
         tied, inputs = tie(on_device(shards), args[self.count :])
         return self.exchange.gather(arrays_of(self.stored), tied, place), inputs
 
-    def forward(self, place: Sequence[Any], *given: Any) -> tuple[list[Any], Any]:
+    def forward(self, place: Sequence[Any], *operands: Any) -> tuple[list[Any], Any]:
         place = [x.value for x in place]
-        args, count = jax.tree.map(lambda x: x.value, list(given)), self.count
+        args, count = jax.tree.map(lambda x: x.value, list(operands)), self.count
         # Inputs that depend on no parameter, such as rotary angles, need no gradient.
-        self.wanted = [on and x.perturbed for on, x in zip(self.active, given, strict=True)]
+        self.wanted = [on and x.perturbed for on, x in zip(self.active, operands, strict=True)]
         arrays, inputs = self._gathered(place, args)
         kept = self.exchange.saved(arrays_of(self.stored), arrays, place)
         full = [*decoded(self.stored, arrays), *inputs]
@@ -153,21 +153,25 @@ class SegmentVJP:
         first = len(of_weights) - len(kept)
         arrays = exchange.gather_again(arrays_of(stored), tied[:first], tied[first:], place)
         grads = iter(self.passes.backward(decoded(stored, arrays), saved, arrived))
-        found = [next(grads) if on else None for on in self.wanted]
+        input_grads = [next(grads) if on else None for on in self.wanted]
         scattered = [i for i, on in enumerate(self.wanted[:count]) if on]
         here = exchange.scatter(
             [stored[i] for i in scattered],
-            [found[i] for i in scattered],
+            [input_grads[i] for i in scattered],
             [shards[i] for i in scattered],
             place,
         )
         # A second barrier: gradients are reduce-scattered before the next segment starts.
-        others = [g for g in found[count:] if g is not None]
+        others = [g for g in input_grads[count:] if g is not None]
         done, onward = tie(exchange.ordered(here, others, place), others)
         for i, g in zip(scattered, done, strict=True):
-            found[i] = in_memory_of(g, shards[i])
+            input_grads[i] = in_memory_of(g, shards[i])
         later = iter(onward)
-        return None, *found[:count], *(None if g is None else next(later) for g in found[count:])
+        return (
+            None,
+            *input_grads[:count],
+            *(None if g is None else next(later) for g in input_grads[count:]),
+        )
 
     def _kinds(self) -> list[Residual]:
         inputs = self.passes.saved_inputs

@@ -101,15 +101,15 @@ class _Evaluation:
         """Run the equations that are views of stored parameters, and return the others."""
         rest = []
         for eqn in eqns:
-            source, found = next(iter(eqn.invars), None), None
+            source, viewed = next(iter(eqn.invars), None), None
             known = all(v in self.env for v in eqn.invars if is_var(v))
             if is_var(source) and source in self.storage and known:
                 values = [self._value(v) for v in eqn.invars]
-                found = run_view(eqn, self.storage[source], values)
-            if found is None:
+                viewed = run_view(eqn, self.storage[source], values)
+            if viewed is None:
                 rest.append(eqn)
             else:
-                self.env[eqn.outvars[0]], self.storage[eqn.outvars[0]] = found
+                self.env[eqn.outvars[0]], self.storage[eqn.outvars[0]] = viewed
         return rest
 
     def _order(self, segment: Segment, eqns: list[JaxprEqn]) -> None:
@@ -138,22 +138,22 @@ class _Evaluation:
         rest = []
         for v in outputs:
             key = jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-            made = slice_of(self.jaxpr, eqns, (), [v]).eqns if key else []
-            free = free_variables(made)
-            if not made or any(x in self.storage for x in free):
+            key_eqns = slice_of(self.jaxpr, eqns, (), [v]).eqns if key else []
+            free = free_variables(key_eqns)
+            if not key_eqns or any(x in self.storage for x in free):
                 rest.append(v)
             else:
-                program = sub_jaxpr(self.jaxpr, made, free, [v])
+                program = sub_jaxpr(self.jaxpr, key_eqns, free, [v])
                 self.env[v] = evaluate(program, (), [self.env[x] for x in free])[0]
         return rest
 
     def _plain(self, segment: Segment, eqns: list[JaxprEqn]) -> None:
         env, storage, context = self.env, self.storage, self.context
         free = free_variables(eqns)
-        made = {v for eqn in eqns for v in eqn.outvars}
+        produced = {v for eqn in eqns for v in eqn.outvars}
         weights = [v for v in free if v in storage]
         inputs = [v for v in free if v not in storage]
-        outputs = [v for v in segment.outputs if v in made]
+        outputs = [v for v in segment.outputs if v in produced]
         if weights:
             outputs = self._without_keys(eqns, outputs)
         program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
@@ -168,8 +168,11 @@ class _Evaluation:
         divisible = alone and not context.exchange.per_rank  # rings fuse a unit's parameters
         products = wide_products(program, stored) if divisible else []
         if products:  # their weights are passed as stored, like other inputs
-            own = [product.weight for product in products]
-            weights, inputs = [v for v in weights if v not in own], [*own, *inputs]
+            product_weights = [product.weight for product in products]
+            weights, inputs = (
+                [v for v in weights if v not in product_weights],
+                [*product_weights, *inputs],
+            )
             program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
             inside = replace(context, recomputed=True, residuals=None)
             fn = with_products(
@@ -198,7 +201,7 @@ class _Evaluation:
         unshared = [v in self.moving and self.readers[v] == 1 for v in inputs]
         if segment.units == 1:
             fn = context.residuals.rematerialized(fn, context.in_loop)
-            given = list(stored.values())
+            gathered = list(stored.values())
         else:  # each unit gathers its own weights; only the first one's inputs are saved
             inner = replace(context, residuals=None)
 
@@ -206,9 +209,9 @@ class _Evaluation:
                 return run_segmented(program, (), args, stored, inner)
 
             fn = context.residuals.rematerialized(together, context.in_loop)
-            given, shards, values = [], [], [*shards, *values]
+            gathered, shards, values = [], [], [*shards, *values]
             unshared = [*(False for _ in weights), *unshared]
-        run = SegmentVJP(fn, given, exchange, context.residuals, unshared)
+        run = SegmentVJP(fn, gathered, exchange, context.residuals, unshared)
         env.update(zip(outputs, run(shards, values)))
 
 
@@ -279,8 +282,8 @@ def _checkpointed_branches(
         env = bindings(body.jaxpr, body.consts, args)
         for inner in body.jaxpr.eqns:
             if inner.primitive.name == "cond":
-                given = [env[v] if is_var(v) else v.val for v in inner.invars]
-                outs: Sequence[Any] = _cond(inner, given, stored, context, set())
+                operands = [env[v] if is_var(v) else v.val for v in inner.invars]
+                outs: Sequence[Any] = _cond(inner, operands, stored, context, set())
             else:
                 assert stored.keys().isdisjoint(v for v in inner.invars if is_var(v))
                 outs = run_equation(body.jaxpr, inner, env.__getitem__)
@@ -381,8 +384,8 @@ def _scan_of_groups(
 
     def group(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         def together(*args: Any) -> list[Any]:
-            given = iter(args)
-            groups = [[next(given) for _ in like] for like in (consts, carry, xs)]
+            operands = iter(args)
+            groups = [[next(operands) for _ in like] for like in (consts, carry, xs)]
             carry_, ys = run(inner, *groups, every)
             return [*carry_, *ys]
 

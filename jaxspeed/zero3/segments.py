@@ -51,8 +51,8 @@ class EvalContext:
 
     def inside(self, inner: Mapping[Any, Any], moving: set[Any], **changes: Any) -> "EvalContext":
         """The same for an equation's inner program; `inner` maps its inputs to the outer ones."""
-        found = frozenset(iv for iv, v in inner.items() if is_var(v) and v in moving)
-        return replace(self, activations=found, **changes)
+        activations = frozenset(iv for iv, v in inner.items() if is_var(v) and v in moving)
+        return replace(self, activations=activations, **changes)
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,14 @@ def split_at_units(jaxpr: Jaxpr, context: EvalContext, storage: Storage) -> list
     if context.every > 1:
         runs = _together(runs, context.every)
     live = {v for v in jaxpr.outvars if is_var(v)}
-    found = []
+    segments = []
     for segment in reversed(runs):
-        made = dict.fromkeys(v for eqn in segment.eqns for v in eqn.outvars)
-        found.append(replace(segment, outputs=[v for v in made if v in live]))
-        live = (live - made.keys()) | {v for eqn in segment.eqns for v in eqn.invars if is_var(v)}
-    return found[::-1]
+        results = dict.fromkeys(v for eqn in segment.eqns for v in eqn.outvars)
+        segments.append(replace(segment, outputs=[v for v in results if v in live]))
+        live = (live - results.keys()) | {
+            v for eqn in segment.eqns for v in eqn.invars if is_var(v)
+        }
+    return segments[::-1]
 
 
 def _together(segments: list[Segment], every: int) -> list[Segment]:
@@ -138,11 +140,11 @@ def _holds_lookup(eqn: JaxprEqn, storage: Storage, context: EvalContext) -> bool
 
 def _possible_views(jaxpr: Jaxpr, storage: Storage) -> set[Any]:
     """The stored parameters of a program and the variables that may be views of them."""
-    found = set(storage)
+    views = set(storage)
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in VIEWS and is_var(eqn.invars[0]) and eqn.invars[0] in found:
-            found.update(eqn.outvars)
-    return found
+        if eqn.primitive.name in VIEWS and is_var(eqn.invars[0]) and eqn.invars[0] in views:
+            views.update(eqn.outvars)
+    return views
 
 
 def _scans_over(eqn: JaxprEqn, stored: set[Any]) -> bool:

@@ -101,8 +101,8 @@ class ShardedParam:
 
     def layer(self) -> ShardedParam:
         """One slice of a stacked parameter, as the body of a scan reads it."""
-        own = self.with_parts(ShardedParam.layer)
-        return own.moved(self.shape[1:], list(range(1, len(self.shape))))
+        layered = self.with_parts(ShardedParam.layer)
+        return layered.moved(self.shape[1:], list(range(1, len(self.shape))))
 
     def decoded(self, arrays: Stored) -> jax.Array:
         """The parameter as layers read it, from its gathered arrays."""

@@ -48,16 +48,16 @@ def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) ->
         table.shape[dim] if dim == sharded else size
         for dim, size in enumerate(eqn.params["slice_sizes"])
     )
-    found = eqn.primitive.bind(
+    table_rows = eqn.primitive.bind(
         on_device(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
     )
     columns, positions, rows = _shardings(eqn, stored, sharded)
     with jax.named_scope(SCOPE):
-        found = constrain(found, columns, "lookup.columns")
+        table_rows = constrain(table_rows, columns, "lookup.columns")
         if positions is not None:
-            found = constrain(found, positions, "lookup.positions")
-        found = constrain(found, rows, "lookup.rows")
-    return unpad(found, out)
+            table_rows = constrain(table_rows, positions, "lookup.positions")
+        table_rows = constrain(table_rows, rows, "lookup.rows")
+    return unpad(table_rows, out)
 
 
 def _row_dims(eqn: Any) -> list[int]:

@@ -437,8 +437,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_nothing_is_chosen_again[full-0]",
     ),
     (
-        "(None, *found.mixed)) or writes_along(eqn, found, reads[0])",
-        "(None, *found.mixed))",
+        ".isdisjoint(mixed) or writes_along(eqn, relations, reads[0])",
+        ".isdisjoint(mixed)",
         "test_a_loss_that_once_was_wrong_is_right[written in tiles]",
     ),
     (

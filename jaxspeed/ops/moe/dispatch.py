@@ -99,19 +99,20 @@ class Rows:
         parts, shards, rows, _ = self.values.shape
         place = lax.broadcasted_iota(jnp.int32, (shards, rows, 1), 1)
         bounds = self.bounds[:, None]
-        own = (place >= bounds[..., :-1]) & (place < bounds[..., 1:])  # [shards, rows, experts]
-        of_expert, tables = own.astype(bias.dtype), bias
-        groups, size = self.layout.expert_shards, own.shape[-1]
+        # [shards, rows, experts]
+        is_expert = (place >= bounds[..., :-1]) & (place < bounds[..., 1:])
+        of_expert, tables = is_expert.astype(bias.dtype), bias
+        groups, size = self.layout.expert_shards, is_expert.shape[-1]
         # Shards are numbered with the expert axis innermost.
         of_expert = of_expert.reshape(shards // groups, groups, rows, size)
         tables = tables.reshape(groups, size, -1)
-        made = jnp.einsum(
+        biases = jnp.einsum(
             "dgre,geo->dgro", of_expert, tables, precision=lax.Precision.HIGHEST
         ).reshape(1, shards, rows, -1)
         if last:
             is_first = lax.broadcasted_iota(jnp.int32, (parts, 1, 1, 1), 0) == 0
-            return jnp.where(is_first, made, 0)
-        return made.reshape(shards, rows, parts, -1).transpose(2, 0, 1, 3)
+            return jnp.where(is_first, biases, 0)
+        return biases.reshape(shards, rows, parts, -1).transpose(2, 0, 1, 3)
 
 
 def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.Array]) -> jax.Array:
@@ -170,24 +171,24 @@ def mixture(x: jax.Array, routing: Routing, feed_forward: Callable[[Rows], jax.A
         if sent.most_rounds > 1:
 
             @jax.checkpoint  # residuals of one branch are arrays in all of them
-            def further(number: jax.Array, *given: Any) -> jax.Array:
-                return given[0] + one_round(number, *given[1:])
+            def further(number: jax.Array, *operands: Any) -> jax.Array:
+                return operands[0] + one_round(number, *operands[1:])
 
             @jax.checkpoint  # a residual of a branch would be saved for each trip
-            def trip(number: jax.Array, *given: Any) -> jax.Array:
-                return lax.cond(number < plan.rounds, further, _unchanged, number, *given)
+            def trip(number: jax.Array, *operands: Any) -> jax.Array:
+                return lax.cond(number < plan.rounds, further, _unchanged, number, *operands)
 
             @jax.checkpoint
-            def others(total: jax.Array, *given: Any) -> jax.Array:
+            def others(total: jax.Array, *operands: Any) -> jax.Array:
                 @not_estimated
-                def loop(total: jax.Array, *given: Any) -> jax.Array:
+                def loop(total: jax.Array, *operands: Any) -> jax.Array:
                     return lax.scan(
-                        lambda total, number: (trip(number, total, *given), None),
+                        lambda total, number: (trip(number, total, *operands), None),
                         total,
                         jnp.arange(1, sent.most_rounds),
                     )[0]
 
-                return lax.cond(plan.rounds > 1, loop, lambda total, *_: total, total, *given)
+                return lax.cond(plan.rounds > 1, loop, lambda total, *_: total, total, *operands)
 
             total = others(total, x, weights)
         total = jnp.sum(total, axis=0) if parts > 1 else total[0]
@@ -213,7 +214,7 @@ def saves_layer_inputs(*_: Any, **__: Any) -> bool:
 FIRST = 0  # the round outside of the loop
 
 
-def _unchanged(number: jax.Array, total: jax.Array, *given: Any) -> jax.Array:
+def _unchanged(number: jax.Array, total: jax.Array, *operands: Any) -> jax.Array:
     return total
 
 
@@ -502,9 +503,9 @@ def by_platform(padded: Any, ragged: Any, *args: Any) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def ragged_there(x: jax.Array, windows: SentWindows, slots: int) -> jax.Array:
     """Sorted rows to the slots of the devices that they are for; slots without a row are zero."""
-    own = windows.slots[lax.axis_index(EXPERT)]  # of this device's rows, on all others
+    first_slots = windows.slots[lax.axis_index(EXPERT)]  # of this device's rows, on all others
     out = jnp.zeros((slots, x.shape[1]), x.dtype)
-    sizes = windows.sent, jnp.full_like(windows.slots, own), windows.received
+    sizes = windows.sent, jnp.full_like(windows.slots, first_slots), windows.received
     return lax.ragged_all_to_all(x, out, windows.first, *sizes, axis_name=EXPERT)
 
 

@@ -201,8 +201,8 @@ def _product_transpose(cotangent: Any, values: Any, weight: Any, bounds: Any, **
     other: Dim = "out" if contracted == "in" else "in"
     if ad.is_undefined_primal(values):
         dtype = values.aval.dtype
-        given = params | {"contracted": other, "preferred_element_type": dtype}
-        grad = grouped_product_p.bind(cotangent.astype(weight.dtype), weight, bounds, **given)
+        new_params = params | {"contracted": other, "preferred_element_type": dtype}
+        grad = grouped_product_p.bind(cotangent.astype(weight.dtype), weight, bounds, **new_params)
         return grad, None, None
     layout, sharded = params["layout"], params["sharded"]
     of_in, of_out = (values, cotangent) if contracted == "in" else (cotangent, values)
@@ -258,7 +258,7 @@ def _one_by_one(primitive: Primitive) -> Any:
             jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(args, dims, strict=True)
         ]
-        return lax.map(lambda each: primitive.bind(*each, **params), moved), 0
+        return lax.map(lambda operands: primitive.bind(*operands, **params), moved), 0
 
     return rule
 
@@ -333,18 +333,18 @@ def by_blocks(
     width = weight.shape[1 if transposed else 2]
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
 
-    def expert(out: jax.Array, given: Any) -> tuple[jax.Array, None]:
-        matrix, start, end = given
+    def expert(out: jax.Array, operands: Any) -> tuple[jax.Array, None]:
+        matrix, start, end = operands
 
         def one(i: jax.Array, out: jax.Array) -> jax.Array:
             first, at = _place(i, start, block, rows)
-            own = lax.dynamic_slice_in_dim(values, at, block)
-            made = lax.dot_general(own, matrix, numbers, preferred_element_type=dtype)
+            block_rows = lax.dynamic_slice_in_dim(values, at, block)
+            products = lax.dot_general(block_rows, matrix, numbers, preferred_element_type=dtype)
             place = at + jnp.arange(block)
             here = (place >= first) & (place < end)
             seen = lax.dynamic_slice_in_dim(out, at, block)
-            made = jnp.where(here[:, None], made, seen)
-            return lax.dynamic_update_slice_in_dim(out, made, at, axis=0)
+            products = jnp.where(here[:, None], products, seen)
+            return lax.dynamic_update_slice_in_dim(out, products, at, axis=0)
 
         return lax.fori_loop(0, -(-(end - start) // block), one, out), None
 
@@ -360,8 +360,8 @@ def gradient_by_blocks(
     block = block_rows(rows, experts)
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    def expert(_: None, given: Any) -> tuple[None, jax.Array]:
-        start, end = given
+    def expert(_: None, bounds_of_expert: Any) -> tuple[None, jax.Array]:
+        start, end = bounds_of_expert
 
         def one(i: jax.Array, total: jax.Array) -> jax.Array:
             first, at = _place(i, start, block, rows)

@@ -32,7 +32,7 @@ def product(
     tile = row_tile(rows)
     padded = -(-rows // tile) * tile
     contracted, width = weight.shape[1:][::-1] if transposed else weight.shape[1:]
-    made = gmm(
+    products = gmm(
         _padded(values, padded),
         weight,
         _sizes(bounds, padded),
@@ -42,7 +42,7 @@ def product(
         transpose_rhs=transposed,
         interpret=INTERPRET,
     )
-    return made[:rows]
+    return products[:rows]
 
 
 def gradient(values: jax.Array, cotangent: jax.Array, bounds: jax.Array, dtype: Any) -> jax.Array:

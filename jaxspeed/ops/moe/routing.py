@@ -174,11 +174,11 @@ def _largest(values: jax.Array, k: int) -> jax.Array:
     XLA does not partition that one: it all-gathers the scores of all samples. The indices differ
     whatever the values are.
     """
-    left, found = jnp.maximum(values, jnp.finfo(values.dtype).min), []
+    left, indices = jnp.maximum(values, jnp.finfo(values.dtype).min), []
     for _ in range(k):
-        found.append(lax.argmax(left, left.ndim - 1, jnp.int32))
-        left = jnp.where(found[-1][..., None] == jnp.arange(left.shape[-1]), -jnp.inf, left)
-    return jnp.stack(found, axis=-1)
+        indices.append(lax.argmax(left, left.ndim - 1, jnp.int32))
+        left = jnp.where(indices[-1][..., None] == jnp.arange(left.shape[-1]), -jnp.inf, left)
+    return jnp.stack(indices, axis=-1)
 
 
 def _are_among(indices: jax.Array, n: int) -> jax.Array:
