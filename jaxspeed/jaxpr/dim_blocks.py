@@ -46,20 +46,24 @@ def on_indices(closed: ClosedJaxpr, dims: Sequence[int | None]) -> Callable[...,
     for eqn in jaxpr.eqns:
         for first, other in _ties(eqn):
             same.tie(first, other)
-    given = [(v, d) for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None]
-    for each in given[1:]:
-        same.tie(given[0], each)
+    indexed_dims = [(v, d) for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None]
+    for indexed_dim in indexed_dims[1:]:
+        same.tie(indexed_dims[0], indexed_dim)
 
     def dims_of(atom: Any) -> list[int]:
         every = range(len(_shape(atom)))
-        return [d for d in every if same.of((_key(atom), d)) == same.of(given[0])]
+        return [d for d in every if same.of((_key(atom), d)) == same.of(indexed_dims[0])]
 
     for eqn in jaxpr.eqns:
-        found = _relations(eqn)
+        eqn_relations = _relations(eqn)
         for i, atom in enumerate(eqn.invars):
             for dim in dims_of(atom):
-                factor = None if found is None else found.operands[i][dim]
-                if found is None or factor is None or factor in {*found.reduced(i), *found.mixed}:
+                factor = None if eqn_relations is None else eqn_relations.operands[i][dim]
+                if (
+                    eqn_relations is None
+                    or factor is None
+                    or factor in {*eqn_relations.reduced(i), *eqn_relations.mixed}
+                ):
                     raise MixedDim(eqn)
 
     def run(indices: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
@@ -124,21 +128,21 @@ class _Classes:
 
 
 def _relations(eqn: JaxprEqn) -> DimRelations | None:
-    given, made = ([_shape(v) for v in atoms] for atoms in (eqn.invars, eqn.outvars))
+    in_shapes, out_shapes = ([_shape(v) for v in atoms] for atoms in (eqn.invars, eqn.outvars))
     name = eqn.primitive.name
     if name in ELEMENTWISE | IDENTITIES:
-        return same_place(given, made)
-    return relations(name, eqn.params, given, made)
+        return same_place(in_shapes, out_shapes)
+    return relations(name, eqn.params, in_shapes, out_shapes)
 
 
 def _ties(eqn: JaxprEqn) -> Iterator[tuple[_Dim, _Dim]]:
-    if (found := _relations(eqn)) is None:
+    if (eqn_relations := _relations(eqn)) is None:
         return
     first: dict[int, _Dim] = {}
-    factors = (*found.operands, *found.results)
+    factors = (*eqn_relations.operands, *eqn_relations.results)
     for atom, of_dims in zip((*eqn.invars, *eqn.outvars), factors, strict=True):
         for dim, factor in enumerate(of_dims):
-            if factor is not None and factor not in found.mixed:
+            if factor is not None and factor not in eqn_relations.mixed:
                 yield first.setdefault(factor, (_key(atom), dim)), (_key(atom), dim)
 
 

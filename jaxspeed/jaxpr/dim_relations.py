@@ -58,11 +58,11 @@ class DimRelations:
 
     def reduced(self, operand: int) -> tuple[int, ...]:
         """The dims of an operand that the operation contracts or reduces."""
-        made = {factor for factors in self.results for factor in factors}
+        result_factors = {factor for factors in self.results for factor in factors}
         return tuple(
             dim
             for dim, factor in enumerate(self.operands[operand])
-            if factor is not None and factor not in made
+            if factor is not None and factor not in result_factors
         )
 
     def shared(self, operand: int) -> tuple[int, ...]:
@@ -74,12 +74,12 @@ class DimRelations:
         return self._in_results(operand, in_others=False)
 
     def _in_results(self, operand: int, *, in_others: bool) -> tuple[int, ...]:
-        made = {factor for factors in self.results for factor in factors} - self.mixed
+        result_factors = {factor for factors in self.results for factor in factors} - self.mixed
         others = {f for i, factors in enumerate(self.operands) if i != operand for f in factors}
         return tuple(
             dim
             for dim, factor in enumerate(self.operands[operand])
-            if factor is not None and factor in made and (factor in others) == in_others
+            if factor is not None and factor in result_factors and (factor in others) == in_others
         )
 
 
@@ -244,10 +244,10 @@ def _reduce(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) ->
 
 def _argument(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
     """An argmax cannot be reduced from the argmax of each shard."""
-    found = _without(params["axes"], operands, results)
-    (factors,) = found.operands
+    reduction = _without(params["axes"], operands, results)
+    (factors,) = reduction.operands
     gone = tuple(None if d in params["axes"] else f for d, f in enumerate(factors))
-    return DimRelations((gone,), found.results)
+    return DimRelations((gone,), reduction.results)
 
 
 def _without(

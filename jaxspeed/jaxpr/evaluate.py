@@ -61,17 +61,17 @@ def derivative(eqn: Any, *, by_tangents: bool = False) -> Any:
             for v in variables
         ]
 
-    def both(args: Any, given: Any) -> list[Any]:
+    def both(args: Any, seeds: Any) -> list[Any]:
         if by_tangents:
-            outs, made = jax.jvp(call, args, complete(inputs, given))
+            outs, derivatives = jax.jvp(call, args, complete(inputs, seeds))
         else:
             outs, pullback = jax.vjp(call, *args)
-            made = pullback(complete(outputs, given))
-        pairs = zip(made, outputs if by_tangents else inputs, strict=True)
+            derivatives = pullback(complete(outputs, seeds))
+        pairs = zip(derivatives, outputs if by_tangents else inputs, strict=True)
         return [*outs, *(x for x, v in pairs if is_real(v))]
 
-    given = filter(is_real, inputs if by_tangents else outputs)
-    return jax.make_jaxpr(both)(like(inputs), like(given))
+    seed_vars = filter(is_real, inputs if by_tangents else outputs)
+    return jax.make_jaxpr(both)(like(inputs), like(seed_vars))
 
 
 def evaluate(
@@ -92,15 +92,15 @@ def evaluate(
         return env[atom] if is_var(atom) else atom.val
 
     for eqns in _runs(jaxpr.eqns, of):
-        made = [v for eqn in eqns for v in eqn.outvars]
+        results = [v for eqn in eqns for v in eqn.outvars]
         if eqns[0].primitive.name in INLINED:
             inner, inner_consts = open_jaxpr(called(eqns[0]))
-            given = [read(v) for v in eqns[0].invars]
-            values = evaluate(inner, inner_consts, given, on_value, of)
+            operands = [read(v) for v in eqns[0].invars]
+            values = evaluate(inner, inner_consts, operands, on_value, of)
         else:
             free = free_variables(eqns)
-            values = as_function(sub_jaxpr(jaxpr, eqns, free, made))(*map(read, free))
-        pairs = zip(made, values, strict=True)
+            values = as_function(sub_jaxpr(jaxpr, eqns, free, results))(*map(read, free))
+        pairs = zip(results, values, strict=True)
         env.update((v, on_value(v, x) if of is None or v in of else x) for v, x in pairs)
     return [read(v) for v in jaxpr.outvars]
 

@@ -37,19 +37,19 @@ def product_flops(name: str, params: Any, operands: Sequence[Shape], result: Sha
 
 def count_products(eqn: Any) -> int:
     """FLOPs of matmuls and convolutions only, as model FLOPs are quoted."""
-    found = product_flops(
+    flops = product_flops(
         eqn.primitive.name,
         eqn.params,
         [getattr(v.aval, "shape", ()) for v in eqn.invars],
         getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else (),
     )
-    return found or 0
+    return flops or 0
 
 
 def count_all(eqn: Any) -> int:
     """FLOPs of an equation; other than products, one per element of the results."""
-    if found := count_products(eqn):
-        return found
+    if products := count_products(eqn):
+        return products
     if eqn.primitive.name in _UNCOUNTED:
         return 0
     return sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
@@ -64,11 +64,11 @@ def equation_flops(eqn: Any, count: Count) -> int:
     """FLOPs of an equation, inner programs included."""
     if eqn.primitive.name == "pallas_call":
         return kernel_flops(eqn.params, count, eqn.params["grid_mapping"].grid)
-    found = [
+    body_flops = [
         body.trips * math.prod(n for _, n in body.manual) * program_flops(body.jaxpr, count)
         for body in bodies(eqn)
     ]
-    return max(found) if found else count(eqn)
+    return max(body_flops) if body_flops else count(eqn)
 
 
 def kernel_flops(params: Any, count: Count, grid: Sequence[int]) -> int:

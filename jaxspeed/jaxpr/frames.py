@@ -33,8 +33,8 @@ class Frame:
     def __post_init__(self) -> None:
         self.times *= self.body.trips if self.body else 1
         for position, eqn in enumerate(self.jaxpr.eqns):
-            if found := self.entered(eqn):
-                frames = [replace(self, jaxpr=b.jaxpr, call=eqn, body=b) for b in found]
+            if entered_bodies := self.entered(eqn):
+                frames = [replace(self, jaxpr=b.jaxpr, call=eqn, body=b) for b in entered_bodies]
                 self.inner[position] = frames  # type: ignore[assignment]
 
     def entered(self, eqn: JaxprEqn) -> list[Body]:
@@ -102,8 +102,8 @@ class ForwardAnalysis[State]:
             operands = [self.of(frame, v) for v in eqn.invars]
             if inner := frame.inner.get(position):
                 branches = [self.run(f, self.inputs(f, operands)) for f in inner]
-                made = self.results(inner, operands, branches)
+                results = self.results(inner, operands, branches)
             else:
-                made = self.operation(frame, position, operands)
-            known.update(zip(eqn.outvars, made, strict=True))
+                results = self.operation(frame, position, operands)
+            known.update(zip(eqn.outvars, results, strict=True))
         return [self.of(frame, v) for v in frame.jaxpr.outvars]

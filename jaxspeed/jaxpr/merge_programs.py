@@ -80,8 +80,8 @@ class _Merge:
             params = {**params, "jaxpr": with_jaxpr(params["jaxpr"], body)}
         else:
             _require_equal(texts)
-        for made, e in zip(self.places, eqns, strict=True):
-            made.update((v, (index, i)) for i, v in enumerate(e.outvars))
+        for places, e in zip(self.places, eqns, strict=True):
+            places.update((v, (index, i)) for i, v in enumerate(e.outvars))
         return first.replace(invars=invars, params=params)
 
     def _body(self, bodies: Sequence[Any]) -> tuple[Any, list[Atoms]]:
@@ -90,9 +90,9 @@ class _Merge:
     def atom(self, atoms: Atoms) -> Any:
         """The merged variable or literal of these."""
         pairs = zip(self.places, atoms, strict=True)
-        made = [places.get(v) if is_var(v) else None for places, v in pairs]
-        _require_equal(made)
-        if made[0] is not None:
+        positions = [places.get(v) if is_var(v) else None for places, v in pairs]
+        _require_equal(positions)
+        if positions[0] is not None:
             return atoms[0]
         _require_equal(_shapes(atoms))
         key = tuple(v if is_var(v) else np.asarray(v.val).tobytes() for v in atoms)

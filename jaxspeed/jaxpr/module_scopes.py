@@ -32,11 +32,11 @@ class Call:
 @functools.lru_cache(maxsize=65536)
 def calls_in(name_stack: str) -> tuple[Call, ...]:
     """The calls that an equation was traced under, outermost first, each once."""
-    found = {
+    calls = {
         int(serial): Call(int(serial), kind, path.replace(".", "/"))
         for serial, kind, path in _PATTERN.findall(name_stack)
     }
-    return tuple(found.values())
+    return tuple(calls.values())
 
 
 def scope(kind: str, path: str = "") -> Any:
@@ -76,15 +76,15 @@ def tagged(classes: Iterable[Any], path_of: Callable[[Any], str]) -> Iterator[No
         return call
 
     with _lock:
-        own: dict[Any, Any] = {}
+        originals: dict[Any, Any] = {}
         try:
             for cls in dict.fromkeys(classes):
                 if callable(getattr(cls, "__call__", None)):  # noqa: B004
-                    own[cls] = vars(cls).get("__call__")
+                    originals[cls] = vars(cls).get("__call__")
                     setattr(cls, "__call__", wrap(cls.__call__))  # noqa: B010
             yield
         finally:
-            for cls, original in own.items():
+            for cls, original in originals.items():
                 if original is None:
                     del cls.__call__
                 else:

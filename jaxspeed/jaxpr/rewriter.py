@@ -123,26 +123,26 @@ class Rewriter[State]:
         scope: Any = None,
     ) -> "Rewriting[State]":
         """Write all equations of a program; `states` are those of its inputs, or unknown."""
-        given = [self.unknown(v) for v in jaxpr.invars] if states is None else states
-        program = Rewriting(self, jaxpr, given, dtypes, scope)
+        input_states = [self.unknown(v) for v in jaxpr.invars] if states is None else states
+        program = Rewriting(self, jaxpr, input_states, dtypes, scope)
         for position in range(len(jaxpr.eqns)):
             program.write(position)
         return program
 
     def nested(self, program: "Rewriting[State]", eqn: JaxprEqn) -> list[State]:
         """Write a call, a loop or branches, with the inner programs rewritten."""
-        found = bodies(eqn)
-        first, carry = found[0].first, found[0].num_carry
-        carried = range(first + found[0].num_consts, first + found[0].first_xs)
+        inner_bodies = bodies(eqn)
+        first, carry = inner_bodies[0].first, inner_bodies[0].num_carry
+        carried = range(first + inner_bodies[0].num_consts, first + inner_bodies[0].first_xs)
         atoms = [
             program.as_traced(v, eqn) if i < first or i in carried else program.atom(v)
             for i, v in enumerate(eqn.invars)
         ]
-        states = self.body_states(program, eqn, found[0])
+        states = self.body_states(program, eqn, inner_bodies[0])
         dtypes = [_dtype(x) for x in atoms[first:]]
         branches = eqn.primitive.name == "cond"
         inner: list[Rewriting[State]] = []
-        left = iter(found)
+        left = iter(inner_bodies)
 
         def new(held: Any) -> Any:
             body = next(left)
@@ -153,17 +153,20 @@ class Rewriter[State]:
             key = (id(held), id(scope), *dtypes, *states)
             if key not in self._written:
                 written = self.write(body.jaxpr, states, dtypes, scope)
-                made = written.finished(lambda i: branches or i < carry)
-                made = held if made is body.jaxpr else with_jaxpr(held, made)
+                new_body = written.finished(lambda i: branches or i < carry)
+                new_body = held if new_body is body.jaxpr else with_jaxpr(held, new_body)
                 # The original is kept alive: its id is the key.
-                self._written[key] = (held, scope), made, written
+                self._written[key] = (held, scope), new_body, written
             inner.append(self._written[key][2])
             return self._written[key][1]
 
-        made = with_functions(eqn, new)
-        program.emit(made, atoms, retyped=made is not eqn)
+        rewritten = with_functions(eqn, new)
+        program.emit(rewritten, atoms, retyped=rewritten is not eqn)
         results = zip(*([p.state(v) for v in p.jaxpr.outvars] for p in inner), strict=True)
-        return [self.derived(each, v) for v, each in zip(eqn.outvars, results, strict=True)]
+        return [
+            self.derived(branch_states, v)
+            for v, branch_states in zip(eqn.outvars, results, strict=True)
+        ]
 
     def body_states(self, program: "Rewriting[State]", eqn: JaxprEqn, body: Body) -> list[State]:
         """The states of the inputs of an inner program."""
@@ -212,8 +215,10 @@ class Rewriter[State]:
 
             def pull(*args: Any) -> list[Any]:
                 real = iter(args[count:])
-                given = [next(real) if on else x for on, x in zip(active, cotangents, strict=True)]
-                grads = jax.tree.unflatten(trees[0], args[:count])(given)
+                all_cotangents = [
+                    next(real) if on else x for on, x in zip(active, cotangents, strict=True)
+                ]
+                grads = jax.tree.unflatten(trees[0], args[:count])(all_cotangents)
                 return [g for g, v in zip(grads, inputs, strict=True) if is_real(v)]
 
             args = [*residuals, *(x for on, x in zip(active, cotangents, strict=True) if on)]
@@ -293,19 +298,21 @@ class Rewriting[State]:
 
         `retyped` says that its results may have other types although its operands have not.
         """
-        given = [self.atom(v) for v in eqn.invars] if operands is None else list(operands)
-        pairs = list(zip(given, eqn.invars, strict=True))
+        atoms = [self.atom(v) for v in eqn.invars] if operands is None else list(operands)
+        pairs = list(zip(atoms, eqn.invars, strict=True))
         if any(a is not b for a, b in pairs):
             retyped = retyped or any(_dtype(a) != _dtype(b) for a, b in pairs)
-            eqn = eqn.replace(invars=given)
+            eqn = eqn.replace(invars=atoms)
         self.eqns.append(self._with_result_types(eqn) if retyped else eqn)
 
     def _with_result_types(self, eqn: JaxprEqn) -> JaxprEqn:
         """The equation with results of the types that follow from its operands."""
         with eqn.ctx.manager:
             params = eqn.params
-            made, effects = eqn.primitive.abstract_eval(*(v.aval for v in eqn.invars), **params)
-        avals = made if eqn.primitive.multiple_results else [made]
+            out_avals, effects = eqn.primitive.abstract_eval(
+                *(v.aval for v in eqn.invars), **params
+            )
+        avals = out_avals if eqn.primitive.multiple_results else [out_avals]
         outs = []
         for v, aval in zip(eqn.outvars, avals, strict=True):
             if getattr(aval, "dtype", None) == _dtype(v):

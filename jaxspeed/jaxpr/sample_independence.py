@@ -106,20 +106,26 @@ class Analysis:
     derivatives: dict[JaxprEqn, ClosedJaxpr] = field(default_factory=dict)
     _roots: dict[Any, int] = field(default_factory=dict)
 
-    def run(self, one: Jaxpr, two: Jaxpr, given: Values) -> Values:
+    def run(self, program: Jaxpr, other: Jaxpr, inputs: Values) -> Values:
         """The results of two corresponding programs.
 
         Args:
-          given: for each variable of `one`, constants first.
+          inputs: for each variable of `program`, constants first.
 
         Raises:
           UnlikeTracesError: they do not correspond.
         """
         known: dict[Any, SampleValue] = {}
-        twins = dict(zip((*two.constvars, *two.invars), (*one.constvars, *one.invars), strict=True))
-        for v, value in zip(twins.values(), given, strict=True):
+        twins = dict(
+            zip(
+                (*other.constvars, *other.invars),
+                (*program.constvars, *program.invars),
+                strict=True,
+            )
+        )
+        for v, value in zip(twins.values(), inputs, strict=True):
             known[v] = value if value.root is not None else replace(value, root=object())
-        if len(one.eqns) != len(two.eqns):
+        if len(program.eqns) != len(other.eqns):
             raise UnlikeTracesError
 
         def read(ones: Iterable[Any], others: Iterable[Any]) -> Values:
@@ -130,33 +136,33 @@ class Analysis:
                 values.append(known[v] if is_var(v) else self.constant(v.val, twin.val))
             return values
 
-        for eqn, twin in zip(one.eqns, two.eqns, strict=True):
+        for eqn, twin in zip(program.eqns, other.eqns, strict=True):
             lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
             if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UnlikeTracesError
             operands = read(eqn.invars, twin.invars)
-            found = self._equation(eqn, twin, operands)
+            results = self._equation(eqn, twin, operands)
             twins |= dict(zip(twin.outvars, eqn.outvars, strict=True))
-            for i, (v, value) in enumerate(zip(eqn.outvars, found, strict=True)):
+            for i, (v, value) in enumerate(zip(eqn.outvars, results, strict=True)):
                 if not self._has_a_size(value, v, twin.outvars[i]):
                     value = mixed(f"a {v.aval.str_short()} grows with the samples{place(eqn)}")
                 if value.root is None:
                     value = replace(value, root=self._root(eqn, operands, i))
                 known[v] = value
-        return read(one.outvars, two.outvars)
+        return read(program.outvars, other.outvars)
 
-    def run_closed(self, one: Any, two: Any, given: Iterable[SampleValue]) -> Values:
+    def run_closed(self, closed: Any, twin_closed: Any, inputs: Iterable[SampleValue]) -> Values:
         """The results of two corresponding programs with constants of their own."""
-        (jaxpr, consts), (twin, others) = open_jaxpr(one), open_jaxpr(two)
-        return self.run(jaxpr, twin, [*map(self.constant, consts, others), *given])
+        (jaxpr, consts), (twin, others) = open_jaxpr(closed), open_jaxpr(twin_closed)
+        return self.run(jaxpr, twin, [*map(self.constant, consts, others), *inputs])
 
-    def constant(self, one: Any, two: Any) -> SampleValue:
+    def constant(self, value: Any, twin: Any) -> SampleValue:
         """A constant of the programs, or a number."""
-        if getattr(one, "dtype", None) == jax.dtypes.float0:  # a gradient of integers
+        if getattr(value, "dtype", None) == jax.dtypes.float0:  # a gradient of integers
             return SampleValue(FREE, zero=True)
-        first, second = map(elements, (one, two))
+        first, second = map(elements, (value, twin))
         if first is None or second is None:
-            return free(np.ndim(one))
+            return free(np.ndim(value))
         lines = (
             first == first.take([0], axis=d) if first.size else True for d in range(first.ndim)
         )
@@ -189,8 +195,8 @@ class Analysis:
             return True
         here, there = shape_of(v), shape_of(twin)
         grown = {d for d, n in enumerate(there) if n != here[d]}
-        own = grown if x.kind is FREE else {x.dim} - {None}
-        as_many = grown == own or self.counts[0] == self.counts[1]
+        sample_dims = grown if x.kind is FREE else {x.dim} - {None}
+        as_many = grown == sample_dims or self.counts[0] == self.counts[1]
         return as_many and is_sized(here, there, self.counts)
 
     # -- operations --------------------------------------------------------------------------------
@@ -203,8 +209,8 @@ class Analysis:
             return [operands[1]]
         if name in _PROGRAMS or name in CALLS:
             return _PROGRAMS.get(name, Analysis._call)(self, eqn, twin, operands)
-        if name in ("concatenate", "stack") and (found := with_columns(eqn, operands)):
-            return [found]
+        if name in ("concatenate", "stack") and (joined := with_columns(eqn, operands)):
+            return [joined]
         if name in INDEXED and operands[1].columns:
             eqn, operands = in_batches(eqn, operands)
         if first := next((x for x in operands if x.kind is MIXED), None):
@@ -236,27 +242,29 @@ class Analysis:
         if all(x.kind is FREE or x.dim is None for x in operands):  # of one sample
             draws = draws or any(x.drawn for x in operands)
             return [SampleValue(SAMPLES, None, degree, draws=draws)] * len(eqn.outvars)
-        found = relations_of(eqn)
-        if found is None:
+        relations = relations_of(eqn)
+        if relations is None:
             return self._mixed(eqn)
         of_samples = {
             factors[x.dim] if x.dim is not None else None
-            for x, factors in zip(operands, found.operands, strict=True)
+            for x, factors in zip(operands, relations.operands, strict=True)
             if x.kind is SAMPLES
         }
-        if len(of_samples) > 1 or None in of_samples or of_samples & found.mixed:
+        if len(of_samples) > 1 or None in of_samples or of_samples & relations.mixed:
             return self._mixed(eqn)
         (factor,) = of_samples
-        for x, factors in zip(operands, found.operands, strict=True):
+        for x, factors in zip(operands, relations.operands, strict=True):
             along = {dim for dim, f in enumerate(factors) if f == factor}
             if x.varies & along:
                 return self._mixed(eqn, "numbers samples, or has a value for each of them")
             draws = draws or bool(x.drawn & along)
         target = operands[0]
-        if writes_along(eqn, found, [d for d, f in enumerate(found.operands[0]) if f == factor]):
+        if writes_along(
+            eqn, relations, [d for d, f in enumerate(relations.operands[0]) if f == factor]
+        ):
             return self._mixed(eqn, "writes to a sample by its number")
         results = []
-        for v, factors in zip(eqn.outvars, found.results, strict=True):
+        for v, factors in zip(eqn.outvars, relations.results, strict=True):
             dims = [dim for dim, f in enumerate(factors) if f == factor]
             if name in RESHAPES and dims and shape_of(v)[dims[0]] % self.counts[0]:
                 return self._mixed(eqn)
@@ -274,7 +282,7 @@ class Analysis:
         others = [x for x in operands if x.kind in (FREE, SAMPLES)]
         sums = [x for x in operands if x not in others]
         kinds, alone = {x.kind for x in sums}, len(sums) == 1
-        kept, found = replace(sums[0], degree=degree, root=None), None
+        kept, result = replace(sums[0], degree=degree, root=None), None
         # The sums that a choice or a mean is of.
         roots = {x.root for x in sums if x.kind is not SUM or name == "select_n"}
         if name == "convert_element_type" and _truncates(eqn):
@@ -283,7 +291,7 @@ class Analysis:
             adds = name == "add" or (name in ("sub", "add_any", ADDS_INTO) and first in sums)
             adds = adds and alone and all(x.dim is None for x in others)
             chosen = name == "select_n" and others == [first] and len({x.carry for x in sums}) == 1
-            found = kept if adds or chosen or name in SAME else None
+            result = kept if adds or chosen or name in SAME else None
         elif not all(x.kind is FREE for x in others):
             if name == ADDS_INTO and alone and first in sums:
                 zeros = replace(first, kind=FREE, zero=True)
@@ -291,28 +299,28 @@ class Analysis:
                 if added[0].kind in (SUM, MIXED):
                     return added
         elif kinds == {SUM} and is_linear(name, operands):
-            found = replace(kept, root=first.root if name in SAME else None)
+            result = replace(kept, root=first.root if name in SAME else None)
         elif kinds == {SUM} and alone and name in ("max", "gt", "ne"):
             if name == "max" or (first in sums and last.zero):
-                found = replace(kept, kind=GUARD, root=sums[0].root)
+                result = replace(kept, kind=GUARD, root=sums[0].root)
         elif name == "div" and last.kind in (SUM, GUARD):
             if first.kind is SUM and first.degree == last.degree:
-                found = SampleValue(MEAN, root=last.root)
+                result = SampleValue(MEAN, root=last.root)
         elif name == "select_n" and first.kind is GUARD and len(roots) == 1:
             cases = {x.kind for x in operands[1:] if not x.zero}
             if cases == {MEAN}:
-                found = SampleValue(MEAN, root=first.root)
+                result = SampleValue(MEAN, root=first.root)
             elif cases - {FREE} == {SUM}:
-                found = replace(kept, kind=GUARD, root=first.root)
+                result = replace(kept, kind=GUARD, root=first.root)
         elif kinds == {GUARD} and name in SAME:
-            found = first
+            result = first
         elif kinds == {MEAN} and len(roots) == 1 and degree == 0:
             scaled = alone and (name == "mul" or (name == "div" and first in sums))
             if scaled or name in ADDITIONS | SAME | {"neg"}:
-                found = sums[0]
-        if found is None:
+                result = sums[0]
+        if result is None:
             return self._mixed(eqn, "is not linear in a sum over samples")
-        return [replace(found, draws=any(x.draws for x in operands))] * len(eqn.outvars)
+        return [replace(result, draws=any(x.draws for x in operands))] * len(eqn.outvars)
 
     def _drawn(self, eqn: JaxprEqn, operands: Values) -> Values:
         """Random keys and numbers: the leading dims are those of the operands."""
@@ -322,9 +330,9 @@ class Analysis:
         results = []
         for v in eqn.outvars:
             dims = frozenset(range(len(shape_of(v))))
-            own = NONE if name in KEYS - {"random_split"} else dims - frozenset(range(lead))
+            drawn_dims = NONE if name in KEYS - {"random_split"} else dims - frozenset(range(lead))
             if all(x.kind is FREE for x in operands):
-                results.append(SampleValue(FREE, drawn=(differs & dims) | own))
+                results.append(SampleValue(FREE, drawn=(differs & dims) | drawn_dims))
                 continue
             of = {(x.kind, x.dim) for x in operands if x.kind is not FREE}
             kind, dim = next(iter(of))
@@ -336,10 +344,10 @@ class Analysis:
     # -- programs within ---------------------------------------------------------------------------
 
     def _call(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
-        found, there = bodies(eqn), bodies(twin)
-        if len(found) != 1 or len(there) != 1:
+        inner_bodies, twin_bodies = bodies(eqn), bodies(twin)
+        if len(inner_bodies) != 1 or len(twin_bodies) != 1:
             return self._opaque(eqn, twin, operands)
-        values = self.within(eqn).run_closed(found[0], there[0], operands)
+        values = self.within(eqn).run_closed(inner_bodies[0], twin_bodies[0], operands)
         if not self.has_derivative(eqn):
             return values
         return self._with_derivative(eqn, twin, operands, values)
@@ -373,12 +381,16 @@ class Analysis:
           values: the results, as the function itself computes them.
         """
         inputs, name = free_variables([eqn]), name_of(eqn)
-        given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
+        operand_of = {v: x for v, x in zip(eqn.invars, operands, strict=True) if is_var(v)}
         # What is real: (value, variable, its twin).
-        own = [(given[v], v, w) for v, w in zip(inputs, free_variables([twin])) if is_real(v)]
-        made = [x for x in zip(values, eqn.outvars, twin.outvars, strict=True) if is_real(x[1])]
-        kinds = {x.kind for x in (*values, *(x for x, _, _ in own))}
-        if not own or not made or (kinds == {FREE} and is_by_tangents(eqn)):
+        real_operands = [
+            (operand_of[v], v, w) for v, w in zip(inputs, free_variables([twin])) if is_real(v)
+        ]
+        real_results = [
+            x for x in zip(values, eqn.outvars, twin.outvars, strict=True) if is_real(x[1])
+        ]
+        kinds = {x.kind for x in (*values, *(x for x, _, _ in real_operands))}
+        if not real_operands or not real_results or (kinds == {FREE} and is_by_tangents(eqn)):
             return values  # there is nothing to differentiate
         if first := next((x for x in values if x.kind is MIXED), None):
             return [first] * len(values)
@@ -387,20 +399,24 @@ class Analysis:
                 eqn, f"with a derivative of its own ({name}) reads a sum over samples"
             )
         try:
-            one, two = self.derivative(eqn), self.derivative(twin)
+            rule, twin_rule = self.derivative(eqn), self.derivative(twin)
         except Exception as error:  # user code, which runs only where it is differentiated
             return self._mixed(eqn, f"({name}) has no derivative ({type(error).__name__}: {error})")
         if is_by_tangents(eqn):
-            carried = [replace(unnamed(x), draws=False) for x, _, _ in own]
-            wanted = [x for x, _, _ in made]
+            carried = [replace(unnamed(x), draws=False) for x, _, _ in real_operands]
+            wanted = [x for x, _, _ in real_results]
         else:
-            carried, wanted = ([gradient_of(*x) for x in each] for each in (made, own))
+            carried, wanted = (
+                [gradient_of(*x) for x in triples] for triples in (real_results, real_operands)
+            )
         inside = replace(self, differentiated=False)
-        found = inside.run_closed(one, two, [*(given[v] for v in inputs), *carried])
+        derived_values = inside.run_closed(
+            rule, twin_rule, [*(operand_of[v] for v in inputs), *carried]
+        )
         # In training, its values are those that the derivative's rule computes.
-        if why := next(filter(None, map(unlike, found, [*values, *wanted])), None):
+        if why := next(filter(None, map(unlike, derived_values, [*values, *wanted])), None):
             return [mixed(f"in the derivative of {name}{place(eqn)}, {why}")] * len(values)
-        draws = any(x.draws or x.drawn for x in found[len(values) :])
+        draws = any(x.draws or x.drawn for x in derived_values[len(values) :])
         return [x if x.kind is FREE else replace(x, draws=x.draws or draws) for x in values]
 
     def _shard_map(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
@@ -422,22 +438,22 @@ class Analysis:
     def _linear_solve(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         """A solution, by the program that finds it; the derivative runs the others."""
         lengths = eqn.params["const_lengths"]._asdict()
-        given, at = operands[sum(lengths.values()) :], {}
+        right_sides, at = operands[sum(lengths.values()) :], {}
         for name, count in lengths.items():
             at[name] = operands[:count]
             operands = operands[count:]
 
         def run(name: str, values: Values) -> Values:
-            one, two = (getattr(e.params["jaxprs"], name) for e in (eqn, twin))
-            return self.run_closed(one, two, [*at[name], *values])
+            program, twin_program = (getattr(e.params["jaxprs"], name) for e in (eqn, twin))
+            return self.run_closed(program, twin_program, [*at[name], *values])
 
-        found = run("solve", given)
+        solution = run("solve", right_sides)
         for name in ("transpose_solve", "matvec") if self.differentiated else ():
             if getattr(eqn.params["jaxprs"], name) is not None:
-                pairs = zip(run(name, found), found, strict=True)
+                pairs = zip(run(name, solution), solution, strict=True)
                 if any((x.kind, x.dim) != (y.kind, y.dim) for x, y in pairs):
                     return self._mixed(eqn)
-        return found
+        return solution
 
     def _opaque(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
         if first := next((x for x in operands if x.kind is MIXED), None):
@@ -448,17 +464,17 @@ class Analysis:
         return self._mixed(eqn)
 
     def _cond(self, eqn: JaxprEqn, twin: JaxprEqn, operands: Values) -> Values:
-        index, *given = operands
+        index, *inputs = operands
         pairs = list(zip(bodies(eqn), bodies(twin), strict=True))
         platforms = eqn.params.get("branches_platforms") or ()
         if None in platforms:  # kernels of platforms compute what the default does
             pairs = [pairs[platforms.index(None)]]
-        first, *rest = (self.run_closed(body, other, given) for body, other in pairs)
-        for each in rest:
-            first = list(map(either, first, each))
+        first, *rest = (self.run_closed(body, other, inputs) for body, other in pairs)
+        for branch in rest:
+            first = list(map(either, first, branch))
         if index.is_of_one_sample:
-            one = replace(samples(None), draws=index.draws)
-            return [x if x.kind is TOTAL else either(x, one) for x in first]
+            one_sample = replace(samples(None), draws=index.draws)
+            return [x if x.kind is TOTAL else either(x, one_sample) for x in first]
         if index.kind is MIXED:
             return [index] * len(eqn.outvars)
         return first if index.kind is FREE else self._mixed(eqn)
@@ -476,8 +492,8 @@ class Analysis:
                 return [goes_on if goes_on.kind is MIXED else x for x in self._mixed(eqn)]
             after = list(map(either, carry, self.run_closed(body, other, [*fixed, *carry])))
             if apart:  # with dims in a `vmap`, each element of the carry has trips of its own
-                own = replace(samples(goes_on.dim), draws=goes_on.draws)
-                after = [x if x.kind is TOTAL else either(x, own) for x in after]
+                trips = replace(samples(goes_on.dim), draws=goes_on.draws)
+                after = [x if x.kind is TOTAL else either(x, trips) for x in after]
             lead = goes_on.varies | goes_on.drawn
             after = [replace(x, varies=x.varies | lead) if x.kind is FREE else x for x in after]
             if after == carry:
@@ -515,9 +531,9 @@ class Analysis:
         if of_samples:
             fixed = [crossed if x.kind in (SAMPLES, TOTAL) else x for x in fixed]
         while True:
-            found = self.run_closed(body, other, [*fixed, *carry, *slices])
+            results = self.run_closed(body, other, [*fixed, *carry, *slices])
             after = []
-            for i, (old, new) in enumerate(zip(carry, found, strict=False)):
+            for i, (old, new) in enumerate(zip(carry, results, strict=False)):
                 is_total = old.kind is new.kind is TOTAL and new.carry == old.carry
                 if not of_samples or is_total:
                     after.append(either(old, new))
@@ -527,7 +543,7 @@ class Analysis:
             if after == carry:
                 break
             carry = after
-        stacked = found[num_carry:]
+        stacked = results[num_carry:]
         if not of_samples:
             return [*carry, *map(stack_of, stacked)]
         ends = [replace(x, kind=SUM, carry=0) if x.kind is TOTAL else x for x in carry]

@@ -60,10 +60,10 @@ SIZES = {"shape", "new_sizes", "sizes", "limit_indices", "slice_sizes", "length"
 def place(eqn: JaxprEqn) -> str:
     """The line of the user's that made an equation, if it is known."""
     lines = source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
-    own = [line for line in lines if ":" in line and not line.startswith(LIBRARIES)]
-    if not own:
+    user_lines = [line for line in lines if ":" in line and not line.startswith(LIBRARIES)]
+    if not user_lines:
         return ""
-    file, line, *_ = own[-1].rpartition("/")[2].split(":")  # innermost last
+    file, line, *_ = user_lines[-1].rpartition("/")[2].split(":")  # innermost last
     return f" ({file}, line {line.partition(' ')[0]})"
 
 
@@ -73,31 +73,31 @@ def elements(x: Any) -> np.ndarray | None:
     is_here = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
     if not is_here or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
-    found = np.asarray(x)
-    return found if found.dtype.kind in "biufc" else found.astype(np.float32)  # bfloat16
+    array = np.asarray(x)
+    return array if array.dtype.kind in "biufc" else array.astype(np.float32)  # bfloat16
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def relations_of(eqn: JaxprEqn) -> DimRelations | None:
     name = eqn.primitive.name
-    given, made = (list(map(shape_of, vs)) for vs in (eqn.invars, eqn.outvars))
+    in_shapes, out_shapes = (list(map(shape_of, vs)) for vs in (eqn.invars, eqn.outvars))
     is_elementwise = name in _ELEMENTWISE
-    if is_elementwise and {len(x) for x in (*given, *made)} <= {0, len(made[0])}:
-        return same_place(given, made)
+    if is_elementwise and {len(x) for x in (*in_shapes, *out_shapes)} <= {0, len(out_shapes[0])}:
+        return same_place(in_shapes, out_shapes)
     if name in IN_PLACE:
-        return same_place(given, made)
+        return same_place(in_shapes, out_shapes)
     if name in OF_MATRICES or name == "fft":
-        lead = len(given[0]) - (2 if name in OF_MATRICES else len(eqn.params["fft_lengths"]))
+        lead = len(in_shapes[0]) - (2 if name in OF_MATRICES else len(eqn.params["fft_lengths"]))
 
         def of(shape: Sequence[int]) -> tuple[int | None, ...]:
             return (*range(lead), *[None] * (len(shape) - lead))
 
-        return DimRelations(tuple(map(of, given)), tuple(map(of, made)))
-    return relations(name, eqn.params, given, made)
+        return DimRelations(tuple(map(of, in_shapes)), tuple(map(of, out_shapes)))
+    return relations(name, eqn.params, in_shapes, out_shapes)
 
 
 def numbered(eqn: JaxprEqn) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def numbered(eqn: JaxprEqn) -> tuple[int, ...]:
     return getattr(eqn.params["dimension_numbers"], refers) if refers else ()
 
 
-def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> bool:
+def writes_along(eqn: JaxprEqn, eqn_relations: DimRelations, dims: Iterable[int]) -> bool:
     """Whether an operation writes at indices along one of these dims of its operand.
 
     Along the others its updates have the operand's own elements.
@@ -114,8 +114,8 @@ def writes_along(eqn: JaxprEqn, found: DimRelations, dims: Iterable[int]) -> boo
     name = eqn.primitive.name
     if name != "dynamic_update_slice" and name not in SCATTERS:
         return False
-    updates = found.operands[1 if name == "dynamic_update_slice" else 2]
-    return any(d in numbered(eqn) or found.operands[0][d] not in updates for d in dims)
+    updates = eqn_relations.operands[1 if name == "dynamic_update_slice" else 2]
+    return any(d in numbered(eqn) or eqn_relations.operands[0][d] not in updates for d in dims)
 
 
 def is_alike(eqn: JaxprEqn, twin: JaxprEqn, counts: tuple[int, int]) -> bool:
@@ -158,14 +158,14 @@ def degree_of(
     grown = [(i, d) for i, (a, b) in enumerate(pairs) for d, n in enumerate(a) if n != b[d]]
     is_elementwise = name in _ELEMENTWISE
     if grown and not is_elementwise and all(x.kind is FREE for x in operands):
-        found, summed = relations_of(eqn), set()
-        if found is None:
+        eqn_relations, summed = relations_of(eqn), set()
+        if eqn_relations is None:
             return None
-        made = {factor for factors in found.results for factor in factors}
+        result_factors = {factor for factors in eqn_relations.results for factor in factors}
         for i, d in grown:
-            factor = found.operands[i][d]
+            factor = eqn_relations.operands[i][d]
             # A reshape's merged dims may be those of a result.
-            if name == "reshape" or (factor is not None and factor in made):
+            if name == "reshape" or (factor is not None and factor in result_factors):
                 continue
             if d in operands[i].varies | operands[i].drawn or name not in SUMS | EXTREMA | SLICES:
                 return None  # some elements of as many as there are samples, or their sum
@@ -232,49 +232,49 @@ def free_results(eqn: JaxprEqn, operands: Values, degree: int) -> Values:
     else:
         is_kept = name in SAME | RESHAPES | {"broadcast_in_dim", "transpose", "neg", "reduce_sum"}
         zero = is_kept and operands[0].zero
-    found = relations_of(eqn)
+    eqn_relations = relations_of(eqn)
     results = []
     for number, v in enumerate(eqn.outvars):
-        if found is None:
+        if eqn_relations is None:
             every = frozenset(range(len(shape_of(v))))
             draws_alone = any(x.drawn for x in operands) and not any(x.varies for x in operands)
             varies, drawn, index = (NONE, every, None) if draws_alone else (every, NONE, None)
         else:
-            varies = _along(eqn, found, [x.varies for x in operands], number)
-            drawn = _along(eqn, found, [x.drawn for x in operands], number) - varies
-            index = _index(name, found, operands[0])
+            varies = _along(eqn, eqn_relations, [x.varies for x in operands], number)
+            drawn = _along(eqn, eqn_relations, [x.drawn for x in operands], number) - varies
+            index = _index(name, eqn_relations, operands[0])
         root = operands[0].root if name in SAME else None
         results.append(SampleValue(FREE, None, degree, varies, drawn, False, zero, index, (), root))
     return results
 
 
 def _along(
-    eqn: JaxprEqn, found: DimRelations, given: Sequence[frozenset[int]], number: int
+    eqn: JaxprEqn, eqn_relations: DimRelations, operand_dims: Sequence[frozenset[int]], number: int
 ) -> frozenset[int]:
     """The dims along which a result varies, where the operands vary along these."""
-    name, factors = eqn.primitive.name, found.results[number]
+    name, factors = eqn.primitive.name, eqn_relations.results[number]
     if name == "reshape":  # each dim varies with those of which it is made
         groups = reshape_groups(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
-        return frozenset(d for olds, news in groups if given[0] & {*olds} for d in news)
+        return frozenset(d for olds, news in groups if operand_dims[0] & {*olds} for d in news)
     every = frozenset(range(len(factors)))
     # An element that is broadcast is one: its dim has no factor of a result's.
     broadcast = name in ELEMENTWISE | MORE_ELEMENTWISE
     varying = {
         f
-        for dims, of_dims, v in zip(given, found.operands, eqn.invars, strict=True)
+        for dims, of_dims, v in zip(operand_dims, eqn_relations.operands, eqn.invars, strict=True)
         for dim, f in enumerate(of_dims)
         if dim in dims and not (broadcast and f is None and shape_of(v)[dim] == 1)
     }
-    made = {f for of_dims in found.results for f in of_dims}
+    result_factors = {f for of_dims in eqn_relations.results for f in of_dims}
     summed = name in SUMS | EXTREMA | SLICES | ARG_REDUCTIONS | {"squeeze"}
     if name in SCATTERS or name == "dynamic_update_slice":
         # Alike along the dims that an update covers, as x.at[:, 0].set(1) along the first.
-        covered = {*found.operands[2 if name in SCATTERS else 1]}
+        covered = {*eqn_relations.operands[2 if name in SCATTERS else 1]}
         return frozenset(dim for dim, f in enumerate(factors) if f in varying or f not in covered)
     if name in SLICES | JOINS:  # elements of a dim stay in it
-        kept = zip(given, found.operands, strict=True)
+        kept = zip(operand_dims, eqn_relations.operands, strict=True)
         return union(x for x, of in kept if len(of) == len(factors)) | _joined_dim(eqn)
-    if varying - made and not summed and name != "gather":
+    if varying - result_factors and not summed and name != "gather":
         return every
     # Equal elements stay so, but where they are accumulated along a dim or transformed.
     is_transformed = name in OF_MATRICES or name == "fft"
@@ -282,7 +282,7 @@ def _along(
     return _joined_dim(eqn) | {
         dim
         for dim, f in enumerate(factors)
-        if f in varying or f in found.mixed or (f is None and unrelated)
+        if f in varying or f in eqn_relations.mixed or (f is None and unrelated)
     }
 
 
@@ -290,7 +290,7 @@ def _joined_dim(eqn: JaxprEqn) -> frozenset[int]:
     """The dim along which unequal arrays are joined."""
     if eqn.primitive.name == "pad":
         config = eqn.params["padding_config"]
-        return frozenset(dim for dim, each in enumerate(config) if any(each))
+        return frozenset(dim for dim, padding in enumerate(config) if any(padding))
     if eqn.primitive.name in ("stack", "concatenate"):
         return frozenset({_axis_of(eqn)})
     return NONE
@@ -301,12 +301,12 @@ def _axis_of(eqn: JaxprEqn) -> int:
     return int(params["dimension"] if "dimension" in params else params["axis"])
 
 
-def _index(name: str, found: DimRelations, x: SampleValue) -> int | None:
+def _index(name: str, eqn_relations: DimRelations, x: SampleValue) -> int | None:
     """The dim along which an element of the result is its own index, as in the operand."""
     if x.index is None or name not in {"broadcast_in_dim", "convert_element_type", *RESHAPES}:
         return None
-    factor = found.operands[0][x.index]
-    dims = [dim for dim, f in enumerate(found.results[0]) if f == factor and f is not None]
+    factor = eqn_relations.operands[0][x.index]
+    dims = [dim for dim, f in enumerate(eqn_relations.results[0]) if f == factor and f is not None]
     return dims[0] if len(dims) == 1 else None
 
 

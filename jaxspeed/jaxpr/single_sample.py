@@ -59,19 +59,19 @@ class Listing:
 
     def add(self, traced: Program, again: Program) -> None:
         """Add a program, by its traces."""
-        (one, consts), (two, others) = traced, again
-        if len(one.eqns) != len(two.eqns):
+        (jaxpr, consts), (twin_jaxpr, others) = traced, again
+        if len(jaxpr.eqns) != len(twin_jaxpr.eqns):
             raise UnlikeTracesError
         names: dict[Any, Any] = dict(
-            zip(one.constvars, map(self._constant, consts, others), strict=True)
+            zip(jaxpr.constvars, map(self._constant, consts, others), strict=True)
         )
-        names |= {v: next(self._numbers) for v in one.invars}
+        names |= {v: next(self._numbers) for v in jaxpr.invars}
 
         def read(atoms: Sequence[Any], others: Sequence[Any]) -> list[Any]:
             pairs = zip(atoms, others, strict=True)
             return [names[v] if is_var(v) else self._constant(v.val, w.val) for v, w in pairs]
 
-        for eqn, twin in zip(one.eqns, two.eqns, strict=True):
+        for eqn, twin in zip(jaxpr.eqns, twin_jaxpr.eqns, strict=True):
             operands, operation = read(eqn.invars, twin.invars), self._operation(eqn, twin)
             if operation is None:
                 names[eqn.outvars[0]] = operands[0]
@@ -79,7 +79,7 @@ class Listing:
             self.lines.append((operation, operands, eqn))
             self._within(eqn, twin)
             names |= {v: next(self._numbers) for v in eqn.outvars}
-        self.lines.append(("results", read(one.outvars, two.outvars), None))
+        self.lines.append(("results", read(jaxpr.outvars, twin_jaxpr.outvars), None))
 
     def _of_one(self, here: Any, there: Any) -> Any:
         """A size for one sample."""
@@ -87,16 +87,16 @@ class Listing:
             return tuple(map(self._of_one, here, there))
         return here if here == there else here // self.analysis.counts[0]
 
-    def _constant(self, one: Any, two: Any) -> np.ndarray:
-        first, second = map(elements, (one, two))
+    def _constant(self, value: Any, twin: Any) -> np.ndarray:
+        first, second = map(elements, (value, twin))
         if first is None or second is None:
             return np.zeros(0)
-        found = self.analysis.constant(one, two)
-        if found.kind is MIXED:
+        constant = self.analysis.constant(value, twin)
+        if constant.kind is MIXED:
             raise UnlikeTracesError
         sizes = zip(first.shape, second.shape, strict=True)
         of_one = first[tuple(slice(None if n == m else 1) for n, m in sizes)]
-        return of_one.ravel() / float(self.analysis.counts[0]) ** found.degree
+        return of_one.ravel() / float(self.analysis.counts[0]) ** constant.degree
 
     def _operation(self, eqn: JaxprEqn, twin: JaxprEqn) -> Any:
         """What an equation computes; None if its result has the operand's elements."""
@@ -106,23 +106,25 @@ class Listing:
         if eqn.primitive is not twin.primitive or not is_alike(eqn, twin, self.analysis.counts):
             raise UnlikeTracesError(place(eqn))
         # Those of a convolution do not show its dims of windows.
-        found = relations_of(eqn) if name != "conv_general_dilated" else None
+        relations = relations_of(eqn) if name != "conv_general_dilated" else None
         what: dict[str, Any] = {}
         for key, x in eqn.params.items():
-            if is_plain(x) and not (found and key in _DIMS):
+            if is_plain(x) and not (relations and key in _DIMS):
                 what[key] = str(self._of_one(x, twin.params[key]) if key in SIZES else x)
-        if found is None:
+        if relations is None:
             return name, what
         factors: defaultdict[int, int] = defaultdict(lambda: len(factors))
         dims = []
         arrays = zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True)
         sizes = [self._of_one(shape_of(v), shape_of(w)) for v, w in arrays]
-        for each, own in zip(sizes, (*found.operands, *found.results), strict=True):
-            left = [(n, f) for n, f in zip(each, own, strict=True) if n != 1]
+        for shape, shape_factors in zip(
+            sizes, (*relations.operands, *relations.results), strict=True
+        ):
+            left = [(n, f) for n, f in zip(shape, shape_factors, strict=True) if n != 1]
             dims.append([(n, f if f is None else factors[f]) for n, f in left])
         if name == "reduce_sum" and dims[0] == dims[1]:
             return None
-        mixed = sorted(factors[f] for f in found.mixed if f in factors)
+        mixed = sorted(factors[f] for f in relations.mixed if f in factors)
         columns = [
             [d == column for d, n in enumerate(sizes[0]) if n != 1] for column in numbered(eqn)
         ]
@@ -137,15 +139,15 @@ class Listing:
         if None in platforms:
             pairs = [pairs[platforms.index(None)]]
         if self.analysis.has_derivative(eqn):
-            one, two = map(self.analysis.derivative, (eqn, twin))
-            pairs.append((open_jaxpr(one), open_jaxpr(two)))
+            rule, twin_rule = map(self.analysis.derivative, (eqn, twin))
+            pairs.append((open_jaxpr(rule), open_jaxpr(twin_rule)))
         inside = replace(self, analysis=self.analysis.within(eqn))
-        for each in pairs:
-            inside.add(*each)
+        for pair in pairs:
+            inside.add(*pair)
 
 
 def refuse_another_computation(
-    analysis: Analysis, one: ClosedJaxpr, several: tuple[ClosedJaxpr, ClosedJaxpr]
+    analysis: Analysis, single: ClosedJaxpr, several: tuple[ClosedJaxpr, ClosedJaxpr]
 ) -> None:
     """Compare the program of one sample with those of the analysis's numbers of samples.
 
@@ -153,18 +155,20 @@ def refuse_another_computation(
       UnlikeTracesError: it computes something else, or with another number; with the line.
     """
     lists = []
-    for counts, traces in (((1, 1), (one, one)), (analysis.counts, several)):
+    for counts, traces in (((1, 1), (single, single)), (analysis.counts, several)):
         listing = Listing(replace(analysis, counts=counts))
         listing.add(*map(open_jaxpr, traces))
         lists.append(listing.lines)
     for (what, operands, eqn), (other, others, twin) in zip_longest(*lists, fillvalue=(0, [], 0)):
         is_alike = what == other and len(operands) == len(others)
         if not is_alike or not all(map(_are_equal, operands, others)):
-            found = eqn or twin
-            raise UnlikeTracesError(place(found) if found else "")
+            differing_eqn = eqn or twin
+            raise UnlikeTracesError(place(differing_eqn) if differing_eqn else "")
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, int) or isinstance(other, int):
-        return type(one) is type(other) and one == other
-    return one.shape == other.shape and np.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True)
+def _are_equal(operand: Any, other: Any) -> bool:
+    if isinstance(operand, int) or isinstance(other, int):
+        return type(operand) is type(other) and operand == other
+    return operand.shape == other.shape and np.allclose(
+        operand, other, rtol=1e-6, atol=0, equal_nan=True
+    )

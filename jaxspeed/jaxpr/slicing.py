@@ -43,15 +43,15 @@ def read_by(jaxpr: Jaxpr) -> set[Any]:
 
 def free_variables(eqns: Sequence[JaxprEqn]) -> list[Any]:
     """The variables that these equations read but do not define."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    read = (v for eqn in eqns for v in eqn.invars if is_var(v) and v not in made)
+    defined = {v for eqn in eqns for v in eqn.outvars}
+    read = (v for eqn in eqns for v in eqn.invars if is_var(v) and v not in defined)
     return list(dict.fromkeys(read))
 
 
 def dependents(jaxpr: Jaxpr, sources: Iterable[Any]) -> set[Any]:
     """The variables of a program that depend on any of `sources`, and these themselves."""
-    found = set(sources)
+    variables = set(sources)
     for eqn in jaxpr.eqns:
-        if any(is_var(v) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
+        if any(is_var(v) and v in variables for v in eqn.invars):
+            variables.update(eqn.outvars)
+    return variables

@@ -46,12 +46,12 @@ def in_parts(
     Scans over them are split, and static slices read one part. Anything else reads their
     concatenation.
     """
-    parts = {v: [_resized(v, n) for n in each] for v, each in sizes.items()}
-    invars = [each for v in jaxpr.invars for each in parts.get(v, [v])]
+    parts = {v: [_resized(v, n) for n in part_sizes] for v, part_sizes in sizes.items()}
+    invars = [part for v in jaxpr.invars for part in parts.get(v, [v])]
     rewriter = _SplitScans()
     program = Rewriting(rewriter, jaxpr.replace(invars=invars), [None] * len(invars))
-    for v, each in parts.items():
-        rewriter.join(program, v, Joined(tuple(each), 0), None)
+    for v, var_parts in parts.items():
+        rewriter.join(program, v, Joined(tuple(var_parts), 0), None)
     for position in range(len(jaxpr.eqns)):
         program.write(position)
     return _without_unread(program.finished()), parts
@@ -74,8 +74,8 @@ class _SplitScans(Rewriter[Joined | None]):
     ) -> None:
         """Let the concatenation of parts stand for a variable."""
         dim = joined.dim
-        made = program.splice(lambda *xs: lax.concatenate(xs, dim), joined.parts, like)
-        program.replace([v], made)
+        concatenation = program.splice(lambda *xs: lax.concatenate(xs, dim), joined.parts, like)
+        program.replace([v], concatenation)
         program.set_state(v, joined)
 
     def equation(self, program: Rewriting[Joined | None], eqn: JaxprEqn) -> Sequence[Joined | None]:
@@ -101,12 +101,12 @@ class _SplitScans(Rewriter[Joined | None]):
         dim = joined.dim
         if eqn.primitive.name == "transpose":
             dim = eqn.params["permutation"].index(dim)
-        made = []
+        results = []
         for part in joined.parts:
-            made.append(_resized(out, part.aval.shape[joined.dim], dim))
-            program.eqns.append(eqn.replace(invars=[part], outvars=[made[-1]]))
+            results.append(_resized(out, part.aval.shape[joined.dim], dim))
+            program.eqns.append(eqn.replace(invars=[part], outvars=[results[-1]]))
         program.emit(eqn)
-        return [Joined(tuple(made), dim)]
+        return [Joined(tuple(results), dim)]
 
     def _slice(self, program: Rewriting[Joined | None], eqn: JaxprEqn) -> list[Joined | None]:
         joined = program.state(eqn.invars[0])
@@ -125,18 +125,20 @@ class _SplitScans(Rewriter[Joined | None]):
     def _scan(self, program: Rewriting[Joined | None], eqn: JaxprEqn) -> list[Joined | None]:
         (body,) = bodies(eqn)
         count, first = body.num_carry, body.first_xs
-        found = [program.state(v) for v in eqn.invars]
-        own = [x for x in found[first:] if x and x.dim == 0]
-        if not own:
+        states = [program.state(v) for v in eqn.invars]
+        split_xs = [x for x in states[first:] if x and x.dim == 0]
+        if not split_xs:
             program.emit(eqn)
             return [None] * len(eqn.outvars)
-        ranges = list(pairwise(sorted({border for joined in own for border in joined.borders})))
+        ranges = list(
+            pairwise(sorted({border for joined in split_xs for border in joined.borders}))
+        )
         before = [program.atom(v) for v in eqn.invars[:first]]
         stacked: list[list[Var]] = []
         for start, stop in ranges[::-1] if eqn.params["reverse"] else ranges:
             xs = [
                 self._rows(program, v, joined, start, stop, eqn)
-                for v, joined in zip(eqn.invars[first:], found[first:], strict=True)
+                for v, joined in zip(eqn.invars[first:], states[first:], strict=True)
             ]
             outs = [
                 Var(v.aval) if i < count else _resized(v, stop - start)
@@ -185,8 +187,8 @@ class _SplitScans(Rewriter[Joined | None]):
             else:
                 operands.append(program.atom(v))
         inner, _ = in_parts(body.jaxpr, sizes)
-        made = with_functions(eqn, lambda held: with_jaxpr(held, inner))
-        program.eqns.append(made.replace(invars=operands))
+        checkpoint = with_functions(eqn, lambda held: with_jaxpr(held, inner))
+        program.eqns.append(checkpoint.replace(invars=operands))
 
 
 def _resized(v: Any, size: int, dim: int = 0) -> Var:

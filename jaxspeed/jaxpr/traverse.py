@@ -131,12 +131,12 @@ def bodies(eqn: Any) -> list[Body]:
     first = {"cond": 1, "while": params.get("cond_nconsts")}.get(name, 0)
     operands = eqn.invars[first:]
     held = params[holder] if name == "cond" else (params[holder],)
-    opened = [open_jaxpr(each) for each in held]
+    opened = [open_jaxpr(program) for program in held]
     if any(not hasattr(j, "eqns") or len(j.invars) != len(operands) for j, _ in opened):
         return []  # the parameter is not a program on these operands
     consts, carry = consts_and_carry(eqn) if name in ("scan", "while") else (0, 0)
     trips, manual = params["length"] if name == "scan" else 1, _manual_axes(params)
-    return [Body(*each, first, operands, trips, consts, carry, manual) for each in opened]
+    return [Body(*program, first, operands, trips, consts, carry, manual) for program in opened]
 
 
 def _manual_axes(params: Any) -> tuple[tuple[str, int], ...]:
@@ -204,9 +204,11 @@ def runs(eqn: Any, names: Container[str]) -> bool:
     return contains(eqn, lambda e: e.primitive.name in names)
 
 
-def contains(eqn: Any, found: Callable[[Any], bool]) -> bool:
-    """Whether an equation, or one nested in it at any depth, is `found`."""
-    return found(eqn) or any(contains(e, found) for jaxpr, _ in programs(eqn) for e in jaxpr.eqns)
+def contains(eqn: Any, predicate: Callable[[Any], bool]) -> bool:
+    """Whether an equation, or one nested in it at any depth, satisfies `predicate`."""
+    return predicate(eqn) or any(
+        contains(e, predicate) for jaxpr, _ in programs(eqn) for e in jaxpr.eqns
+    )
 
 
 def nested_constants(eqn: Any) -> Iterator[Any]:
@@ -220,8 +222,8 @@ def nested_constants(eqn: Any) -> Iterator[Any]:
 def programs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
     """Every (jaxpr, consts) among the parameters: also kernels, conditions and combiners."""
     for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr, consts = open_jaxpr(each)
+        for element in value if isinstance(value, (tuple, list)) else (value,):
+            jaxpr, consts = open_jaxpr(element)
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr, consts
 
@@ -231,10 +233,12 @@ def with_functions(eqn: Any, new: Callable[[Any], Any]) -> Any:
     key = _holder(eqn)
     old = eqn.params[key]
     held = old if isinstance(old, tuple) else (old,)
-    found = tuple(map(new, held))
-    if all(a is b for a, b in zip(found, held, strict=True)):
+    functions = tuple(map(new, held))
+    if all(a is b for a, b in zip(functions, held, strict=True)):
         return eqn
-    return eqn.replace(params={**eqn.params, key: found if isinstance(old, tuple) else found[0]})
+    return eqn.replace(
+        params={**eqn.params, key: functions if isinstance(old, tuple) else functions[0]}
+    )
 
 
 # -- forwarded variables ---------------------------------------------------------------------------
@@ -255,8 +259,8 @@ def forwarded(jaxpr: Any) -> list[Any]:
         for out, i in zip(eqn.outvars, forwarded_operands(eqn)):
             if i is not None and is_var(eqn.invars[i]) and eqn.invars[i] in origin:
                 origin[out] = origin[eqn.invars[i]]
-    found = [origin.get(v, (None, ())) if is_var(v) else (None, ()) for v in jaxpr.outvars]
-    return [v if v is not None and order == _in_order(v) else None for v, order in found]
+    result_origins = [origin.get(v, (None, ())) if is_var(v) else (None, ()) for v in jaxpr.outvars]
+    return [v if v is not None and order == _in_order(v) else None for v, order in result_origins]
 
 
 def _in_order(variable: Any) -> tuple[int, ...]:
@@ -266,7 +270,7 @@ def _in_order(variable: Any) -> tuple[int, ...]:
 def forwarded_operands(eqn: Any) -> list[int | None]:
     """For each result the index of the operand that it equals; empty without an inner program."""
     by_body = [_forwarded_by(body) for body in transparent_bodies(eqn)]
-    return [found[0] if len({*found}) == 1 else None for found in zip(*by_body)]
+    return [candidates[0] if len({*candidates}) == 1 else None for candidates in zip(*by_body)]
 
 
 def _forwarded_by(body: Body) -> list[int | None]:
@@ -277,8 +281,8 @@ def _forwarded_by(body: Body) -> list[int | None]:
     place = {v: i for i, v in enumerate(body.jaxpr.invars)}
     scanned = range(body.first_xs, len(place))
 
-    def operand(number: int, found: Any) -> int | None:
+    def operand(number: int, source: Any) -> int | None:
         same = (body.num_consts + number,) if number < body.num_carry else scanned
-        return body.first + place[found] if place.get(found) in same else None
+        return body.first + place[source] if place.get(source) in same else None
 
-    return [operand(number, found) for number, found in enumerate(forwarded(body.jaxpr))]
+    return [operand(number, source) for number, source in enumerate(forwarded(body.jaxpr))]

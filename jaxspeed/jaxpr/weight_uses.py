@@ -36,12 +36,12 @@ Uses = Mapping[str, Sequence[WeightDims]]  # of weights by path, in a traced los
 
 def joint_origin(origins: Iterable[Origin]) -> Origin:
     """The origin of a value that is computed from all of these."""
-    found: Weights = frozenset()
+    weights: Weights = frozenset()
     for origin in origins:
         if origin is None:
             return None
-        found |= origin
-    return found
+        weights |= origin
+    return weights
 
 
 class Origins(ForwardAnalysis[Origin]):
@@ -56,8 +56,8 @@ class Origins(ForwardAnalysis[Origin]):
     def inputs(self, frame: Frame, operands: Sequence[Origin]) -> list[Origin]:
         """Of what a loop carries nothing is known."""
         carried = range(frame.body.num_consts, frame.body.first_xs)
-        given = operands[frame.body.first :]
-        return [None if i in carried else origin for i, origin in enumerate(given)]
+        body_operands = operands[frame.body.first :]
+        return [None if i in carried else origin for i, origin in enumerate(body_operands)]
 
     def joined(self, states: Sequence[Origin]) -> Origin:
         return joint_origin(states)
@@ -100,10 +100,10 @@ def weight_uses(
 
     uses, derived = [], {}
     for position, eqn in enumerate(jaxpr.eqns):
-        found = [origin(v) for v in eqn.invars]
-        known.update(dict.fromkeys(eqn.outvars, joint_origin(found)))
-        weights = joint_origin(x for x in found if x is not None) or frozenset()
-        beside = tuple(v for v, x in zip(eqn.invars, found, strict=True) if x is None)
+        origins = [origin(v) for v in eqn.invars]
+        known.update(dict.fromkeys(eqn.outvars, joint_origin(origins)))
+        weights = joint_origin(x for x in origins if x is not None) or frozenset()
+        beside = tuple(v for v, x in zip(eqn.invars, origins, strict=True) if x is None)
         if weights and not beside:
             derived[position] = weights
         elif weights:

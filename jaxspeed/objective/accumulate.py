@@ -55,9 +55,9 @@ def accumulate[Part: (Loss, Sums)](seen: Part, new: Part) -> tuple[Part, Share]:
     added = seen._replace(total=seen.total + new.total, weight=weight, metrics=metrics)
     if isinstance(added, Loss) and isinstance(new, Loss):
         added = added._replace(terms=jax.tree.map(jnp.add, added.terms, new.terms))
-    old, own, unit = map(unit_of, (seen.weight, new.weight, weight))
+    old_unit, new_unit, unit = map(unit_of, (seen.weight, new.weight, weight))
     is_mean = (seen.weight > 0) & (new.weight > 0)
-    return added, Share(own / unit, jnp.where(is_mean, 1, (unit - old) / own))
+    return added, Share(new_unit / unit, jnp.where(is_mean, 1, (unit - old_unit) / new_unit))
 
 
 def running_mean(mean: jax.Array, new: jax.Array, how: Share) -> jax.Array:

@@ -110,9 +110,9 @@ def with_autocast(closed: Any, autocast: Autocast, parameters: Mapping[Any, str]
         ]
         return closed.replace(jaxpr=rewriter.run(jaxpr, values, dtypes)), rewriter.wide
 
-    made, wide = rewritten(())
+    lowered, wide = rewritten(())
     narrow = autocast.sharded - wide
-    return rewritten(narrow)[0] if narrow else made
+    return rewritten(narrow)[0] if narrow else lowered
 
 
 def autocast_function(function: Callable[..., Any], autocast: Autocast) -> Callable[..., Any]:
@@ -121,8 +121,8 @@ def autocast_function(function: Callable[..., Any], autocast: Autocast) -> Calla
     def run(parameters: Mapping[str, Any], *args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(parameters, *args)
         paths = dict(zip(closed.jaxpr.invars, sorted(parameters), strict=False))
-        made = with_autocast(closed, replace(autocast, sharded=frozenset()), paths)
-        outs = as_function(made.jaxpr, made.consts)(*jax.tree.leaves((parameters, *args)))
+        lowered = with_autocast(closed, replace(autocast, sharded=frozenset()), paths)
+        outs = as_function(lowered.jaxpr, lowered.consts)(*jax.tree.leaves((parameters, *args)))
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return run
@@ -175,8 +175,8 @@ class _Rewriter(Rewriter[_Value]):
             for i, (x, v) in enumerate(zip(states, body.jaxpr.invars, strict=True))
         ]
 
-    def write(self, jaxpr: jex.Jaxpr, *given: Any) -> Rewriting[_Value]:
-        program = super().write(jaxpr, *given)
+    def write(self, jaxpr: jex.Jaxpr, *args: Any) -> Rewriting[_Value]:
+        program = super().write(jaxpr, *args)
         results = map(program.state, jaxpr.outvars)
         self.wide.update(x.parameter for x in results if x.parameter)
         return program

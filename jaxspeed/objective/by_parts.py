@@ -80,33 +80,33 @@ def by_parts(
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if not sizes or 0 in sizes:
         return ByParts("the batch has no samples")
-    given = math.gcd(*sizes)
-    divides = parts > 1 and given % parts == 0
-    own, total = (given // parts, given) if divides else (given, 2 * given)
+    batch_size = math.gcd(*sizes)
+    divides = parts > 1 and batch_size % parts == 0
+    of_part, total = (batch_size // parts, batch_size) if divides else (batch_size, 2 * batch_size)
 
     def traced(count: int) -> Any:
         def shape(x: Any) -> Any:
-            lead = (x.shape[0] // given * count,) if x.shape else ()
+            lead = (x.shape[0] // batch_size * count,) if x.shape else ()
             return jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
 
         try:
-            return (trace_part or trace if count == own else trace)(jax.tree.map(shape, batch))
+            return (trace_part or trace if count == of_part else trace)(jax.tree.map(shape, batch))
         except ModelError as error:
             raise ModelError(f"the loss cannot be traced for {count} samples ({error})") from error
 
     # A dim of one sample looks like others of size 1.
-    counts = (own, total) if own > 1 else (total, 2 * total)
+    counts = (of_part, total) if of_part > 1 else (total, 2 * total)
     analysis = Analysis(counts, frozenset(summing_axes()), differentiated)
 
-    def compared(one: Any, two: Any) -> ByParts:
+    def compared(program: Any, twin: Any) -> ByParts:
         """By the traces of two numbers of samples."""
-        if one.own_axes.collective:
-            names = ", ".join(one.own_axes.collective)
+        if program.own_axes.collective:
+            names = ", ".join(program.own_axes.collective)
             return ByParts(f"the loss reduces over {names}: the entire micro-batch")
-        jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
+        jaxpr, of_batch = program.closed.jaxpr, {v for v in program.batch if v.aval.shape}
         inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
-        found = analysis.run_closed(one.closed, two.closed, inputs)
-        loss, _ = jax.tree.unflatten(one.out_tree, found)
+        outputs = analysis.run_closed(program.closed, twin.closed, inputs)
+        loss, _ = jax.tree.unflatten(program.out_tree, outputs)
         if loss.auxiliary:
             return ByParts("the loss returns an auxiliary term, which is of an entire micro-batch")
         metrics = {}
@@ -122,12 +122,12 @@ def by_parts(
         return ByParts(next(reasons, None), metrics, draws)
 
     try:
-        one, two = map(traced, counts)
-        found = compared(one, two)
-        if own == 1 and not found.mixes:
+        program, twin = map(traced, counts)
+        comparison = compared(program, twin)
+        if of_part == 1 and not comparison.mixes:
             counts = (1, total)
-            refuse_another_computation(analysis, traced(1).closed, (one.closed, two.closed))
-        return found
+            refuse_another_computation(analysis, traced(1).closed, (program.closed, twin.closed))
+        return comparison
     except ModelError as error:
         return ByParts(str(error))
     except UnlikeTracesError as error:

@@ -109,17 +109,17 @@ def parse_loss(result: Any, stop_weight: bool = True) -> tuple[Loss, bool]:
         *head, metrics = result
         result = head[0] if len(head) == 1 else tuple(head)
     if isinstance(result, Terms):
-        found, averages = _parse_terms(result)
+        loss, averages = _parse_terms(result)
         if twice := averages.keys() & metrics.keys():
             raise ModelError(f"loss_fn returned a term and a metric of the name {min(twice)!r}")
         metrics, is_sum = {**averages, **metrics}, True
     else:
         is_sum = isinstance(result, tuple)
-        found = _parse_sum(result if is_sum else (result, 1.0), is_sum)
+        loss = _parse_sum(result if is_sum else (result, 1.0), is_sum)
     if stop_weight:
-        found = found._replace(weight=jax.lax.stop_gradient(found.weight))
+        loss = loss._replace(weight=jax.lax.stop_gradient(loss.weight))
     shown = {str(name): _metric(str(name), value) for name, value in metrics.items()}
-    return found._replace(metrics=jax.lax.stop_gradient(shown)), is_sum
+    return loss._replace(metrics=jax.lax.stop_gradient(shown)), is_sum
 
 
 def _parse_sum(parts: tuple[Any, ...], is_sum: bool) -> Loss:
@@ -134,7 +134,7 @@ def _parse_sum(parts: tuple[Any, ...], is_sum: bool) -> Loss:
 
 def _parse_terms(terms: Terms) -> tuple[Loss, dict[str, Metric]]:
     """A loss of several terms, and the average of each."""
-    found, averages = [], {}
+    all_terms, averages = [], {}
     for name, parts in terms.items():
         if not isinstance(parts, tuple) or len(parts) not in (2, 3):
             raise ModelError(
@@ -148,12 +148,12 @@ def _parse_terms(terms: Terms) -> tuple[Loss, dict[str, Metric]]:
                 "number of Python's: multiply the sum by one that changes"
             )
         total, weight = _scalars(parts[:2], (f"a sum of {name!r}", f"a weight of {name!r}"))
-        found.append(Term(total * coefficient, weight))
+        all_terms.append(Term(total * coefficient, weight))
         averages[name] = Metric(total, weight, "ratio", float(coefficient))
-    if not found:
+    if not all_terms:
         raise ModelError("loss_fn returned Terms without a term")
-    dtype = jnp.result_type(*(term.total for term in found))
-    (total, weight), *others = jax.tree.map(lambda x: x.astype(dtype), found)
+    dtype = jnp.result_type(*(term.total for term in all_terms))
+    (total, weight), *others = jax.tree.map(lambda x: x.astype(dtype), all_terms)
     stopped = (term._replace(weight=jax.lax.stop_gradient(term.weight)) for term in others)
     return Loss(total, weight, {}, tuple(stopped)), averages
 
@@ -173,8 +173,8 @@ def _scalars(parts: tuple[Any, ...], names: tuple[str, ...]) -> list[jax.Array]:
     return [value.astype(dtype) for value in values]
 
 
-def _metric(name: str, given: Any) -> Metric:
-    metric = given if isinstance(given, Metric) else Metric(given)
+def _metric(name: str, returned: Any) -> Metric:
+    metric = returned if isinstance(returned, Metric) else Metric(returned)
     if name in NAMES or name == TOTALS:
         raise ModelError(
             f"loss_fn's metric {name!r} has the name of one of the step's own "

@@ -49,14 +49,17 @@ def with_weight_differentiated(program: LossProgram, trained: Collection[str]) -
     """
     jaxpr, loss = program.closed.jaxpr, program.loss_outputs
     for term in loss.terms:
-        if term.weight is not None and (found := _trained_weight(program, term.weight, trained)):
+        if term.weight is not None and (
+            trained_weight := _trained_weight(program, term.weight, trained)
+        ):
             raise ModelError(
                 "a weight of loss_fn's Terms depends on parameters that are trained "
-                f"({listed(found[1])}): return (sum, jax.lax.stop_gradient(weight)), or the mean"
+                f"({listed(trained_weight[1])}): return (sum, jax.lax.stop_gradient(weight)), or "
+                "the mean"
             )
-    if not (found := _trained_weight(program, loss.weight, trained)):
+    if not (trained_weight := _trained_weight(program, loss.weight, trained)):
         return program
-    weight, paths = found
+    weight, paths = trained_weight
     outvars = [weight if i == loss.weight else v for i, v in enumerate(jaxpr.outvars)]
     differentiated = program.rewritten(jaxpr.replace(outvars=outvars))
     return replace(differentiated, weight_parameters=paths)
@@ -91,8 +94,8 @@ def _evaluated(jaxpr: Jaxpr, weight: Any, known: Mapping[Var, Any]) -> Any:
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     # A custom derivative that returns a sum and its weight has tangents for both.
     inlined = with_all_calls_inlined(slice_of(jaxpr, jaxpr.eqns, inputs, [weight]))
-    own = {v: known[w] for v, w in zip(inlined.invars, inputs, strict=True) if w in known}
-    return _Needed(inlined, own).value(inlined.outvars[0])
+    known_inputs = {v: known[w] for v, w in zip(inlined.invars, inputs, strict=True) if w in known}
+    return _Needed(inlined, known_inputs).value(inlined.outvars[0])
 
 
 class _Needed:

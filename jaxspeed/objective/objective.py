@@ -130,14 +130,14 @@ class Objective:
         Called before the loop over micro-batches, it computes them once a step: from the shards as
         they are stored, so that no weight is gathered. Replicated, as other variables are.
         """
-        found = dict(variables)
+        all_variables = dict(variables)
         for path, adapter in self.measured.items():
             name = adapter.leaf("squares")
-            if name not in found:
+            if name not in all_variables:
                 rows = self.table.parameters[path]
-                each = [self._squares(row, adapter.dims, sources[row.path]) for row in rows]
-                found[name] = each[0] if len(each) == 1 else jnp.concatenate(each)
-        return found
+                squares = [self._squares(row, adapter.dims, sources[row.path]) for row in rows]
+                all_variables[name] = squares[0] if len(squares) == 1 else jnp.concatenate(squares)
+        return all_variables
 
     @cached_property
     def measured(self) -> dict[str, Adapter]:
@@ -181,11 +181,11 @@ class Objective:
         def first(micro: Any) -> Any:
             return jax.tree.map(lambda x: self.cast(x[0]), micro)
 
-        one = jax.eval_shape(first, micro)
-        program = self.trace((variables, one, jnp.asarray(step), jnp.asarray(0)), train)
+        micro_batch = jax.eval_shape(first, micro)
+        program = self.trace((variables, micro_batch, jnp.asarray(step), jnp.asarray(0)), train)
         if not program.loss_outputs.terms:
             return None
-        weights = jax.vmap(lambda one: weights_of(program, jax.tree.map(self.cast, one)))(micro)
+        weights = jax.vmap(lambda batch: weights_of(program, jax.tree.map(self.cast, batch)))(micro)
         means: TermWeights = jax.tree.map(lambda x: x.mean(0), weights)
         return means
 
@@ -247,23 +247,23 @@ class Objective:
         if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)
         units = self._units(program)
-        found = self._unit_jaxprs(program)
-        residuals = resolve_policy(recompute, found, *self._shared_by(program))
-        own = frozenset(program.batch)
-        return EvalContext(units, residuals=residuals, activations=own, exchange=self.exchange)
+        unit_programs = self._unit_jaxprs(program)
+        residuals = resolve_policy(recompute, unit_programs, *self._shared_by(program))
+        inputs = frozenset(program.batch)
+        return EvalContext(units, residuals=residuals, activations=inputs, exchange=self.exchange)
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
         """Report the residuals of a micro-batch of these shapes; None without a residual policy."""
         if not self.recompute:
             return None
         program = self._of(variables, batch)
-        found = self._unit_jaxprs(program)
-        return residual_report(self.recompute, found, *self._shared_by(program))
+        unit_programs = self._unit_jaxprs(program)
+        return residual_report(self.recompute, unit_programs, *self._shared_by(program))
 
     def recomputes(self, variables: Arrays, batch: Any) -> bool:
         """Whether a unit has a backward pass: none has if only what follows them is trained."""
-        found = self._unit_jaxprs(self._of(variables, batch))
-        return any(unit.differentiated for unit in found)
+        unit_programs = self._unit_jaxprs(self._of(variables, batch))
+        return any(unit.differentiated for unit in unit_programs)
 
     def _of(self, variables: Arrays, batch: Any) -> LossProgram:
         """The rewritten loss of a micro-batch of these shapes."""
@@ -304,9 +304,9 @@ class Objective:
         Raises ModelError for a parameter that layers read in another dtype or from host memory: a
         value computed from such a copy has lost precision or cannot be stored back.
         """
-        own = {path for path in written if path in self.table.parameters}
-        stored = {path: value for path, value in written.items() if path not in own}
-        for path, value in self.table.in_rows({path: written[path] for path in own}).items():
+        params = {path for path in written if path in self.table.parameters}
+        stored = {path: value for path, value in written.items() if path not in params}
+        for path, value in self.table.in_rows({path: written[path] for path in params}).items():
             row = self.table[path]
             self._refuse_copies(row)
             stored[path] = pad(value.astype(row.source.dtype), row.shape(row.source))
@@ -345,8 +345,8 @@ class Objective:
         """Shapes of (variables, batch), as the loss reads them."""
         variables, batch, _, _ = jax.tree.map(_shape, rest)
         for adapter in self.measured.values():
-            found = jax.ShapeDtypeStruct(adapter.outputs, jnp.float32)
-            variables[adapter.leaf("squares")] = found
+            squares = jax.ShapeDtypeStruct(adapter.outputs, jnp.float32)
+            variables[adapter.leaf("squares")] = squares
         return variables, jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
 
     def by_parts(

@@ -87,11 +87,11 @@ def prune(program: LossProgram, context: TraceContext) -> LossProgram:
     Transposes that nothing else reads go too: a stack is found by what reads its parameters.
     """
     jaxpr = program.closed.jaxpr
-    own = {v: path for path, v in program.parameters.items()} | {**program.variables}
+    path_of = {v: path for path, v in program.parameters.items()} | {**program.variables}
     tree = program.out_tree
     loss, after = jax.tree.unflatten(tree, range(tree.num_leaves))
     origins = forwarded(jaxpr)
-    changed = {path: i for path, i in after.items() if own.get(origins[i]) != path}
+    changed = {path: i for path, i in after.items() if path_of.get(origins[i]) != path}
     outs = [jaxpr.outvars[i] for i in jax.tree.leaves((loss, changed))]
     eqns: list[Any] = []
     read = {*filter(is_var, outs)}
@@ -123,9 +123,9 @@ def adapters(program: LossProgram, context: TraceContext) -> LossProgram:
         for path, adapter in context.adapters.items()
         if adapter.leaf("squares") in paths
     }
-    made = adapt_loss(jaxpr, program.parameters, context.adapters, key, squares)
-    _note_merged(made.merged)
-    return program.rewritten(made.jaxpr)
+    adapted = adapt_loss(jaxpr, program.parameters, context.adapters, key, squares)
+    _note_merged(adapted.merged)
+    return program.rewritten(adapted.jaxpr)
 
 
 @cache
@@ -141,8 +141,8 @@ def _note_merged(paths: tuple[str, ...]) -> None:
 def layer_ranges(program: LossProgram, context: TraceContext) -> LossProgram:
     """Pass ranges of layers as parameters of their own, and split the scans over them."""
     sizes = {
-        program.parameters[path]: [size for _, size in each]
-        for path, each in context.ranges.items()
+        program.parameters[path]: [size for _, size in named_sizes]
+        for path, named_sizes in context.ranges.items()
     }
     if not sizes:
         return program
@@ -184,8 +184,8 @@ def attention_calls(program: LossProgram, context: TraceContext) -> LossProgram:
             lambda closed: with_autocast(closed, autocast, {}),
         )
     jaxpr, left_alone = with_attention_calls(program.closed, low)
-    for each in left_alone:
-        _note_left_alone(each)
+    for call in left_alone:
+        _note_left_alone(call)
     return replace(program.rewritten(jaxpr), left_alone=tuple(left_alone))
 
 
@@ -215,9 +215,9 @@ def token_order(program: LossProgram, context: TraceContext) -> LossProgram:
     settings = context.sequence
     if free_axes().get(SEQ, 1) == 1 or not program.positions or settings.layout == "contiguous":
         return program
-    given = program.closed.jaxpr, program.parameters, program.batch, program.positions
+    traced = program.closed.jaxpr, program.parameters, program.batch, program.positions
     try:
-        return program.rewritten(in_zigzag(*given, settings))
+        return program.rewritten(in_zigzag(*traced, settings))
     except ContiguousError as why:
         if settings.layout == "zigzag":
             raise ConfigError(f"parallel.sequence.layout zigzag: {why}: use contiguous") from None

@@ -91,14 +91,14 @@ class LossTraces:
     def of(self, variables: Any, batch: Any, train: bool) -> LossProgram:
         """Trace for variables and a batch of these shapes, in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
-        given = (list(self._params.values()), variables, batch, index, index)
+        arguments = (list(self._params.values()), variables, batch, index, index)
         key = (train, gpu.assumption(), splash.generation())
         key += tuple(getattr(jax.config, name) for name in SETTINGS)
         function = self._functions.setdefault(key, self._function(train))
         try:
-            closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
+            closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
         except ModelError as error:
-            if self._works_in_fp32(function, given):
+            if self._works_in_fp32(function, arguments):
                 raise ModelError(
                     f"{error}; {USE_AUTOCAST.format(jnp.dtype(self._cast_to))}"
                 ) from error
@@ -136,21 +136,21 @@ class LossTraces:
                 return self.of(variables, batch, train)
 
             def trace_part(batch: Any) -> LossProgram:
-                found: list[LossProgram] = []
+                programs: list[LossProgram] = []
 
                 def inside() -> None:
-                    found.append(trace(batch))
+                    programs.append(trace(batch))
 
                 mapped = jax.shard_map(
                     inside, in_specs=(), out_specs=None, axis_names=set(manual), check_vma=False
                 )
                 jax.eval_shape(mapped)
-                return found[0]
+                return programs[0]
 
             known[parts] = by_parts(trace, batch, parts, train, trace_part if manual else trace)
         return known[parts]
 
-    def _works_in_fp32(self, function: Callable[..., Any], given: Any) -> bool:
+    def _works_in_fp32(self, function: Callable[..., Any], arguments: Any) -> bool:
         """Whether a loss that fails with 16-bit parameters and inputs can be traced in fp32."""
 
         def wide(x: Any) -> Any:
@@ -160,7 +160,7 @@ class LossTraces:
         if self._cast_to is None:
             return False
         try:
-            jax.make_jaxpr(function)(*jax.tree.map(wide, given))
+            jax.make_jaxpr(function)(*jax.tree.map(wide, arguments))
         except ModelError:
             return False
         return True
@@ -179,17 +179,19 @@ class LossTraces:
             sharded = over_sequences(self._sequence.shards)
             with model.naming(bound), cast, sharded, foreign("loss_fn(model, batch)", batch):
                 returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
-            found, is_sum = parse_loss(returned)
+            parsed, is_sum = parse_loss(returned)
             if not train:
-                found = found._replace(terms=tuple(x for x in found.terms if x.weight is not None))
+                parsed = parsed._replace(
+                    terms=tuple(x for x in parsed.terms if x.weight is not None)
+                )
             after = model.mutated(bound, params) if train else model.cached_values(bound)
             dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}
             written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}
-            return found, written, _Static(is_sum)
+            return parsed, written, _Static(is_sum)
 
         def traced(*args: Any) -> tuple[Loss, Arrays, _Form]:
-            (found, written, is_sum), axes = with_own_axes(loss)(*args)
-            return found, written, _Form(is_sum.value, axes)
+            (parsed, written, is_sum), axes = with_own_axes(loss)(*args)
+            return parsed, written, _Form(is_sum.value, axes)
 
         return traced
 

@@ -67,14 +67,14 @@ class ArrayRoles(ForwardAnalysis[_State]):
         # By the representative node of a class: the parameter dims in it.
         self._parameters: defaultdict[Node, set[tuple[str, int]]] = defaultdict(set)
         top = propagated.top
-        given, places = [], []
+        states, places = [], []
         for v in top.jaxpr.invars:
             made_from = top.sources(v)
-            own = self._own.new(shape_of(v)) if made_from else None
+            nodes = self._own.new(shape_of(v)) if made_from else None
             for path in made_from:
-                places += [(node, (path, dim)) for dim, node in enumerate(own or ())]
-            given.append(_State(next(self._ids), bool(made_from), own))
-        self.run(top, given)
+                places += [(node, (path, dim)) for dim, node in enumerate(nodes or ())]
+            states.append(_State(next(self._ids), bool(made_from), nodes))
+        self.run(top, states)
         for node, place in places:
             if node is not None:
                 self._parameters[self._own.of(node)].add(place)
@@ -82,7 +82,7 @@ class ArrayRoles(ForwardAnalysis[_State]):
     def operand(self, frame: CallFrame, atom: Any) -> Operand:
         known, of = self.of(frame, atom), self.propagated.classes.of
         shape = shape_of(atom)
-        own = known.own or (None,) * len(shape)
+        nodes = known.own or (None,) * len(shape)
         return Operand(
             known.id,
             shape,
@@ -90,7 +90,7 @@ class ArrayRoles(ForwardAnalysis[_State]):
             tuple(None if node is None else of(node) for node in frame.of(atom)),
             known.trained,
             frame.sources(atom),
-            tuple(self._dims_of(node) for node in own),
+            tuple(self._dims_of(node) for node in nodes),
         )
 
     def _dims_of(self, node: Node | None) -> frozenset[tuple[str, int]]:
@@ -104,30 +104,30 @@ class ArrayRoles(ForwardAnalysis[_State]):
     ) -> Sequence[_State]:
         eqn = frame.jaxpr.eqns[position]
         trained = any(x.trained for x in operands) and eqn.primitive.name != "stop_gradient"
-        owns: Sequence[Nodes | None] = [None] * len(eqn.outvars)
+        out_nodes: Sequence[Nodes | None] = [None] * len(eqn.outvars)
         if any(frame.sources(v) for v in eqn.outvars):  # weights
-            given = [x.own or (None,) * len(shape_of(v)) for x, v in zip(operands, eqn.invars)]
-            owns = tie_results(eqn, given, self._own)
+            in_nodes = [x.own or (None,) * len(shape_of(v)) for x, v in zip(operands, eqn.invars)]
+            out_nodes = tie_results(eqn, in_nodes, self._own)
         view = eqn.primitive.name in VIEWS
         return [
-            _State(operands[0].id if view else next(self._ids), trained and is_real(v), own)
-            for v, own in zip(eqn.outvars, owns, strict=True)
+            _State(operands[0].id if view else next(self._ids), trained and is_real(v), nodes)
+            for v, nodes in zip(eqn.outvars, out_nodes, strict=True)
         ]
 
     def inputs(self, frame: CallFrame, operands: Sequence[_State]) -> Sequence[_State]:
         """Each trip of a loop reads other arrays. A carry is trained if any operand is."""
-        given = super().inputs(frame, operands)
+        states = super().inputs(frame, operands)
         if not frame.in_loop:
-            return given
+            return states
         trained = any(x.trained for x in operands)
         walked = frame.body.first_xs
         inside = []
-        for i, (x, v) in enumerate(zip(given, frame.jaxpr.invars, strict=True)):
-            own = x.own if frame.sources(v) else None
-            if own is not None and i >= walked:
-                own = own[1:]  # a layer of a stack
+        for i, (x, v) in enumerate(zip(states, frame.jaxpr.invars, strict=True)):
+            nodes = x.own if frame.sources(v) else None
+            if nodes is not None and i >= walked:
+                nodes = nodes[1:]  # a layer of a stack
             carried = trained and frame.body.num_consts <= i < walked
-            inside.append(_State(next(self._ids), (x.trained or carried) and is_real(v), own))
+            inside.append(_State(next(self._ids), (x.trained or carried) and is_real(v), nodes))
         return inside
 
     def results(

@@ -47,7 +47,7 @@ class BoundaryCosts:
     def sent(self, cls: Node) -> int:
         """Elements sent, per (T - 1) / T: an all-reduce sends an array twice."""
         return sum(
-            one.elements * one.runs * ring_passes(one.kind) for one in self.sends.get(cls, ())
+            send.elements * send.runs * ring_passes(send.kind) for send in self.sends.get(cls, ())
         )
 
 
@@ -58,13 +58,13 @@ class _Counter:
         self.splits: dict[Node, int] = {}
         self._summed: set[tuple[Node, int]] = set()
 
-    def add(self, cls: Node, one: Communication) -> None:
-        self.sends.setdefault(cls, []).append(one)
+    def add(self, cls: Node, send: Communication) -> None:
+        self.sends.setdefault(cls, []).append(send)
 
-    def add_gradient(self, cls: Node, array: int, one: Communication) -> None:
+    def add_gradient(self, cls: Node, array: int, send: Communication) -> None:
         if (cls, array) not in self._summed:
             self._summed.add((cls, array))
-            self.add(cls, one)
+            self.add(cls, send)
 
     def forward(self, kind: str, why: str, times: int, *sent: Sent) -> Communication:
         """A collective of full arrays; `why` is row, vocabulary or the operation's name."""
@@ -85,11 +85,11 @@ class _Counter:
 
 
 def boundary_costs(
-    propagated: PropagatedDims, arrays: ArrayRoles, found: Sequence[Matmul], tensor: int
+    propagated: PropagatedDims, arrays: ArrayRoles, matmuls: Sequence[Matmul], tensor: int
 ) -> BoundaryCosts:
     """The costs of each class, as if it alone were sharded."""
     counter = _Counter(tensor)
-    for matmul in found:
+    for matmul in matmuls:
         _of_matmul(counter, matmul)
     for frame, position, eqn in propagated.top.equations():
         if position not in frame.inner and eqn.primitive.name not in PRODUCTS:
@@ -109,9 +109,9 @@ def _of_matmul(counter: _Counter, matmul: Matmul) -> None:
         array = matmul.operands[other]
         if array.trained:
             sent = (array.elements, array.dtype)
-            one = counter.backward(ALL_REDUCE, "column", matmul.times, sent)
+            send = counter.backward(ALL_REDUCE, "column", matmul.times, sent)
             for cls in matmul.classes("free", side) - contracted:
-                counter.add_gradient(cls, array.id, one)
+                counter.add_gradient(cls, array.id, send)
 
 
 def _of_ends(
@@ -132,12 +132,12 @@ def _of_ends(
         if node is None or not arrays.of(frame, atom).trained or (i == 0 and dim in indexed):
             continue
         if name.startswith(("reduce_", "arg")) and not name.startswith("reduce_window"):
-            one = counter.forward(ALL_REDUCE, name, times, *map(_full, eqn.outvars))
+            send = counter.forward(ALL_REDUCE, name, times, *map(_full, eqn.outvars))
         else:
-            one = counter.forward(ALL_GATHER, name, times, _full(atom))
+            send = counter.forward(ALL_GATHER, name, times, _full(atom))
             if name in SPLITS and not frame.is_weight(atom):
                 counter.splits[of(node)] = counter.splits.get(of(node), 0) + len(eqn.outvars)
-        counter.add(of(node), one)
+        counter.add(of(node), send)
     trained = [v for v in eqn.invars if arrays.of(frame, v).trained]
     if not trained or name == "gather":
         return
@@ -146,8 +146,8 @@ def _of_ends(
         if node is None:
             continue
         if name == "broadcast_in_dim":
-            one = counter.backward(ALL_REDUCE, name, times, _full(trained[0]))
-            counter.add_gradient(of(node), arrays.of(frame, trained[0]).id, one)
+            send = counter.backward(ALL_REDUCE, name, times, _full(trained[0]))
+            counter.add_gradient(of(node), arrays.of(frame, trained[0]).id, send)
         else:
             result = _full(eqn.outvars[i])
             counter.add(of(node), counter.backward(ALL_GATHER, name, times, result))
@@ -166,8 +166,8 @@ def _of_broadcasts(counter: _Counter, arrays: ArrayRoles, frame: CallFrame, eqn:
             continue
         for size, node in zip(sizes, frame.of(result), strict=True):
             if size == 1 and node is not None:
-                one = counter.backward(ALL_REDUCE, "broadcast", frame.times, _full(atom))
-                counter.add_gradient(of(node), arrays.of(frame, atom).id, one)
+                send = counter.backward(ALL_REDUCE, "broadcast", frame.times, _full(atom))
+                counter.add_gradient(of(node), arrays.of(frame, atom).id, send)
 
 
 def _full(atom: Any) -> Sent:
@@ -176,8 +176,8 @@ def _full(atom: Any) -> Sent:
 
 def totals(sends: Iterable[Communication]) -> dict[tuple[str, bool], tuple[int, int]]:
     """{(kind, backward): (number of collectives, elements)} in one pass."""
-    found: dict[tuple[str, bool], tuple[int, int]] = {}
-    for one in sends:
-        count, elements = found.get((one.kind, one.backward), (0, 0))
-        found[one.kind, one.backward] = count + one.runs, elements + one.elements * one.runs
-    return found
+    counts: dict[tuple[str, bool], tuple[int, int]] = {}
+    for send in sends:
+        count, elements = counts.get((send.kind, send.backward), (0, 0))
+        counts[send.kind, send.backward] = count + send.runs, elements + send.elements * send.runs
+    return counts

@@ -230,11 +230,11 @@ def _row_backward(
 ) -> tuple[Array, Array]:
     h, weight = saved
     assert matmul.x_sharded is not None
-    own = {matmul.x_sharded: h.shape[matmul.x_sharded] // ring.size}
+    shard_sizes = {matmul.x_sharded: h.shape[matmul.x_sharded] // ring.size}
 
     def of_device(ring: _Ring, dy: Array, weight: Array) -> list[Array]:
         def multiply(part: Array) -> Array:
-            like = _resized(h, {**own, matmul.x_seq: part.shape[matmul.y_seq]})
+            like = _resized(h, {**shard_sizes, matmul.x_seq: part.shape[matmul.y_seq]})
             return _wrt_x(matmul, like, weight, part)
 
         seqs = [matmul.x_seq, matmul.y_seq]

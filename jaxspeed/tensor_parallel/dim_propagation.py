@@ -40,10 +40,10 @@ class CallFrame(Frame):
 
     def entered(self, eqn: Any) -> list[Body]:
         """Of branches those without kernels, if there are any."""
-        found = super().entered(eqn)
-        if len(found) > 1:
-            found = [body for body in found if not has_opaque(body.jaxpr)] or found
-        return found
+        branches = super().entered(eqn)
+        if len(branches) > 1:
+            branches = [body for body in branches if not has_opaque(body.jaxpr)] or branches
+        return branches
 
     @property
     def nodes(self) -> Mapping[Any, Nodes]:
@@ -99,25 +99,27 @@ def propagate_dims(
 def tie_results(eqn: Any, operands: Sequence[Nodes], classes: DimEquivalence) -> list[Nodes]:
     """The nodes of an operation's results, tied to those of its operands."""
     outs = [classes.new(shape_of(v)) for v in eqn.outvars]
-    found = relations_of(eqn)
-    if found is None:
+    eqn_relations = relations_of(eqn)
+    if eqn_relations is None:
         return outs
     first: dict[int, Node] = {}  # by factor
-    for nodes, factors in zip((*operands, *outs), (*found.operands, *found.results), strict=True):
+    for nodes, factors in zip(
+        (*operands, *outs), (*eqn_relations.operands, *eqn_relations.results), strict=True
+    ):
         for node, factor in zip(nodes, factors, strict=True):
-            if node is not None and factor is not None and factor not in found.mixed:
+            if node is not None and factor is not None and factor not in eqn_relations.mixed:
                 classes.tie(first.setdefault(factor, node), node)
-    for factor, groups in found.groups.items():
+    for factor, groups in eqn_relations.groups.items():
         classes.add_groups(first.get(factor), groups)
     return outs
 
 
 def relations_of(eqn: Any) -> DimRelations | None:
     """The dim relations of an operation; None if it has no rule and is not element-wise."""
-    given, made = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
+    in_shapes, out_shapes = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
     like = product_of(eqn) or eqn
-    known = relations(like.primitive.name, like.params, given, made)
-    return same_place(given, made) if known is None and is_elementwise(eqn) else known
+    known = relations(like.primitive.name, like.params, in_shapes, out_shapes)
+    return same_place(in_shapes, out_shapes) if known is None and is_elementwise(eqn) else known
 
 
 def is_elementwise(eqn: Any) -> bool:
@@ -125,13 +127,13 @@ def is_elementwise(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in RULES or name in OPAQUE_TO_DIMS or not eqn.outvars:
         return False
-    given, made = [shape_of(v) for v in eqn.invars], {shape_of(v) for v in eqn.outvars}
-    if len(made) != 1:
+    in_shapes, out_shapes = [shape_of(v) for v in eqn.invars], {shape_of(v) for v in eqn.outvars}
+    if len(out_shapes) != 1:
         return False
-    (out,) = made
+    (out,) = out_shapes
     return all(
         not shape or (len(shape) == len(out) and all(n in (1, m) for n, m in zip(shape, out)))
-        for shape in given
+        for shape in in_shapes
     )
 
 
@@ -169,11 +171,11 @@ class _Propagation(ForwardAnalysis[Nodes]):
 
     def inputs(self, frame: CallFrame, operands: Sequence[Nodes]) -> Sequence[Nodes]:
         """A loop slices what it scans; its condition is skipped, whose result is a scalar."""
-        given = list(super().inputs(frame, operands))
+        body_inputs = list(super().inputs(frame, operands))
         if frame.in_loop:
             walked = frame.body.first_xs
-            given[walked:] = [nodes[1:] for nodes in given[walked:]]
-        return given
+            body_inputs[walked:] = [nodes[1:] for nodes in body_inputs[walked:]]
+        return body_inputs
 
     def results(
         self, inner: Sequence[CallFrame], operands: Sequence[Nodes], branches: Sequence[Any]

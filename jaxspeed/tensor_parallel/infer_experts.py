@@ -16,10 +16,10 @@ from jaxspeed.tensor_parallel.matmuls import matmuls_of
 
 def infer_experts(propagated: PropagatedDims) -> dict[str, int]:
     """{path: dim} of the parameters that stack experts; not of routers, whose last dim they are."""
-    classes, found = propagated.classes, matmuls_of(propagated, ArrayRoles(propagated))
+    classes, matmuls = propagated.classes, matmuls_of(propagated, ArrayRoles(propagated))
     shared = {
         cls
-        for matmul in found
+        for matmul in matmuls
         for i in matmul.weights
         if matmul.kind == "dot" and not matmul.operands[1 - i].parameters
         for cls in matmul.classes("shared", i)
@@ -27,7 +27,7 @@ def infer_experts(propagated: PropagatedDims) -> dict[str, int]:
     }
     summed = {
         cls
-        for matmul in found
+        for matmul in matmuls
         if matmul.kind == "dot" and not list(matmul.weights)
         for cls in matmul.classes("contracted", 0)
     }

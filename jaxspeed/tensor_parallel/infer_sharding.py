@@ -83,7 +83,7 @@ def propose_sharding(
         for leaf in leaves
         if leaf.path in program.used and leaf.path not in sharded
     }
-    sends = [one for cls in open_ if cls in chosen for one in program.costs.sends.get(cls, ())]
+    sends = [send for cls in open_ if cls in chosen for send in program.costs.sends.get(cls, ())]
     uses = uses_of(propagated, program.matmuls)
     in_order = {leaf.path: sharded[leaf.path] for leaf in leaves if leaf.path in sharded}
     flops = _sharded_flops(program.matmuls, chosen)
@@ -101,7 +101,7 @@ def _sharded_flops(matmuls: Sequence[Matmul], chosen: Collection[Node]) -> tuple
         for m in matmuls
         if any(not m.classes(role, i).isdisjoint(chosen) for role in roles for i in (0, 1))
     ]
-    of_sharded, of_all = (3 * sum(m.flops * m.times for m in each) for each in (sharded, matmuls))
+    of_sharded, of_all = (3 * sum(m.flops * m.times for m in group) for group in (sharded, matmuls))
     return of_sharded, of_all
 
 
@@ -119,27 +119,27 @@ class _Program:
     @classmethod
     def of(cls, propagated: PropagatedDims, leaves: Sequence[Leaf], tensor: int) -> "_Program":
         arrays = ArrayRoles(propagated)
-        found = matmuls_of(propagated, arrays)
+        matmuls = matmuls_of(propagated, arrays)
         dims = {
             at
-            for matmul in found
+            for matmul in matmuls
             for i in matmul.weights
             for role in (matmul.contracted, matmul.shared, matmul.free)
             for dim in role[i]
             for at in matmul.operands[i].dims[dim]
         }
-        used = {p for x in found for i in x.weights for p in x.operands[i].parameters}
+        used = {p for x in matmuls for i in x.weights for p in x.operands[i].parameters}
         scores = {
             cls
-            for x in found
+            for x in matmuls
             if x.kind == "dot" and not list(x.weights)
             for cls in x.classes("contracted", 0) | x.classes("contracted", 1)
         }
-        looked_up = {c for x in found if x.kind == "lookup" for c in x.classes("contracted", 0)}
+        looked_up = {c for x in matmuls if x.kind == "lookup" for c in x.classes("contracted", 0)}
         return cls(
             propagated,
-            found,
-            boundary_costs(propagated, arrays, found, tensor),
+            matmuls,
+            boundary_costs(propagated, arrays, matmuls, tensor),
             {leaf.path: leaf for leaf in leaves},
             frozenset(used),
             frozenset(dims),
@@ -175,12 +175,12 @@ def _candidates(program: _Program, tensor: int) -> dict[Node, _Candidate]:
             cls = program.class_of(path, dim)
             if cls is not None:
                 dims.setdefault(cls, []).append((path, dim))
-    found, sizes = {}, program.sizes
+    candidates, sizes = {}, program.sizes
     for cls, held in dims.items():
         weights = {path for path, dim in held if (path, dim) in program.in_matmuls}
         if weights:
             vocabulary = cls in program.vocabularies and _may_pad(program, cls, tensor)
-            found[cls] = _Candidate(
+            candidates[cls] = _Candidate(
                 cls,
                 tuple(held),
                 sum(sizes[path] for path in weights),
@@ -188,7 +188,7 @@ def _candidates(program: _Program, tensor: int) -> dict[Node, _Candidate]:
                 vocabulary,
                 _refusal(program, cls, held, vocabulary, tensor),
             )
-    return found
+    return candidates
 
 
 def _separate_sends(matmul: Matmul) -> int:
@@ -238,7 +238,7 @@ def _conflicts(
     propagated: PropagatedDims, open_: Mapping[Node, _Candidate]
 ) -> dict[Node, set[Node]]:
     """The candidates that meet in one variable, and so exclude each other."""
-    found: dict[Node, set[Node]] = {cls: set() for cls in open_}
+    conflicts: dict[Node, set[Node]] = {cls: set() for cls in open_}
     of = propagated.classes.of
     met = {
         frozenset(cls for node in nodes if node is not None and (cls := of(node)) in open_)
@@ -247,8 +247,8 @@ def _conflicts(
     }
     for together in met:
         for a, b in itertools.permutations(together, 2):
-            found[a].add(b)
-    return found
+            conflicts[a].add(b)
+    return conflicts
 
 
 def _why(

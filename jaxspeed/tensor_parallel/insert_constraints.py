@@ -202,7 +202,7 @@ class _Boundaries(Rewriter[bool]):
 
         A group is of one unit, so that ZeRO 3 gathers no other unit's weights for it.
         """
-        found: dict[Any, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for position, eqn in enumerate(frame.jaxpr.eqns):
             product = product_of(eqn)
             is_matmul = product is not None and product.primitive.name == "dot_general"
@@ -211,8 +211,8 @@ class _Boundaries(Rewriter[bool]):
                 layout = self.layouts.of(frame, x)
                 if layout.saved != layout.replicated and frame.is_weight(other):
                     key = x, self.unit_of(eqn), self._has_experts(frame, other)
-                    found.setdefault(key, []).append(position)
-        return _Scope(frame, {positions[0]: positions for positions in found.values()})
+                    groups.setdefault(key, []).append(position)
+        return _Scope(frame, {positions[0]: positions for positions in groups.values()})
 
     def scope(self, program: Rewriting[bool], body: Body) -> Any:
         frames = program.scope.frame.inner.get(program.position, ())
@@ -323,26 +323,26 @@ class _Boundaries(Rewriter[bool]):
             return dims if any(dims) and _has_windows(eqn) else []
         if not any(w.moves for w in windows_of(eqn)):
             return []
-        moving, each = moving_dims(eqn), zip(arrays, dims, moving_dims(eqn), strict=True)
-        meets = ({self.program.sharded_dim(frame, v), *own} & {*at} for v, own, at in each)
+        moving, triples = moving_dims(eqn), zip(arrays, dims, moving_dims(eqn), strict=True)
+        meets = ({self.program.sharded_dim(frame, v), *seq} & {*at} for v, seq, at in triples)
         return moving if sequence or any(meets) else []
 
     def _sequence_dims(self, frame: CallFrame, v: Any) -> tuple[int, ...]:
-        found = [self.layouts.sequence.of(frame, v)] if self.layouts.sequence else []
+        dims = [self.layouts.sequence.of(frame, v)] if self.layouts.sequence else []
         if self.layouts.layout.sequence_parallel:
-            found.append(self.program.sequence_dim(frame, v))
-        return tuple(d for d in found if d is not None)
+            dims.append(self.program.sequence_dim(frame, v))
+        return tuple(d for d in dims if d is not None)
 
     def _unsharded(
         self, program: Rewriting[bool], eqn: JaxprEqn, dims: Sequence[tuple[int, ...]]
     ) -> None:
         """Write an operation, with these dims of its operands and results unsharded."""
 
-        def without(atom: Atom, own: tuple[int, ...]) -> Atom:
-            if not own or not is_var(atom):
+        def without(atom: Atom, unsharded: tuple[int, ...]) -> Atom:
+            if not unsharded or not is_var(atom):
                 return atom
             ndim = len(shape_of(atom))
-            spec = (None if d in own else PartitionSpec.UNCONSTRAINED for d in range(ndim))
+            spec = (None if d in unsharded else PartitionSpec.UNCONSTRAINED for d in range(ndim))
             at = NamedSharding(self.layouts.mesh, PartitionSpec(*spec))
             return program.splice(partial(_in_windows, at=at), [atom], eqn)[0]
 
@@ -441,7 +441,7 @@ class _Boundaries(Rewriter[bool]):
         self, program: Rewriting[bool], scope: _Scope, eqn: JaxprEqn, inside: bool
     ) -> list[Atom]:
         """The operands of an operation, sent to the experts' devices or back."""
-        frame, given = scope.frame, [program.atom(v) for v in eqn.invars]
+        frame, operands = scope.frame, [program.atom(v) for v in eqn.invars]
         for i, v in enumerate(eqn.invars):
             if program.state(v) == inside or not is_var(v) or frame.is_weight(v):
                 continue
@@ -451,9 +451,9 @@ class _Boundaries(Rewriter[bool]):
             if (v, inside) not in scope.at_experts:
                 send = (to_experts if inside else from_experts) if rows else gather_for_experts
                 function = send(self.layouts.around_experts(frame, v))
-                (scope.at_experts[v, inside],) = program.splice(function, [given[i]], eqn)
-            given[i] = scope.at_experts[v, inside]
-        return given
+                (scope.at_experts[v, inside],) = program.splice(function, [operands[i]], eqn)
+            operands[i] = scope.at_experts[v, inside]
+        return operands
 
     # -- column matmuls of one activation ---------------------------------------------------------
 

@@ -69,13 +69,13 @@ def matmuls_of(propagated: PropagatedDims, arrays: ArrayRoles | None = None) -> 
     ]
 
 
-def uses_of(propagated: PropagatedDims, found: Sequence[Matmul] | None = None) -> dict[str, Use]:
+def uses_of(propagated: PropagatedDims, matmuls: Sequence[Matmul] | None = None) -> dict[str, Use]:
     """Contracted and free dims of each parameter in matmuls and convolutions, for layer specs.
 
     If a parameter is read by several, the first one decides the role of a dim.
     """
     uses: dict[str, Use] = {}
-    for matmul in matmuls_of(propagated) if found is None else found:
+    for matmul in matmuls_of(propagated) if matmuls is None else matmuls:
         if matmul.kind == "lookup":
             continue
         for i in matmul.weights:
@@ -94,8 +94,8 @@ def uses_of(propagated: PropagatedDims, found: Sequence[Matmul] | None = None) -
 def _dims(matmul: Matmul, operand: int, role: str, path: str) -> Dims:
     """The dims of a parameter that have this role in a matmul."""
     dims = matmul.operands[operand].dims
-    found = {d for at in getattr(matmul, role)[operand] for p, d in dims[at] if p == path}
-    return tuple(sorted(found))
+    role_dims = {d for at in getattr(matmul, role)[operand] for p, d in dims[at] if p == path}
+    return tuple(sorted(role_dims))
 
 
 def _without(dims: Dims, decided: set[int]) -> Dims:
@@ -108,14 +108,14 @@ def _matmul(arrays: ArrayRoles, frame: CallFrame, eqn: Any) -> Matmul | None:
     None for a convolution with batch groups, which only gradients have, and for a lookup with
     constant ids: every step reads all of a table of positions.
     """
-    kind, found = _KINDS[eqn.primitive.name], relations_of(eqn)
-    if eqn.params.get("batch_group_count", 1) != 1 or found is None:
+    kind, relations = _KINDS[eqn.primitive.name], relations_of(eqn)
+    if eqn.params.get("batch_group_count", 1) != 1 or relations is None:
         return None
     if kind == "lookup" and frame.is_weight(eqn.invars[1]):
         return None
     lhs, rhs = (arrays.operand(frame, v) for v in eqn.invars)
     contracted, shared, free = (
-        (role(0), role(1)) for role in (found.reduced, found.shared, found.free)
+        (role(0), role(1)) for role in (relations.reduced, relations.shared, relations.free)
     )
     (out,) = eqn.outvars
     roles = contracted, shared, free

@@ -88,7 +88,7 @@ class ShardingProposal:
 
     def _balance(self, chip: Chip) -> float:
         """FLOPs that a chip computes in the time of sending a byte along one axis of devices."""
-        dtype = "fp32" if {one.dtype for one in self.sends} == {"f32"} else "bf16"
+        dtype = "fp32" if {send.dtype for send in self.sends} == {"f32"} else "bf16"
         sent = chip.link * min(chip.links, 2) * chip.reached["links"]  # a ring sends both ways
         return chip.flops[dtype] * chip.reached["products"] / sent
 

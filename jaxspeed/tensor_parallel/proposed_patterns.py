@@ -132,10 +132,10 @@ def _excepting(
     uses: Mapping[str, Use],
 ) -> Sequence[TensorLayerSpec]:
     """The specs, preceded by exceptions for parameters that a pattern covers wrongly."""
-    given = _given_by(leaves, specs, uses) or {}
+    covered = _given_by(leaves, specs, uses) or {}
     for leaf in leaves:
         at = sharded.get(leaf.path)
-        if given.get(leaf.path) != at:
+        if covered.get(leaf.path) != at:
             type_: SpecType = "replicated" if at is None else _type_of(leaf.path, at, uses)
             specs = [TensorLayerSpec(leaf.path, type_, at.dim if at else None), *specs]
     return specs
@@ -143,8 +143,8 @@ def _excepting(
 
 def by_layer_pattern(paths: Sequence[str]) -> dict[str, list[str]]:
     """Paths grouped by their pattern without layer numbers: `blocks/*/mlp/up/kernel`."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for path in paths:
         shown = "/".join(_wildcard(s) if _NUMBERED.match(s) else s for s in path.split("/"))
-        found.setdefault(shown, []).append(path)
-    return found
+        groups.setdefault(shown, []).append(path)
+    return groups

@@ -52,15 +52,15 @@ class SequenceDims:
         """The classes of the sequence dims."""
         classes, top = self.propagated.classes, self.propagated.top
         seeds = (top.nodes[v][dim] for v, dim in self.positions.items())
-        found = {classes.of(node) for node in seeds if node is not None}
+        sequence_classes = {classes.of(node) for node in seeds if node is not None}
         pairs, reshapes = self._pairs, self._reshapes
         while True:
-            new = {classes.of(b) for a, b in pairs if classes.of(a) in found}
+            new = {classes.of(b) for a, b in pairs if classes.of(a) in sequence_classes}
             for these, those in reshapes:
-                new |= {classes.of(node) for node in self._through(these, those, found)}
-            if new <= found:
-                return frozenset(found)
-            found |= new
+                new |= {classes.of(node) for node in self._through(these, those, sequence_classes)}
+            if new <= sequence_classes:
+                return frozenset(sequence_classes)
+            sequence_classes |= new
 
     @property
     def lengths(self) -> frozenset[int]:
@@ -88,18 +88,18 @@ class SequenceDims:
     @cached_property
     def _pairs(self) -> list[tuple[Node, Node]]:
         """Pairs of dims of which the second continues the first."""
-        found = []
+        pairs = []
         for frame, position, eqn in self.propagated.top.equations():
             for (i, a), (j, b) in continued(eqn, position in frame.inner):
                 these, those = frame.of(eqn.invars[i])[a], frame.nodes[eqn.outvars[j]][b]
                 if these is not None and those is not None:
-                    found.append((these, those))
-        return found
+                    pairs.append((these, those))
+        return pairs
 
     @cached_property
     def _reshapes(self) -> list[tuple[list[Node], list[Node]]]:
         """The dims that reshapes merge and split."""
-        found = []
+        reshapes = []
         for frame, _, eqn in self.propagated.top.equations():
             if eqn.primitive.name != "reshape":
                 continue
@@ -107,18 +107,18 @@ class SequenceDims:
             for old, new in reshape_groups(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])):
                 if len(old) != len(new) and 1 in (len(old), len(new)):
                     pair = [x[d] for d in old], [y[d] for d in new]
-                    found.append(pair)
-        return found  # type: ignore[return-value]  # reshape_groups has no dims of size 1
+                    reshapes.append(pair)
+        return reshapes  # type: ignore[return-value]  # reshape_groups has no dims of size 1
 
     def _through(
-        self, these: Sequence[Node], those: Sequence[Node], found: set[Node]
+        self, these: Sequence[Node], those: Sequence[Node], sequence_classes: set[Node]
     ) -> Iterator[Node]:
         """The sequence dims that a reshape makes of a merged dim; records one that it merges."""
         classes = self.propagated.classes
         sizes = [classes.own_size(node) for node in (these if len(those) == 1 else those)]
         at = Merged(sizes[0], sizes[1])
         if len(those) == 1:
-            if classes.of(these[1]) in found and self.propagated.is_sample(these[0]):
+            if classes.of(these[1]) in sequence_classes and self.propagated.is_sample(these[0]):
                 self._merged[classes.of(those[0]), math.prod(sizes)] = at
         elif self._merged.get((classes.of(these[0]), math.prod(sizes))) == at:
             yield those[1]
@@ -130,28 +130,28 @@ def continued(eqn: JaxprEqn, has_frames: bool = False) -> Iterator[tuple[Place, 
     `has_frames` says that the operation's inner programs have dims of their own.
     """
     name, params = eqn.primitive.name, eqn.params
-    given, made = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
+    in_shapes, out_shapes = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
     if has_frames:
         if name in LOOPS:
             consts, carry = consts_and_carry(eqn)
-            for i in range(consts + carry, len(given)):
-                yield from (((i, 0), (j, 0)) for j in range(carry, len(made)))
+            for i in range(consts + carry, len(in_shapes)):
+                yield from (((i, 0), (j, 0)) for j in range(carry, len(out_shapes)))
         return
-    if (found := relations_of(eqn)) is not None:
-        for i, factors in enumerate(found.operands):
-            for j, outs in enumerate(found.results):
+    if (relations := relations_of(eqn)) is not None:
+        for i, factors in enumerate(relations.operands):
+            for j, outs in enumerate(relations.results):
                 for a, factor in enumerate(factors):
-                    if factor in found.mixed and factor in outs:
+                    if factor in relations.mixed and factor in outs:
                         yield (i, a), (j, outs.index(factor))
     if name == "conv_general_dilated":
         numbers = params["dimension_numbers"]
         for a, b in zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True):
-            if given[0][a] != made[0][b]:
+            if in_shapes[0][a] != out_shapes[0][b]:
                 yield (0, a), (0, b)
     if name not in (*SLICES, *JOINS, *WINDOW_REDUCTIONS):
         return
-    for i, shape in enumerate(given):
-        for j, out in enumerate(made):
+    for i, shape in enumerate(in_shapes):
+        for j, out in enumerate(out_shapes):
             if len(shape) == len(out):
                 for d, (n, m) in enumerate(zip(shape, out, strict=True)):
                     # Of a slice, most of the sequence: the first token is not one.

@@ -37,12 +37,12 @@ class ShardedProgram:
     @cached_property
     def _uneven(self) -> frozenset[Node]:
         """The classes with unequal shards: a padded vocabulary."""
-        found = set()
+        uneven_classes = set()
         for path, dim in self.dims.items():
             node = self.propagated.parameters[path][dim]
             if node is not None and self.propagated.classes.own_size(node) % self.num_shards:
-                found.add(self.propagated.classes.of(node))
-        return frozenset(found)
+                uneven_classes.add(self.propagated.classes.of(node))
+        return frozenset(uneven_classes)
 
     def sharded_dim(self, frame: CallFrame, atom: Any) -> int | None:
         """The dim of a variable that is sharded, or None."""
@@ -84,15 +84,15 @@ class ShardedProgram:
 
         The first dim of a leaving operation's result that is neither the samples' nor a weight's.
         """
-        found = set()
+        sequence_classes = set()
         for frame, _, eqn in self.propagated.top.equations():
             if self.leaves(frame, eqn):
                 dim = self._sequence_of(frame, eqn)
                 if dim is not None:
                     node = frame.nodes[eqn.outvars[0]][dim]
                     assert node is not None
-                    found.add(self.propagated.classes.of(node))
-        return frozenset(found)
+                    sequence_classes.add(self.propagated.classes.of(node))
+        return frozenset(sequence_classes)
 
     def _sequence_of(self, frame: CallFrame, eqn: Any) -> int | None:
         classes = self.propagated.classes

@@ -69,10 +69,10 @@ def windows_of(eqn: Any) -> list[Window]:
         places, ones = [(d, d) for d in range(len(sizes))], (1,) * len(sizes)
         dilations = params.get("window_dilation", ones)
         of_operand = params.get("base_dilation", ones)
-    each = zip(places, sizes, dilations, params["window_strides"], params["padding"], of_operand)
+    fields = zip(places, sizes, dilations, params["window_strides"], params["padding"], of_operand)
     return [
         Window(d, e, (size - 1) * dilation + 1, stride, padding[0], operand != 1)
-        for (d, e), size, dilation, stride, padding, operand in each
+        for (d, e), size, dilation, stride, padding, operand in fields
     ]
 
 
@@ -116,8 +116,8 @@ def per_device(
     """
     params, arrays = dict(eqn.params), [*eqn.invars, *eqn.outvars]
     *in_specs, out_specs = [
-        PartitionSpec(*(own.get(d) for d in range(len(v.aval.shape))))
-        for v, own in zip(arrays, axes, strict=True)
+        PartitionSpec(*(axis_of.get(d) for d in range(len(v.aval.shape))))
+        for v, axis_of in zip(arrays, axes, strict=True)
     ]
     reads, makes = (TENSOR in spec for spec in (in_specs[0], out_specs))
     if eqn.primitive.name == CONVOLUTION and reads and makes:

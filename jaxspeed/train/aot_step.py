@@ -70,7 +70,7 @@ class Identity:
 def identity_of(lowered: Any, devices: Sequence[Any], mesh: Any) -> Identity:
     """The identity of a lowered program on devices in mesh order."""
     on_cpu = devices[0].platform == "cpu"
-    found = {name: _version(name) for name in PACKAGES if name != "libtpu" or not on_cpu}
+    versions = {name: _version(name) for name in PACKAGES if name != "libtpu" or not on_cpu}
     (_, batch), _ = lowered.args_info
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     return Identity(
@@ -78,7 +78,7 @@ def identity_of(lowered: Any, devices: Sequence[Any], mesh: Any) -> Identity:
         program=hashlib.sha256(lowered.as_text().encode()).hexdigest(),
         devices=tuple(f"{d.platform} {d.device_kind} {d.id}" for d in devices),
         mesh={str(axis): int(size) for axis, size in mesh.shape.items()},
-        versions={name: version for name, version in found.items() if version},
+        versions={name: version for name, version in versions.items() if version},
         machine=_instructions() if on_cpu else "",
         flags=tuple(sorted(flag for flag in _flags() if not flag.startswith(_IDLE_FLAGS))),
         options={name: str(jax.config.values.get(name)) for name in OPTIONS},
@@ -94,11 +94,11 @@ def write(path: Path, compiled: Any, identity: Identity) -> None:
     from jax.experimental import serialize_executable
 
     try:
-        made, _, _ = serialize_executable.serialize(compiled)
+        executable, _, _ = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"--keep: this step cannot be saved: {reason}") from None
-    head = {**asdict(identity), "sha256": hashlib.sha256(made).hexdigest()}
+    head = {**asdict(identity), "sha256": hashlib.sha256(executable).hexdigest()}
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
 
@@ -106,7 +106,7 @@ def write(path: Path, compiled: Any, identity: Identity) -> None:
         return os.open(name, flags, 0o644)  # whatever the umask, no other user may change it
 
     with open(part, "xb", opener=opener) as file:
-        file.write(MAGIC + json.dumps(head).encode() + b"\n" + made)
+        file.write(MAGIC + json.dumps(head).encode() + b"\n" + executable)
     part.replace(path)  # atomic: an existing file is complete
 
 
@@ -131,9 +131,9 @@ def load(path: str | Path, lowered: Any, devices: Sequence[Any], *, trusted: boo
     """
     from jax.experimental import serialize_executable
 
-    _, made = _read_file(path, trusted)
+    _, executable = _read_file(path, trusted)
     return serialize_executable.deserialize_and_load(
-        made,
+        executable,
         jax.tree.structure(lowered.args_info),
         lowered.out_tree,
         backend=devices[0].client,
@@ -154,17 +154,17 @@ def _read_file(path: str | Path, trusted: bool) -> tuple[Identity, bytes]:
             f"run.executable: {path} holds no executable; `jaxspeed plan CONFIG --target TARGET "
             "--compile --keep FILE` writes one"
         )
-    head, _, made = content[len(MAGIC) :].partition(b"\n")
+    head, _, executable = content[len(MAGIC) :].partition(b"\n")
     try:
         values = json.loads(head)
-        intact = values.pop("sha256") == hashlib.sha256(made).hexdigest()
+        intact = values.pop("sha256") == hashlib.sha256(executable).hexdigest()
         values = {**values, "devices": tuple(values["devices"]), "flags": tuple(values["flags"])}
         identity = Identity(**values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise ConfigError(f"run.executable: {path} is damaged: write it again")
-    return identity, made
+    return identity, executable
 
 
 def _refuse_of_others(path: str | Path, status: os.stat_result) -> None:
@@ -212,7 +212,7 @@ def _instructions() -> str:
 def _short_text(value: Any) -> str:
     """A value as text that fits on a line."""
     if isinstance(value, dict):
-        value = ", ".join(f"{key} {each}" for key, each in value.items())
+        value = ", ".join(f"{key} {item}" for key, item in value.items())
     elif isinstance(value, tuple):
         value = f"{len(value)}: {', '.join(value[:3])}{', ...' if len(value) > 3 else ''}"
     text = str(value) or "none"

@@ -37,12 +37,12 @@ def bucket_paths(program: Program) -> tuple[tuple[str, ...], ...]:
         return ()
     rows = [row for row in program.table if row.leaf.trainable][::-1]
     sizes = [math.prod(row.leaf.shape) for row in rows]
-    found: list[list[str]] = [[] for _ in range(COUNT)]
+    buckets: list[list[str]] = [[] for _ in range(COUNT)]
     before = 0
     for row, size in zip(rows, sizes, strict=True):
-        found[before * COUNT // sum(sizes)].append(row.path)
+        buckets[before * COUNT // sum(sizes)].append(row.path)
         before += size
-    return tuple(tuple(paths) for paths in found if paths)
+    return tuple(tuple(paths) for paths in buckets if paths)
 
 
 def separated_update(program: Program) -> StreamedUpdate:
@@ -121,11 +121,11 @@ class BucketedUpdate:
 
     def bucket(self, grads: Arrays) -> Arrays:
         """Update some parameters; return them as workers pull them."""
-        made, published, squares = self.buckets.update(*self.arguments(grads), grads)
-        self._after |= made
+        updates, published, squares = self.buckets.update(*self.arguments(grads), grads)
+        self._after |= updates
         self._read |= published
         self._squares.append(squares)
-        return {path: published.get(path, made[path][UPDATED]) for path in grads}
+        return {path: published.get(path, updates[path][UPDATED]) for path in grads}
 
     @property
     def squares(self) -> jax.Array:
@@ -165,7 +165,7 @@ class BucketedUpdate:
     def _arrays(self, path: str) -> Arrays:
         """One parameter's arrays in the state."""
         owner = self.buckets.streamed.owner
-        found = {UPDATED: updated_values(self._old, self._row(path))}
+        arrays = {UPDATED: updated_values(self._old, self._row(path))}
         if self._old.ema:
-            found[EMA] = self._old.ema[path]
-        return found | {OPT + name: x for name, x in self._opt.items() if owner(name) == path}
+            arrays[EMA] = self._old.ema[path]
+        return arrays | {OPT + name: x for name, x in self._opt.items() if owner(name) == path}

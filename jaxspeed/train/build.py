@@ -193,7 +193,7 @@ def _placed(
     config: Config,
     mesh: Mesh,
     read: _ReadModel,
-    own: optax.GradientTransformation | None,
+    transform: optax.GradientTransformation | None,
     codecs: Sequence[AssignsCodecs],
 ) -> _Placed:
     """The placement of the parameters, of the optimizer's state and of what else is stored."""
@@ -204,7 +204,7 @@ def _placed(
 
     if_frozen = config.quantizes_what_is_frozen
     rules = codec_rules(config.quantize, read.leaves, read.uses, if_frozen=if_frozen)
-    optimizer = optimizer_of(config, own, by_path, covers)
+    optimizer = optimizer_of(config, transform, by_path, covers)
     table = build_table(
         read.leaves,
         mesh,
@@ -262,8 +262,8 @@ def _with_adapters(
     adapted, layers = base, dict[str, Sequence[bool]]()
     if section is not None:
         choice = choose_adapters(section, leaves, uses, saved, other_names)
-        own = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
-        adapted = AdaptedModel(base, own, choice.adapters, choice.section, saved)
+        base_leaves = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
+        adapted = AdaptedModel(base, base_leaves, choice.adapters, choice.section, saved)
         leaves, layers = adapted.leaves, dict(choice.layers)
     trained = replace(trained, layers=layers)
     leaves = trained.over(leaves)
@@ -334,8 +334,8 @@ def _stack_of(
     stages, chunks = mesh.shape[PIPE], _chunks_of(parallel)
     if stages == 1:
         return None
-    own = [leaf for leaf in leaves if not leaf.adapts]
-    stack = find_stages(own, parallel.units, trace, stages, chunks, against_unlike)
+    base_leaves = [leaf for leaf in leaves if not leaf.adapts]
+    stack = find_stages(base_leaves, parallel.units, trace, stages, chunks, against_unlike)
     return with_adapters_of(replace(stack, chunks=chunks), leaves)
 
 
@@ -349,7 +349,7 @@ def _against_unlike_stages(config: Config, mesh: Mesh) -> list[str]:
     ]
     sharded = zero.stage >= 2 and storing_ranks(mesh.shape) > 1
     drawn = config.lora is not None and config.lora.lora_dropout > 0
-    found = {f"mesh.{axis} 1": True for axis in axes} | {
+    settings = {f"mesh.{axis} 1": True for axis in axes} | {
         'parallel.pipeline_schedule "1f1b" or "gpipe"': parallel.pipeline_schedule == "interleaved",
         'parallel.pipeline_recompute "stage"': config.pipeline_recompute != "stage",
         "no remat": bool(config.recompute),
@@ -358,7 +358,7 @@ def _against_unlike_stages(config: Config, mesh: Mesh) -> list[str]:
         "no model.quantize": config.quantize is not None,
         "lora.lora_dropout 0": drawn and data_ranks(mesh.shape) > 1,
     }
-    return [setting for setting, excluded in found.items() if excluded]
+    return [setting for setting, excluded in settings.items() if excluded]
 
 
 def _chunks_of(parallel: Parallel) -> int:

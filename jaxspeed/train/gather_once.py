@@ -98,16 +98,16 @@ class GatherOnce:
     def __call__(self, state: ModelState) -> ModelState:
         if not self._read:
             return state
-        found = self._gather({path: state.sources[path] for path in self._read})
-        return state.with_values(*found)
+        gathered = self._gather({path: state.sources[path] for path in self._read})
+        return state.with_values(*gathered)
 
     def compile_ahead(self) -> Callable[[], Any]:
         """Start to compile it in the background; what is returned waits for that."""
         if not self._read:
             return lambda: None
         sources = self.program.state.sources(self.program.table)
-        given = {path: sources[path] for path in self._read}
-        return compile_ahead(self.program.mesh, self._gather, given)
+        read_sources = {path: sources[path] for path in self._read}
+        return compile_ahead(self.program.mesh, self._gather, read_sources)
 
     @cached_property
     def evaluate(self) -> Any:
@@ -142,12 +142,14 @@ class GatherOnce:
         program, table = self.program, self.table
 
         def gather(sources: Arrays) -> tuple[Arrays, Arrays]:
-            found = {}
+            gathered = {}
             for path in self._gathered:
                 row = program.table[path]
-                given = program.objective.given(row, sources[path])
-                found[path] = pad(program.objective.stored(row).read(given), row.shape(row.read))
-            return found, self._objective.with_squares({**sources, **found}, {})
+                source = program.objective.given(row, sources[path])
+                gathered[path] = pad(
+                    program.objective.stored(row).read(source), row.shape(row.read)
+                )
+            return gathered, self._objective.with_squares({**sources, **gathered}, {})
 
         places = {path: table.sharding(table[path].source) for path in self._gathered}
         replicated = NamedSharding(program.mesh, PartitionSpec())

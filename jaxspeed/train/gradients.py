@@ -95,8 +95,8 @@ class Gradients:
         if self.table.mesh.size > 1:
             return self._looped(sources, variables, part, step, scale, first)[0]
         micro = micro_batches(part, self.accumulation, 1)
-        found = self._accumulate(sources, variables, micro, step, scale, placed=False, first=first)
-        return found[0]
+        sums = self._accumulate(sources, variables, micro, step, scale, placed=False, first=first)
+        return sums[0]
 
     def _every(self, grads: Arrays) -> Arrays:
         """Add zeros for the trained parameters that the loss does not read."""
@@ -164,9 +164,9 @@ class Gradients:
         if self.wanted_reduction == "micro_batch":
             return "micro_batch", "parallel.gradient_reduction sets it"
         if self.wanted_reduction == "step" and not program.own_axes.collective:
-            found = self.objective.by_parts(rest, train=True, manual=sample_axes())
+            by_parts = self.objective.by_parts(rest, train=True, manual=sample_axes())
             where = 'parallel.gradient_reduction "step"'
-            found.refuse_mixed(where, "each data rank", 'use "auto"')
+            by_parts.refuse_mixed(where, "each data rank", 'use "auto"')
             return "step", "parallel.gradient_reduction sets it"
         if not program.is_sum:
             return "micro_batch", "the loss is not a (sum, weight)"
@@ -244,8 +244,8 @@ class Gradients:
             raise ModelError(
                 f"{where}: the training pass changes the model's statistics; remove it"
             )
-        found = self.objective.by_parts(rest, train=True, parts=self.parts)
-        found.refuse_mixed(where, "each part", "remove it")
+        by_parts = self.objective.by_parts(rest, train=True, parts=self.parts)
+        by_parts.refuse_mixed(where, "each part", "remove it")
 
     def _padded_in_host(self, path: str, grad: jax.Array) -> jax.Array:
         """A gradient, in the shape of its shards in host memory where it was offloaded.
@@ -265,14 +265,14 @@ class Gradients:
         step: Any,
         scale: Any,
         placed: bool,
-        one: Micro | None = None,
+        compute: Micro | None = None,
         errors: Any = (),
         first: Any = 0,
         weights: TermWeights | None = None,
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
 
-        `one(variables, batch, number, errors so far)` computes one, by default `_micro`; `first` is
+        `compute(variables, batch, number, errors so far)` does one, by default `_micro`; `first` is
         the number of the first; `weights` are the mean weights of all, by default of these.
         """
         if self.pipeline:
@@ -292,13 +292,13 @@ class Gradients:
             grad = pad(grad, row.shape(row.grad))
             return constrain(grad, self.table.sharding(row.grad), "accumulate")
 
-        if not one and weights is None:
+        if not compute and weights is None:
             weights = self.objective.mean_weights(variables, micro, step)
 
         def plain(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
             return self._micro(sources, variables, batch, step, index, scale, weights=weights)
 
-        run = one or plain
+        run = compute or plain
 
         def body(carry: tuple[Sums, Arrays], xs: Any) -> tuple[tuple[Sums, Arrays], None]:
             seen, variables = carry

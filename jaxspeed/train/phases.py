@@ -53,9 +53,9 @@ class StepPhase:
             return {name: values[name] for name in self.writes}
         return self.named(self.shapes(*(values[name] for name in self.reads)))
 
-    def named(self, made: Any) -> dict[str, Any]:
+    def named(self, returned: Any) -> dict[str, Any]:
         """What the function returned, by name."""
-        return dict(zip(self.writes, made if len(self.writes) > 1 else [made], strict=True))
+        return dict(zip(self.writes, returned if len(self.writes) > 1 else [returned], strict=True))
 
 
 class PhasedStep:

@@ -228,10 +228,10 @@ class Program:
         """One optimizer step over a global batch; donates the state."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            given, batch = with_extra(state.variables, batch)
+            read_variables, batch = with_extra(state.variables, batch)
             sums, variables = self.gradients(
                 state.sources(self.table),
-                given,
+                read_variables,
                 batch,
                 state.step,
                 state.loss_scale.scale,
@@ -266,8 +266,8 @@ class Program:
         def evaluate(state: Any, batch: Any) -> Metrics:
             loss = loss_of(state, batch).folded(None)
             mean = per_weight(loss.total, loss.weight)
-            found = {**results(loss.metrics), "loss": mean, "weight": loss.weight}
-            return found | totals(loss.metrics)
+            metrics = {**results(loss.metrics), "loss": mean, "weight": loss.weight}
+            return metrics | totals(loss.metrics)
 
         return jax.jit(
             self.in_mesh(evaluate),
@@ -281,19 +281,19 @@ class Program:
         if pipeline is None:
             return None
         report = self.in_mesh(pipeline_report)
-        made: PipelineReport = report(
+        stages_report: PipelineReport = report(
             pipeline, *with_extra(self.model.variables, batch), micro_batches
         )
-        return made
+        return stages_report
 
     def kept_report(self, batch: Any) -> ResidualReport | None:
         """The residuals that units save; None where the config sets no rematerialization."""
         if self.pipeline:  # stages save their inputs too: `PipelineReport` includes them
             return None
         variables, batch = with_extra(self.model.variables, batch)
-        one = micro_batch_shapes(batch, self.batch.accumulation)
-        made: ResidualReport | None = self.in_mesh(self.objective.kept)(variables, one)
-        return made
+        micro = micro_batch_shapes(batch, self.batch.accumulation)
+        report: ResidualReport | None = self.in_mesh(self.objective.kept)(variables, micro)
+        return report
 
     def attention_report(self, batch: Any) -> AttentionReport | None:
         """How attention runs over `seq`, and why; None where no axis shards sequences.
@@ -301,18 +301,18 @@ class Program:
         Raises ConfigError with all problems if it cannot run as the config says.
         """
         variables, batch = with_extra(self.model.variables, batch)
-        one = micro_batch_shapes(batch, self.batch.accumulation)
-        made: AttentionReport | None = self.in_mesh(self.objective.attention)(variables, one)
-        return made
+        micro = micro_batch_shapes(batch, self.batch.accumulation)
+        report: AttentionReport | None = self.in_mesh(self.objective.attention)(variables, micro)
+        return report
 
     def recomputes(self, batch: Any) -> bool:
         """Whether a unit has a backward pass, in which the config's remat has an effect."""
         if self.pipeline:
             return True
         variables, batch = with_extra(self.model.variables, batch)
-        one = micro_batch_shapes(batch, self.batch.accumulation)
-        found: bool = self.in_mesh(self.objective.recomputes)(variables, one)
-        return found
+        micro = micro_batch_shapes(batch, self.batch.accumulation)
+        is_recomputed: bool = self.in_mesh(self.objective.recomputes)(variables, micro)
+        return is_recomputed
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Trace the function with this mesh as the context mesh, which kernels read."""

@@ -32,11 +32,11 @@ class RingGradients(Gradients):
     ring: Reduction
 
     def __post_init__(self) -> None:
-        own = [r.path for r in self.table if spec_axes(r.read.spec).intersection(summing_axes())]
-        if own:
+        paths = [r.path for r in self.table if spec_axes(r.read.spec).intersection(summing_axes())]
+        if paths:
             raise ModelError(
-                f'parallel.data_reduction "ring": {own[0]} is sharded over an axis that shards the '
-                'batch, so that no rank has it; use "xla"'
+                f'parallel.data_reduction "ring": {paths[0]} is sharded over an axis that shards '
+                'the batch, so that no rank has it; use "xla"'
             )
 
     def __call__(
@@ -70,8 +70,8 @@ class RingGradients(Gradients):
                 "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "
                 'normalisation without running statistics works, or "xla"'
             )
-        found = self.objective.by_parts(rest, train=True, manual=summing_axes())
-        found.refuse_mixed('parallel.data_reduction "ring"', "each rank", 'use "xla"')
+        by_parts = self.objective.by_parts(rest, train=True, manual=summing_axes())
+        by_parts.refuse_mixed('parallel.data_reduction "ring"', "each rank", 'use "xla"')
 
     def _by_rings(
         self,
@@ -94,11 +94,11 @@ class RingGradients(Gradients):
             return some(self.accumulation, batch, 0, errors)
         micro = micro_batches(batch, self.accumulation, self.table.ranks)
 
-        def one(variables: Arrays, batch: Any, index: Any, errors: Any) -> tuple[Sums, Arrays]:
+        def compute(variables: Arrays, batch: Any, index: Any, errors: Any) -> tuple[Sums, Arrays]:
             return some(1, batch, index, errors), variables
 
         return self._accumulate(
-            sources, variables, micro, step, scale, placed=True, one=one, errors=errors
+            sources, variables, micro, step, scale, placed=True, compute=compute, errors=errors
         )[0]
 
     def _of_ranks(
@@ -134,7 +134,7 @@ class RingGradients(Gradients):
             def unit_of_ranks(loss: Loss) -> jax.Array:
                 return unit_of(ring.weight_of_ranks(loss))
 
-            def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
+            def compute(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
                 # Numbered over all ranks, so that each draws different random numbers.
                 number = (first + index) * rings.count + rank
                 way: dict[str, Any] = {"weight_of": unit_of_ranks} if exchanged else {}
@@ -143,11 +143,11 @@ class RingGradients(Gradients):
                 )
 
             if count == 1:
-                sums, _ = one(variables, batch, 0, {})
+                sums, _ = compute(variables, batch, 0, {})
             else:
                 micro = micro_batches(batch, count, 1)
                 sums, _ = of_rank._accumulate(
-                    sources, variables, micro, step, scale, placed=False, one=one
+                    sources, variables, micro, step, scale, placed=False, compute=compute
                 )
             # The next ring depends on the entire pass.
             after = rings.after_arrays(ranks, sums.grads).inner

@@ -120,8 +120,8 @@ def _with_experts(
     leaves: Sequence[Leaf], traced: PropagatedDims | None, mesh: Mesh
 ) -> tuple[Leaf, ...]:
     """Leaves with the dim of the experts named, as it is inferred from the loss."""
-    found = infer_experts(traced) if traced else {}
-    if not found:
+    expert_dims = infer_experts(traced) if traced else {}
+    if not expert_dims:
         looked = (
             "none of the traced loss is one (a dim that a weight shares with the rows of its "
             "product, and over which the results are summed)"
@@ -137,13 +137,13 @@ def _with_experts(
             'in parallel.logical_axes: {"**/experts/up": ["experts", "embed", "mlp"]}. Without '
             f"experts write mesh.{EXPERT} 1, and put the devices on data or tensor."
         )
-    log.info("experts, inferred from the loss: %s", listed(list(found)))
+    log.info("experts, inferred from the loss: %s", listed(list(expert_dims)))
 
     def of_leaf(leaf: Leaf) -> Leaf:
-        if leaf.path not in found:
+        if leaf.path not in expert_dims:
             return leaf
         names = by_dim(leaf.names, len(leaf.shape))
-        names[found[leaf.path]] = EXPERTS
+        names[expert_dims[leaf.path]] = EXPERTS
         return replace(leaf, names=tuple(names))
 
     return tuple(map(of_leaf, leaves))
@@ -153,8 +153,8 @@ def _named(leaf: Leaf, proposal: ShardingProposal) -> Leaf:
     names = proposal.names.get(leaf.path)
     if names is None:
         return leaf
-    own = by_dim(leaf.names, len(names))
-    return replace(leaf, names=tuple(new or old for new, old in zip(names, own, strict=True)))
+    olds = by_dim(leaf.names, len(names))
+    return replace(leaf, names=tuple(new or old for new, old in zip(names, olds, strict=True)))
 
 
 def propagated_dims(
@@ -169,8 +169,8 @@ def traced_example(
     model: Model, loss_fn: Loss, example_batch: Any, mesh: Mesh, dtype: Any = None
 ) -> LossProgram:
     """The loss of one micro-batch like the example, traced in training mode."""
-    one = build_mesh({}, list(mesh.devices.flat[:1]))
-    objective = Objective(model, loss_fn, build_table(model.leaves, one), dtype)
+    single_device = build_mesh({}, list(mesh.devices.flat[:1]))
+    objective = Objective(model, loss_fn, build_table(model.leaves, single_device), dtype)
     variables, batch = with_extra(model.variables, example_shapes(example_batch))
     batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), batch)
     index = jnp.zeros((), jnp.int32)

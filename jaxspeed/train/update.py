@@ -83,17 +83,17 @@ class Update:
         parameter is the old one already. Elsewhere nothing is added: XLA:GPU gathers several at
         once, which then would all be buffers besides the old ones.
         """
-        found = dict(params)
+        gathered = dict(params)
         for row in self.table:
             if not (row.leaf.trainable and row.param and row.opt) or in_host(row.param):
                 continue
             if row.param.spec != row.opt.spec:
                 over_old = partial(_over_old, at=self.table.sharding(row.param))
                 args = params[row.path], before[row.path], finite
-                found[row.path] = jax.lax.platform_dependent(
+                gathered[row.path] = jax.lax.platform_dependent(
                     *args, tpu=over_old, default=lambda new, old, finite: new
                 )
-        return found
+        return gathered
 
     def settled(
         self,
@@ -110,8 +110,8 @@ class Update:
         `variables` are those after all micro-batches; the model's `after_step()` reads them.
         """
         scale = state.loss_scale.scale
-        own = {path: variables[path] for path in state.variables}
-        variables = own | self.model.after_step(own, state.step)
+        model_variables = {path: variables[path] for path in state.variables}
+        variables = model_variables | self.model.after_step(model_variables, state.step)
         after = replace(
             state,
             step=state.step + 1,

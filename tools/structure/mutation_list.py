@@ -162,7 +162,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_an_operation_along_a_dim_ends_it_and_leaves_the_others[shifted by padding]",
     ),
     (
-        "if node is not None and factor is not None and factor not in found.mixed:",
+        "if node is not None and factor is not None and factor not in eqn_relations.mixed:",
         "if node is not None and factor is not None:",
         "test_an_operation_along_a_dim_ends_it_and_leaves_the_others[cumsum]",
     ),
@@ -457,12 +457,12 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_loss_that_once_was_wrong_is_right[derivative of samples]",
     ),
     (
-        "own, total = (given // parts, given) if divides else (given, 2 * given)",
-        "own, total = given, 2 * given",
+        "(batch_size // parts, batch_size) if divides else (batch_size, 2 * batch_size)",
+        "(batch_size, 2 * batch_size)",
         "test_a_loss_that_once_was_wrong_is_right[number of samples]",
     ),
     (
-        "return added, Share(own / unit, ",
+        "return added, Share(new_unit / unit, ",
         "return added, Share(per_weight(new.weight, weight), ",
         "test_a_loss_that_once_was_wrong_is_right[part without weight]",
     ),
