@@ -39,7 +39,7 @@ LAYERS = (
     "user_models",
     "adapters",
     "train_state",
-    "objective",
+    "traced_loss",
     "offload",
     "pipeline",
     "ring_reduction",

@@ -51,17 +51,14 @@ def test_few_files_share_a_name():
 
 
 def test_no_public_class_name_occurs_twice():
-    """Except `Config` of the model families.
-
-    The traced loss of `jaxspeed/objective` is to get another name than the public `Objective`.
-    """
+    """Except `Config` of the model families."""
     found = collections.Counter(
         node.name
         for file in (ROOT / "jaxspeed").rglob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
-    assert [name for name, count in found.items() if count > 1] == ["Objective"]
+    assert [name for name, count in found.items() if count > 1] == []
 
 
 def test_the_extras_are_those_that_the_readme_may_name():
@@ -146,7 +143,7 @@ INNER = {
     "jaxpr/traverse.py": "jaxpr/test_traverse.py",
     "known_jax_bugs/table.py": "test_known_jax_bugs.py",
     "launch/environment.py": "launch/test_environment.py",
-    "objective/autocast.py": "objective/test_autocast.py",
+    "traced_loss/autocast.py": "traced_loss/test_autocast.py",
     "ops/attention_call.py": "ops/test_attention_call.py",
     "ops/cudnn.py": "ops/test_gpu_attention.py",
     "ops/moe/grouped_products.py": "moe/test_grouped_products.py",

@@ -27,14 +27,14 @@ from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients, plain_init, plain_loss
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.jaxpr.traverse import equations
-from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import without_ynnpack
+from jaxspeed.traced_loss.accumulate import Sums, micro_batch_shapes, micro_batches
+from jaxspeed.traced_loss.loss_program import LossProgram
 from jaxspeed.train.phases import BATCH, STATE, SUMS, VARIABLES, PhasedStep
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import Arrays, TrainState, logical_value, wide_dtype
@@ -169,20 +169,20 @@ def _by_flax(program: Program) -> Any:
     def gradients(state: TrainState, batch: Any) -> PlainGradients:
         params = _read_parameters(program.table, state)
         variables, batch = with_extra(state.variables, batch)
-        batch = jax.tree.map(program.objective.cast, batch)
+        batch = jax.tree.map(program.traced_loss.cast, batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
         adapted = _adapted(program)
         flax_gradients = plain_gradients(
             adapted.base if adapted else program.model,
             _user_model(program),
-            program.objective.loss_fn,
+            program.traced_loss.loss_fn,
             params,
             variables,
             micro,
             state.step,
             program.config.parallel.state_collections,
             train_rule(program.config, program.source.trainable).adds,
-            program.objective.autocast,
+            program.traced_loss.autocast,
             adapted,
         )
         values = {p: x for p, x in flax_gradients.values.items() if p != EXTRA and not is_key(x)}
@@ -235,12 +235,12 @@ def _evaluated(
     def loss(state: TrainState, batch: Any, train: bool = False) -> jax.Array:
         params = _read_parameters(plain.table, state)
         variables, batch = with_extra(state.variables, batch)
-        batch = jax.tree.map(plain.objective.cast, batch)
+        batch = jax.tree.map(plain.traced_loss.cast, batch)
         model: Any = plain.model
         if adapted := _adapted(plain):
             model, params = adapted.base, adapted.merged(params)
-        args = (model, _user_model(plain), plain.objective.loss_fn, params, variables, batch)
-        return plain_loss(*args, state.step, plain.objective.autocast, train=train)
+        args = (model, _user_model(plain), plain.traced_loss.loss_fn, params, variables, batch)
+        return plain_loss(*args, state.step, plain.traced_loss.autocast, train=train)
 
     traced = [
         str(jax.make_jaxpr(plain.in_mesh(functools.partial(loss, train=train)))(single, flax_batch))
@@ -259,7 +259,7 @@ def _evaluates_as_it_trains(program: Program, batch: Any) -> bool:
     index = jnp.zeros((), jnp.int32)
 
     def traced(train: bool) -> str:
-        trace = program.in_mesh(lambda *rest: program.objective.trace(rest, train=train))
+        trace = program.in_mesh(lambda *rest: program.traced_loss.trace(rest, train=train))
         return str(trace(variables, batch, index, index).closed.jaxpr)
 
     return traced(False) == traced(True)
@@ -274,7 +274,7 @@ def _initialized(program: Program) -> Iterator[tuple[str, Any, Any]]:
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(example)):
         example = zeros_of(example)  # the values are not read, or they would have been asked for
     seed = program.config.run.seed
-    call = source.init_with or program.objective.loss_fn
+    call = source.init_with or program.traced_loss.loss_fn
     plain = compiled_otherwise(program, lambda example: plain_init(module, call, seed, example))(
         example
     )
@@ -338,7 +338,7 @@ def _traced(program: Program, batch: Any) -> LossProgram:
     variables, batch = with_extra(program.model.variables, batch)
     micro_batch = micro_batch_shapes(batch, program.batch.accumulation)
     index = jnp.zeros((), jnp.int32)
-    trace = program.in_mesh(lambda *rest: program.objective.trace(rest, train=True))
+    trace = program.in_mesh(lambda *rest: program.traced_loss.trace(rest, train=True))
     loss_program: LossProgram = trace(variables, micro_batch, index, index)
     return loss_program
 

@@ -68,7 +68,7 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
         values = {row.path: row.decoded(row.source, stored[row.path]) for row in program.table}
         sources = {path: x.astype(program.table[path].read.dtype) for path, x in values.items()}
         variables, samples = with_extra(state.variables, batch)
-        variables = program.objective.with_squares(stored, variables)
+        variables = program.traced_loss.with_squares(stored, variables)
         flags = _forward_flags(program, sources, state.step, variables, samples)
         labels[:] = [label for label, _ in flags]
         sums, _ = program.gradients(stored, variables, samples, state.step, state.loss_scale.scale)
@@ -93,8 +93,8 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
 
 def _forward_flags(program: Program, sources: Any, step: Any, variables: Any, batch: Any) -> Flags:
     """The flags of one forward pass over the full batch."""
-    rest = (variables, jax.tree.map(program.objective.cast, batch), step, jnp.int32(0))
-    traced = program.objective.trace(rest, train=True)
+    rest = (variables, jax.tree.map(program.traced_loss.cast, batch), step, jnp.int32(0))
+    traced = program.traced_loss.trace(rest, train=True)
     values = sources | program.table.joined(sources)
     args = [*(values[path] for path in traced.parameters), *jax.tree.leaves(rest)]
     return _run(traced.closed.jaxpr, traced.closed.consts, args)[1]

@@ -1,6 +1,6 @@
 """Reference gradients of one step by plain JAX and Flax on one device, independent for `check`.
 
-The model adapters (`objective`) decide which arrays are trained and which are carried to the next
+The model adapters decide which arrays are trained and which are carried to the next
 step, how variables are made and which mode a module is in, and a step on one device shares that
 code. Here Flax and `jax.grad` decide: a parameter is what `jax.grad` differentiates, state is what
 a plain Flax training loop would carry, variables are those of `Module.init` with the example batch,
@@ -26,9 +26,9 @@ from flax.core import lift, meta
 from flax.core.scope import DenyList, in_filter, union_filters
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
-from jaxspeed.objective.autocast import Autocast, autocast_function
-from jaxspeed.objective.loss import parse_loss
 from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.traced_loss.autocast import Autocast, autocast_function
+from jaxspeed.traced_loss.loss import parse_loss
 from jaxspeed.user_models import Model
 from jaxspeed.user_models.batches import call_loss, with_extra
 from jaxspeed.user_models.linen_calls import frozen_statistics

@@ -30,7 +30,7 @@ def log_startup(program: Program) -> None:
         log.info("config: %s\n%s", program.config.given, program.table)
     for note in program.config.notes:
         log.warning("%s", note)
-    for note in program.model.notes(program.objective.compute_dtype):
+    for note in program.model.notes(program.traced_loss.compute_dtype):
         log.warning("%s", note)
     _log_own_axes(program)
     _log_clipping(program)

@@ -1,6 +1,6 @@
 """Compiled programs of generation: of a sequence's start, of one more token, and of all tokens.
 
-They run the run's objective in evaluation, so that parameters are gathered, transferred and sharded
+They run the traced loss in evaluation, so that parameters are gathered, transferred and sharded
 as in a step. A cache is sharded over the data axes by sequences and over `tensor` by key heads.
 """
 
@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.axes import sample_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.sampling_rules import draw
-from jaxspeed.objective.loss import Outputs
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.placement.xla_options import compiler_options
+from jaxspeed.traced_loss.loss import Outputs
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.staged_init import compile_ahead
@@ -45,12 +45,12 @@ class ForwardPrograms:
 
     def __init__(self, once: GatherOnce, cached: CachedModel | None) -> None:
         self._once, self._program, self.cached = once, once.program, cached
-        objective = self._program.objective
-        model = objective.model if cached is None else cached.model
+        traced_loss = self._program.traced_loss
+        model = traced_loss.model if cached is None else cached.model
         table = replace(once.table, stack=None)  # no stages run here
-        sequence = replace(objective.sequence, shards=False)
-        self._objective = replace(
-            objective, table=table, loss_fn=_logits, model=model, sequence=sequence
+        sequence = replace(traced_loss.sequence, shards=False)
+        self._traced_loss = replace(
+            traced_loss, table=table, loss_fn=_logits, model=model, sequence=sequence
         )
         # Each waits until the program is compiled.
         self._decode_compiled: Callable[[], Any] = lambda: None
@@ -168,7 +168,7 @@ class ForwardPrograms:
         self, state: ModelState, caches: Arrays, batch: Any, draws: Draws, rules: Rules
     ) -> tuple[jax.Array, Arrays]:
         variables = {**state.variables, **caches}
-        loss, written = self._objective(state.sources, variables, batch, state.step, 0, False)
+        loss, written = self._traced_loss(state.sources, variables, batch, state.step, 0, False)
         logits = loss.metrics["logits"].value
         keys = jax.random.wrap_key_data(draws["keys"])
         for numbers in (jnp.arange(len(logits)), draws["drawn"]):

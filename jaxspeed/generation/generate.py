@@ -275,7 +275,7 @@ class Generator:
         }
         why = "it has no nnx.Cache, and no collection cache of Linen"
         # Keys may be wider than parameters, where layers have a dtype of their own.
-        for dtype in dict.fromkeys((self.program.objective.compute_dtype, np.float32)):
+        for dtype in dict.fromkeys((self.program.traced_loss.compute_dtype, np.float32)):
             if not self.cache:
                 break
             try:

@@ -61,7 +61,7 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
 
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
+        return call_loss(program.traced_loss.loss_fn, bound, batch, variables, 0, 0, train=False)
 
     parameters = {
         path: jax.ShapeDtypeStruct(program.table.shape_of(path), rows[0].read.dtype)

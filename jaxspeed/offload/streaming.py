@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.objective.accumulate import Share, running_mean
 from jaxspeed.offload.update_device import ON_DEVICE, UpdateDevice
 from jaxspeed.placement.memory_kinds import on_device, to_device, to_host
 from jaxspeed.placement.specs import num_shards
+from jaxspeed.traced_loss.accumulate import Share, running_mean
 
 Arrays = dict[str, Any]
 

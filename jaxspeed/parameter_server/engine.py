@@ -23,7 +23,6 @@ from jaxspeed.engine.memory_precheck import refuse_attention, warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.jaxpr.paused_collector import paused_collector
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
 from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram, build
@@ -35,6 +34,7 @@ from jaxspeed.parameter_server.schedules import (
 )
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker import host_parts
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.aot_step import read_identity
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import TrainState

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.axes import TENSOR
 from jaxspeed.communication import PULL, PUSH, Communication
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.parameter_server.programs import LocalProgram
 from jaxspeed.parameter_server.schedules import Finished, Task
@@ -25,6 +24,7 @@ from jaxspeed.parameter_server.virtual_clock import VirtualClock
 from jaxspeed.parameter_server.worker import one_copy, place
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.specs import sharded_dim
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.bucketed_update import BucketedUpdate
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.program import Metrics

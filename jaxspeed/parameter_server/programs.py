@@ -355,7 +355,7 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
     return LocalProgram(
         config=config,
         batch=batch,
-        objective=owner.objective,
+        traced_loss=owner.traced_loss,
         gradients=owner.gradients,
         update=replace(owner.update, gradient_factor=factor),
         source=replace(owner.source, build=build),

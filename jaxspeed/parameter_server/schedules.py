@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxspeed.errors import RunError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objectives.terms_and_metrics import totals
 from jaxspeed.parameter_server.server import folded_losses, mean_loss
 from jaxspeed.parameter_server.staleness import Ledger, Push, Rule
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.program import Metrics
 
 MAX_CONSECUTIVE_LOSSES = 3  # steps whose gradients did not reach the servers

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.objectives.terms_and_metrics import results
 from jaxspeed.optim import global_norm
 from jaxspeed.placement.memory_kinds import in_host, on_device
+from jaxspeed.traced_loss.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.train.bucketed_update import BucketedUpdate, UpdateBuckets
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import Arrays, TrainState, wide_dtype

@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxspeed.axes import TENSOR
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.param_split import Splits
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.precision import dtype_named
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import sharded_dim
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import Arrays, TrainState
 
@@ -70,7 +70,7 @@ class WorkerStep:
 
         def loss(pulled: Pulled, variables: Arrays, part: Any, step: Any, number: Any) -> Sums:
             sources = self.join(pulled)
-            loss, _ = self.program.objective(sources, variables, part, step, number, False)
+            loss, _ = self.program.traced_loss(sources, variables, part, step, number, False)
             return Sums({}, loss.total, loss.weight, loss.metrics)
 
         return jax.jit(self.program.in_mesh(loss))
@@ -188,15 +188,15 @@ def refuse_mixed_samples(program: Program, workers: int, variables: Arrays, part
             f"{where}: the model's after_step() changes variables, and workers have those of the "
             'first step; use "xla"'
         )
-    if program.objective.trace(rest, train=True).written:
+    if program.traced_loss.trace(rest, train=True).written:
         raise ModelError(
             f"{where}: the training pass changes statistics that the model keeps (of a batch "
             "norm, say), and workers push gradients alone. "
             'Write "xla", or use a norm without running statistics'
         )
-    separable = program.objective.by_parts(rest, train=True, parts=workers)
+    separable = program.traced_loss.by_parts(rest, train=True, parts=workers)
     separable.refuse_mixed(where, "each worker", 'use "xla"')
-    if program.objective.trace(rest, train=True).loss_outputs.terms:
+    if program.traced_loss.trace(rest, train=True).loss_outputs.terms:
         raise ModelError(
             f"{where}: the loss has several terms, which are averaged by their weights of the "
             'entire step, and a worker knows those of its own part; use "xla" or "ring"'

@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.axes import PIPE
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import ClosedJaxpr
-from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
+from jaxspeed.traced_loss.loss import Loss
+from jaxspeed.traced_loss.passes import PartContext, after_split
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.zero3 import EvalContext, run_segmented
 
@@ -27,7 +27,7 @@ from jaxspeed.zero3 import EvalContext, run_segmented
 def embed(split: SplitStep, micro: Any, outer: Mapping[str, Any]) -> Values:
     """The first block's input for one micro-batch: the embedding."""
     inputs = split.inputs(micro, outer)
-    outs = _run(split, split.parts.before, inputs, [], split.objective.style)
+    outs = _run(split, split.parts.before, inputs, [], split.traced_loss.style)
     return [_at_stage_boundary(split, x) for x in outs]
 
 
@@ -60,15 +60,15 @@ def _run(
     if not any(PIPE in spec_axes(spec) for spec in specs.values()):
         arguments |= {v: _shard_over_stages(arguments[v]) for v in samples}
         also = (PIPE,)
-    storage = {v: split.objective.stored(table[p]) for p, v in paths.items() if table[p].gathered}
+    storage = {v: split.traced_loss.stored(table[p]) for p, v in paths.items() if table[p].gathered}
     units = split.program.units
     closed = ClosedJaxpr(jaxpr.replace(invars=list(arguments)), ())
     part = split.program.part(closed, paths, samples)
     by_unit = units if storage else None
     part = after_split(
-        part, PartContext(table.mesh, specs, style, by_unit, also, split.objective.sequence)
+        part, PartContext(table.mesh, specs, style, by_unit, also, split.traced_loss.sequence)
     )
-    context = EvalContext(units, split.samples, exchange=split.objective.exchange)
+    context = EvalContext(units, split.samples, exchange=split.traced_loss.exchange)
     return run_segmented(part.closed.jaxpr, (), list(arguments.values()), storage, context)
 
 

@@ -5,8 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.objective.accumulate import accumulate
-from jaxspeed.objective.loss import Loss
 from jaxspeed.objectives.terms_and_metrics import of_none
 from jaxspeed.pipeline.cpu_ordering import all_ordered_after, entering
 from jaxspeed.pipeline.embed_and_head import embed, head_and_loss
@@ -15,6 +13,8 @@ from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.stage_shard_map import broadcast_from, on_stages, send_to_stage
 from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.pipeline.tick_loops import Phase, Tick, run_ticks
+from jaxspeed.traced_loss.accumulate import accumulate
+from jaxspeed.traced_loss.loss import Loss
 
 State = tuple[Values, Loss]  # messages to the next stage, and the loss so far
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError, PlacementError
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.pipeline.partition_stages import partition_stages
 from jaxspeed.pipeline.scanned_stack import scanned_stacks
 from jaxspeed.pipeline.split_loss import split_loss
@@ -25,6 +24,7 @@ from jaxspeed.placement.stacks import (
     refuse_stages,
     stack_bytes,
 )
+from jaxspeed.traced_loss.loss_program import LossProgram
 
 SHOWN = 3
 # Equal blocks are only a part of the model if they have less than this share of the parameters (a

@@ -6,9 +6,6 @@ from typing import Any
 import jax
 
 from jaxspeed.config.remat import Recompute
-from jaxspeed.objective.accumulate import Sums, micro_batches
-from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.objective import Objective
 from jaxspeed.pipeline.evaluation import evaluate
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.schedule import Schedule, forward_only, schedule
@@ -18,6 +15,9 @@ from jaxspeed.pipeline.step_values import SplitStep
 from jaxspeed.pipeline.training import Training
 from jaxspeed.pipeline.unlike_program import UnlikeStage
 from jaxspeed.placement.stacks import UnlikeStages
+from jaxspeed.traced_loss.accumulate import Sums, micro_batches
+from jaxspeed.traced_loss.loss import Loss
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train_state.state import Arrays
 
 
@@ -25,7 +25,7 @@ from jaxspeed.train_state.state import Arrays
 class Pipeline:
     """A schedule, and what the stages save, recompute and gather."""
 
-    objective: Objective
+    traced_loss: MicroBatchLoss
     name: str = "1f1b"
     chunks: int = 1
     recompute: str = "stage"  # or "layers", or "save"
@@ -33,9 +33,9 @@ class Pipeline:
 
     @property
     def layout(self) -> StageLayout | PackedLayout:
-        if isinstance(self.objective.table.stack, UnlikeStages):
-            return PackedLayout(self.objective.table)
-        return StageLayout(self.objective.table, self.chunks)
+        if isinstance(self.traced_loss.table.stack, UnlikeStages):
+            return PackedLayout(self.traced_loss.table)
+        return StageLayout(self.traced_loss.table, self.chunks)
 
     @property
     def stages(self) -> int:
@@ -51,9 +51,9 @@ class Pipeline:
 
         `sources` and the gradients are in the stage layout.
         """
-        split = SplitStep(self.objective, self.layout, sources, variables, micro, step, True)
+        split = SplitStep(self.traced_loss, self.layout, sources, variables, micro, step, True)
         count = jax.tree.leaves(micro)[0].shape[0]
-        host_ratio = self.objective.recompute.host_ratio
+        host_ratio = self.traced_loss.recompute.host_ratio
         stage = self._stage(split)
         training = Training(split, stage, self.recompute == "save", scale, host_ratio)
         return training.run(self.schedule(count))
@@ -63,16 +63,16 @@ class Pipeline:
 
         A loss or metric that mixes samples, or that draws random numbers, runs as one micro-batch.
         """
-        variables = self.objective.with_squares(sources, variables)
+        variables = self.traced_loss.with_squares(sources, variables)
         sources = self.layout.by_stage(sources, step)
 
         def split(count: int, ranks: int) -> SplitStep:
             micro = micro_batches(batch, count, ranks)
             args = (sources, variables, micro, step, False)
-            return SplitStep(self.objective, self.layout, *args)
+            return SplitStep(self.traced_loss, self.layout, *args)
 
         count, full = 1, split(1, 1)
-        ranks = self.objective.table.ranks
+        ranks = self.traced_loss.table.ranks
         if full.samples and full.program.is_sum:
             share = full.samples // ranks
             most = max(n for n in range(1, 4 * self.stages + 1) if share % n == 0)
@@ -81,7 +81,7 @@ class Pipeline:
         return evaluate(parts, self._stage(parts), forward_only(self.stages, count, self.chunks))
 
     def _stage(self, split: SplitStep) -> Stage:
-        recompute = self.objective.recompute
+        recompute = self.traced_loss.recompute
         if not recompute and self.recompute == "layers":
             recompute = Recompute("full")
         # Only the inputs saved between ticks are offloaded, not the residuals within a tick.

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.axes import DATA, PIPE, TENSOR, storing_axes
-from jaxspeed.objective.accumulate import micro_batch_shapes
-from jaxspeed.objective.objective import Objective
 from jaxspeed.pipeline.cost_report import PipelineReport
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.pipeline import Pipeline
@@ -17,6 +15,8 @@ from jaxspeed.pipeline.step_values import split_program
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.specs import by_dim, num_shards, spec_axes
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.traced_loss.accumulate import micro_batch_shapes
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train_state.state import Arrays
 
 
@@ -27,12 +27,12 @@ def pipeline_report(
 
     Call it with the mesh in the context: the loss is traced.
     """
-    table, layout = pipeline.objective.table, pipeline.layout
+    table, layout = pipeline.traced_loss.table, pipeline.layout
     sizes = table.mesh.shape
     stored_over = {axis: sizes[axis] for axis in storing_axes() if sizes[axis] > 1}
     first = (
         pipeline.schedule(micro_batches),
-        _carry(pipeline.objective, variables, batch, micro_batches),
+        _carry(pipeline.traced_loss, variables, batch, micro_batches),
         layout.layers,
         layout.rows,
         pipeline.recompute,
@@ -47,7 +47,7 @@ def pipeline_report(
     def of_chunk(size: Callable[[Row], int]) -> int:
         return sum(length * size(row) for length, row in blocks)
 
-    layer_bytes = _LayerBytes(table, pipeline.objective.wire)
+    layer_bytes = _LayerBytes(table, pipeline.traced_loss.wire)
     slots = pipeline.stages * pipeline.chunks
     return PipelineReport(
         *first,
@@ -59,21 +59,21 @@ def pipeline_report(
 
 
 def _carry(
-    objective: Objective, variables: Arrays, batch: Any, micro_batches: int
+    traced_loss: MicroBatchLoss, variables: Arrays, batch: Any, micro_batches: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """A device's shard of the activations sent between stages."""
-    mesh, stack = objective.table.mesh, objective.table.stack
+    mesh, stack = traced_loss.table.mesh, traced_loss.table.stack
     assert stack is not None
 
     micro = micro_batch_shapes(batch, micro_batches)
-    cast_micro = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), micro)
+    cast_micro = jax.tree.map(lambda x: jax.eval_shape(traced_loss.cast, x), micro)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = objective.trace((shapes, cast_micro, index, index), train=True)
+    traced = traced_loss.trace((shapes, cast_micro, index, index), train=True)
     carry = split_program(traced, stack, cast_micro).carry
-    samples = objective.samples(cast_micro)
-    ranks = objective.table.ranks
-    tensor = mesh.shape[TENSOR] if objective.style.sequence_parallel else 1
+    samples = traced_loss.samples(cast_micro)
+    ranks = traced_loss.table.ranks
+    tensor = mesh.shape[TENSOR] if traced_loss.style.sequence_parallel else 1
 
     def share(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not x.shape or x.shape[0] != samples:

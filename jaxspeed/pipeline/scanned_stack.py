@@ -9,10 +9,10 @@ from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.primitives import CASTS
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import bodies, consts_and_carry, is_var
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.stacks import Stack
+from jaxspeed.traced_loss.loss_program import LossProgram
 
 
 def scanned_stacks(closed: Any, parameters: Mapping[Any, str]) -> list[Stack]:

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.axes import PIPE
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.jaxpr.traverse import like
-from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.split_loss import LossParts
 from jaxspeed.pipeline.stage_layout import StageLayout
@@ -23,6 +22,7 @@ from jaxspeed.placement.codec import Stored
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, on_host
 from jaxspeed.placement.specs import without_axes
+from jaxspeed.traced_loss.passes import PartContext, after_split
 from jaxspeed.zero3 import ShardedParam, run_segmented
 from jaxspeed.zero3.segment_vjp import Passes
 
@@ -109,7 +109,7 @@ class Stage:
         """The arguments of `run`: weights, context, first layer, carry."""
         of_step, batch = context
         micro = jnp.maximum(work.micro, 0)
-        cast = self.split.objective.cast
+        cast = self.split.traced_loss.cast
         inputs = of_step | {i: cast(at(x, micro)) for i, x in batch.items()} | {self._micro: micro}
         reads = [inputs[i] for i in self.split.parts.context_reads]
         return [*self.chunk(weights, work), *reads, self.first_layer(number, work), *carry]
@@ -188,7 +188,7 @@ class Stage:
         program, parts = split.traced()
         assert isinstance(parts, LossParts)
         layout, table, reads = self._layout, split.table, parts.context_reads
-        sharded = {n: layout.sharded_param(n, mesh, split.objective.wire) for n in self.names}
+        sharded = {n: layout.sharded_param(n, mesh, split.traced_loss.wire) for n in self.names}
 
         def chunk(weights: Values, context: Values, first: Any, carry: Values) -> Values:
             pieces = dict(zip(sharded, weights, strict=True))
@@ -229,7 +229,7 @@ class Stage:
         }
         for path, v in shared.items():
             if table[path].gathered:
-                storage[v] = _without_pipe_axis(split.objective.stored(table[path]), mesh)
+                storage[v] = _without_pipe_axis(split.traced_loss.stored(table[path]), mesh)
         specs: Mapping[str, Any] = {name: s.gathered.spec for name, s in sharded.items()} | {
             path: without_axes(table[path].read.spec, (PIPE,)) for path in shared
         }
@@ -241,12 +241,12 @@ class Stage:
             PartContext(
                 table.mesh,
                 specs,
-                split.objective.style,
+                split.traced_loss.style,
                 units,
-                sequence=split.objective.sequence,
+                sequence=split.traced_loss.sequence,
             ),
         )
-        way = split.objective.way(part, recompute, storage)
+        way = split.traced_loss.way(part, recompute, storage)
         evaluated = part.closed.jaxpr, part.closed.consts
         return lambda *args: run_segmented(*evaluated, args, storage, way)
 

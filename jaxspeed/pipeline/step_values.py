@@ -15,9 +15,6 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import Jaxpr
-from jaxspeed.objective.loss import TermWeights
-from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
@@ -26,6 +23,9 @@ from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.traced_loss.loss import TermWeights
+from jaxspeed.traced_loss.loss_program import LossProgram
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train_state.state import Arrays
 
 Values = list[Any]
@@ -35,7 +35,7 @@ Values = list[Any]
 class SplitStep:
     """The parts of a loss and their inputs in one step."""
 
-    objective: Objective
+    traced_loss: MicroBatchLoss
     layout: StageLayout | PackedLayout
     sources: Arrays  # in the stage layout
     variables: Arrays
@@ -45,7 +45,7 @@ class SplitStep:
 
     @property
     def table(self) -> PlacementTable:
-        return self.objective.table
+        return self.traced_loss.table
 
     @property
     def stages(self) -> int:
@@ -55,7 +55,7 @@ class SplitStep:
         """The loss of one micro-batch and its parts, traced in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
-        program = self.objective.trace(rest, self.train)
+        program = self.traced_loss.trace(rest, self.train)
         try:
             parts = split_program(program, self.layout.stack, self._one)
         except ModelError as error:
@@ -73,27 +73,27 @@ class SplitStep:
     @cached_property
     def mean_weights(self) -> TermWeights | None:
         """The mean weights of the micro-batches, if the loss has several terms."""
-        return self.objective.mean_weights(self.variables, self.micro, self.step, self.train)
+        return self.traced_loss.mean_weights(self.variables, self.micro, self.step, self.train)
 
     @cached_property
     def _one(self) -> Any:
         """The shapes of one micro-batch as the loss reads it."""
 
         def first(micro: Any) -> Any:
-            return jax.tree.map(lambda x: self.objective.cast(x[0]), micro)
+            return jax.tree.map(lambda x: self.traced_loss.cast(x[0]), micro)
 
         return jax.eval_shape(first, jax.tree.map(_shape, self.micro))
 
     @cached_property
     def samples(self) -> int | None:
         """The samples of one micro-batch, if the ranks divide them."""
-        return self.objective.samples(self._one)
+        return self.traced_loss.samples(self._one)
 
     def is_sum_of_parts(self, parts: int) -> bool:
         """Whether a micro-batch can be computed as several, without drawing other numbers."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
-        separable = self.objective.by_parts(rest, self.train, parts)
+        separable = self.traced_loss.by_parts(rest, self.train, parts)
         return not separable.not_once and not self.program.draws_random_numbers
 
     # -- in the global view -----------------------------------------------------------------------
@@ -133,7 +133,7 @@ class SplitStep:
     def outer(self) -> Arrays:
         """The parameters outside of the blocks, unpadded as units read them."""
         rows = {path: self.table[path] for path in self.outside}
-        return {path: self.objective.given(row, self.sources[path]) for path, row in rows.items()}
+        return {path: self.traced_loss.given(row, self.sources[path]) for path, row in rows.items()}
 
     @cached_property
     def written(self) -> Arrays:
@@ -147,7 +147,7 @@ class SplitStep:
 
         `written` are variables after the micro-batches before it.
         """
-        batch = jax.tree.map(lambda x: self.objective.cast(at(x, micro)), self.micro)
+        batch = jax.tree.map(lambda x: self.traced_loss.cast(at(x, micro)), self.micro)
         variables = {**self.variables, **(written or {})}
         rest = jax.tree.leaves((variables, batch, jnp.asarray(self.step), micro))
         return [

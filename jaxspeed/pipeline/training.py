@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspeed.axes import PIPE
-from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, unit_of
-from jaxspeed.objective.loss import Loss
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.cpu_ordering import (
     all_ordered_after,
@@ -41,6 +39,8 @@ from jaxspeed.placement.codec import pad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.remat.host_share import joined, split
+from jaxspeed.traced_loss.accumulate import Sums, accumulate, per_weight, unit_of
+from jaxspeed.traced_loss.loss import Loss
 from jaxspeed.train_state.state import Arrays
 
 

@@ -17,8 +17,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.jaxpr.traverse import ClosedJaxpr
-from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.passes import PartContext, after_split
 from jaxspeed.ops.free_axes import free_sample_axes, free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.stage_program import Stage
@@ -26,6 +24,8 @@ from jaxspeed.pipeline.stage_shard_map import sum_over
 from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
 from jaxspeed.pipeline.unlike_stages import UnlikeParts
 from jaxspeed.placement.rows import reduction_dtype
+from jaxspeed.traced_loss.loss_program import LossProgram
+from jaxspeed.traced_loss.passes import PartContext, after_split
 from jaxspeed.zero3 import EvalContext, Units, run_segmented
 
 Branch = Callable[..., Values]
@@ -137,7 +137,7 @@ class UnlikeStage(Stage):
 
     def _sum(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """A gradient, summed over the data ranks."""
-        sent = reduction_dtype(grad.dtype, self.split.objective.wire)
+        sent = reduction_dtype(grad.dtype, self.split.traced_loss.wire)
         return sum_over(grad.astype(sent), axes).astype(grad.dtype)
 
     def _in_batch(self, index: int) -> bool:
@@ -155,8 +155,8 @@ class UnlikeStage(Stage):
         before = parts.messages.sent[stage - 1] if stage else []
         samples = [v for v in (*program.batch, *before) if v in read]
         specs = {path: table[path].read.spec for path in params}
-        objective = self.split.objective
-        at = PartContext(table.mesh, specs, objective.style, None, sequence=objective.sequence)
+        traced_loss = self.split.traced_loss
+        at = PartContext(table.mesh, specs, traced_loss.style, None, sequence=traced_loss.sequence)
         part = after_split(program.part(ClosedJaxpr(jaxpr, ()), params, samples), at)
         no_units = EvalContext(Units())
 

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.axes import axis_names
-from jaxspeed.objective.accumulate import Sums, per_weight, shares, unit_of
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim, without_axes
@@ -29,6 +28,7 @@ from jaxspeed.ring_reduction.levels import (
     hierarchical_reduce_scatter,
 )
 from jaxspeed.ring_reduction.rings import INNER, OUTER, Rings, local_shape
+from jaxspeed.traced_loss.accumulate import Sums, per_weight, shares, unit_of
 from jaxspeed.train_state.state import Arrays, wide_dtype
 
 RANKS = (*OUTER, *INNER)

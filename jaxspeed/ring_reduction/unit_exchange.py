@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.objective.loss import Loss
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
@@ -23,6 +22,7 @@ from jaxspeed.ring_reduction.levels import (
     hierarchical_reduce_scatter,
 )
 from jaxspeed.ring_reduction.rings import Rings, local_shape
+from jaxspeed.traced_loss.loss import Loss
 from jaxspeed.zero3 import Exchange, ShardedParam
 
 

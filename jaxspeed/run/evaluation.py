@@ -117,7 +117,7 @@ def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
 
 def _pads(engine: Engine) -> WithoutWeight | None:
     """How the objective marks samples as padding; None where it does not, or is a function."""
-    objective = objective_of(engine.program.objective.loss_fn)
+    objective = objective_of(engine.program.traced_loss.loss_fn)
     return None if objective is None else objective.without_weight
 
 
@@ -147,7 +147,7 @@ def _as_they_are(engine: Engine, held_out: Split) -> Iterator[Part]:
     ranks, few = program.ranks, held_out.samples - shared
     copied = placer(program.batch_shardings, ranks)
     first = copied(partial(held_out.copies, shared, ranks))
-    if why := program.objective.by_parts(_rest(engine, first), False).mixes:
+    if why := program.traced_loss.by_parts(_rest(engine, first), False).mixes:
         if not shared:
             raise DataError(
                 f"data: {few} samples to evaluate on are fewer than the {ranks} data ranks, and "
@@ -176,7 +176,7 @@ def _rest(engine: Engine, batch: Any) -> tuple[Any, ...]:
 
 def _is_sum(engine: Engine, batch: Any) -> bool:
     """Whether the loss returns a weight; the weight of a mean is its number of samples."""
-    return engine.program.objective.trace(_rest(engine, batch), train=False).is_sum
+    return engine.program.traced_loss.trace(_rest(engine, batch), train=False).is_sum
 
 
 def _batch_size(engine: Engine) -> int:

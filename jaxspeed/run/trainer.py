@@ -316,7 +316,7 @@ class Trainer:
     @functools.cached_property
     def _tokens_a_step(self) -> int:
         program, samples = self.engine.program, self.corpus.train
-        objective, tokens = objective_of(program.objective.loss_fn), samples.tokens_each
+        objective, tokens = objective_of(program.traced_loss.loss_fn), samples.tokens_each
         if objective is not None:
             shapes = samples.shapes(1).items()
             sample = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in shapes}

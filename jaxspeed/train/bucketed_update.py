@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, StreamedUpdate, Updated
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import Arrays, TrainState, updated_values, wide_dtype
 

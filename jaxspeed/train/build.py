@@ -21,9 +21,6 @@ from jaxspeed.config.zero_section import Zero
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.weight_uses import Uses
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
-from jaxspeed.objective.autocast import autocast_of
-from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.objective import Objective
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
@@ -53,6 +50,9 @@ from jaxspeed.tensor_parallel import (
     ShardingProposal,
     best_overlap,
 )
+from jaxspeed.traced_loss.autocast import autocast_of
+from jaxspeed.traced_loss.loss_program import LossProgram
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
@@ -102,7 +102,7 @@ def build_program(
     read = _read_model(config, mesh, source, loss_fn, saved, other_names)
     placed = _placed(config, mesh, read, optimizer, codecs)
     table, chosen = placed.table, placed.optimizer
-    objective = _objective_of(config, read.model, loss_fn, table, exchange)
+    traced_loss = _traced_loss_of(config, read.model, loss_fn, table, exchange)
     update = Update(
         table,
         read.model,
@@ -116,9 +116,9 @@ def build_program(
         ring=placed.ring,
     )
     gradients = _gradients_of(
-        parallel, objective, batch.accumulation, placed.ring, config.pipeline_recompute
+        parallel, traced_loss, batch.accumulation, placed.ring, config.pipeline_recompute
     )
-    return Program(config, batch, objective, gradients, update, source, read.proposal)
+    return Program(config, batch, traced_loss, gradients, update, source, read.proposal)
 
 
 class _ReadModel(NamedTuple):
@@ -402,18 +402,18 @@ def _streamed(
     return streamed
 
 
-def _objective_of(
+def _traced_loss_of(
     config: Config,
     model: Model,
     loss_fn: Callable[[Any, Any], Any],
     table: PlacementTable,
     exchange: Exchange,
-) -> Objective:
+) -> MicroBatchLoss:
     """The loss of a micro-batch, with all that rewrites it."""
     parallel, safe = config.parallel, config.torch_autocast.lower_precision_safe_modules
     platform = table.mesh.devices.flat[0].platform
     overlap = config.tensor_overlap
-    return Objective(
+    return MicroBatchLoss(
         model,
         loss_fn,
         table,
@@ -433,25 +433,25 @@ def _objective_of(
 
 def _gradients_of(
     parallel: Parallel,
-    objective: Objective,
+    traced_loss: MicroBatchLoss,
     accumulation: int,
     ring: Reduction | None,
     recompute: str,
 ) -> Gradients:
     """The gradients of a step: by rings, by a pipeline of stages, or as XLA reduces them."""
     if ring:
-        return RingGradients(objective, accumulation, ring=ring)
+        return RingGradients(traced_loss, accumulation, ring=ring)
     pipeline = None
-    if objective.table.mesh.shape[PIPE] > 1:
+    if traced_loss.table.mesh.shape[PIPE] > 1:
         pipeline = Pipeline(
-            objective,
+            traced_loss,
             parallel.pipeline_schedule,
             _chunks_of(parallel),
             recompute,
             parallel.pipeline_gather,
         )
     return Gradients(
-        objective, accumulation, parallel.gradient_reduction, pipeline, parallel.batch_parts
+        traced_loss, accumulation, parallel.gradient_reduction, pipeline, parallel.batch_parts
     )
 
 

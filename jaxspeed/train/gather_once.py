@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.hardware.targets import memory_of_machine
-from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.objective import Objective
 from jaxspeed.placement.codec import pad
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.traced_loss.loss import Loss
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.staged_init import compile_ahead
 from jaxspeed.train_state.state import Arrays, TrainState
@@ -81,7 +81,7 @@ class GatherOnce:
             adapter.leaf("squares"): jax.ShapeDtypeStruct(
                 adapter.outputs, jnp.float32, sharding=replicated
             )
-            for adapter in self._objective.measured.values()
+            for adapter in self._traced_loss.measured.values()
         }
         for path in self._gathered:
             at = table[path].source
@@ -112,17 +112,17 @@ class GatherOnce:
     @cached_property
     def evaluate(self) -> Any:
         """`Program.evaluate`, of a gathered state."""
-        objective = self._objective
+        traced_loss = self._traced_loss
 
         def loss_of(state: ModelState, batch: Any) -> Loss:
             variables, batch = with_extra(state.variables, batch)
-            return objective(state.sources, variables, batch, state.step, 0, False)[0]
+            return traced_loss(state.sources, variables, batch, state.step, 0, False)[0]
 
         return self.program.evaluation(loss_of)
 
     @cached_property
-    def _objective(self) -> Objective:
-        return self.program.objective.stored_as(self.table)
+    def _traced_loss(self) -> MicroBatchLoss:
+        return self.program.traced_loss.stored_as(self.table)
 
     @cached_property
     def _gathered(self) -> list[str]:
@@ -133,7 +133,7 @@ class GatherOnce:
     def _read(self) -> list[str]:
         """The parameters that are gathered or measured."""
         parameters = self.table.parameters
-        measured = (row.path for path in self._objective.measured for row in parameters[path])
+        measured = (row.path for path in self._traced_loss.measured for row in parameters[path])
         return list(dict.fromkeys((*self._gathered, *measured)))
 
     @cached_property
@@ -145,11 +145,11 @@ class GatherOnce:
             gathered = {}
             for path in self._gathered:
                 row = program.table[path]
-                source = program.objective.given(row, sources[path])
+                source = program.traced_loss.given(row, sources[path])
                 gathered[path] = pad(
-                    program.objective.stored(row).read(source), row.shape(row.read)
+                    program.traced_loss.stored(row).read(source), row.shape(row.read)
                 )
-            return gathered, self._objective.with_squares({**sources, **gathered}, {})
+            return gathered, self._traced_loss.with_squares({**sources, **gathered}, {})
 
         places = {path: table.sharding(table[path].source) for path in self._gathered}
         replicated = NamedSharding(program.mesh, PartitionSpec())

@@ -17,18 +17,6 @@ from jax.sharding import PartitionSpec
 
 from jaxspeed.axes import SEQ, TENSOR, sample_axes, summing_axes
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.accumulate import (
-    Sums,
-    accumulate,
-    micro_batch_shapes,
-    micro_batches,
-    per_weight,
-    running_mean,
-    shares,
-    unit_of,
-)
-from jaxspeed.objective.loss import Loss, TermWeights
-from jaxspeed.objective.objective import Objective
 from jaxspeed.objectives.terms_and_metrics import of_none
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
@@ -40,6 +28,18 @@ from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.traced_loss.accumulate import (
+    Sums,
+    accumulate,
+    micro_batch_shapes,
+    micro_batches,
+    per_weight,
+    running_mean,
+    shares,
+    unit_of,
+)
+from jaxspeed.traced_loss.loss import Loss, TermWeights
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train_state.state import Arrays
 
 MICRO_BATCHES = "micro_batches"  # the named scope of the loop in a compiled program
@@ -51,7 +51,7 @@ Micro = Callable[[Arrays, Any, Any, Any], tuple[Sums, Arrays]]
 class Gradients:
     """`__call__(sources, variables, batch, step, scale) -> (Sums, variables)`."""
 
-    objective: Objective
+    traced_loss: MicroBatchLoss
     accumulation: int
     wanted_reduction: Literal["auto", "step", "micro_batch"] = "auto"
     pipeline: Pipeline | None = None  # where the mesh has stages
@@ -59,7 +59,7 @@ class Gradients:
 
     @property
     def table(self) -> PlacementTable:
-        return self.objective.table
+        return self.traced_loss.table
 
     def __call__(
         self,
@@ -71,7 +71,7 @@ class Gradients:
         ring_errors: Any = (),
     ) -> tuple[Sums, Arrays]:
         del ring_errors  # only `RingGradients` uses them
-        variables = self.objective.with_squares(sources, variables)
+        variables = self.traced_loss.with_squares(sources, variables)
         if self.pipeline:
             layout = self.pipeline.layout
             sources = layout.by_stage(sources, step)
@@ -89,7 +89,7 @@ class Gradients:
         `first` is the number of its first micro-batch among those of all parts; random numbers
         derive from it.
         """
-        variables = self.objective.with_squares(sources, variables)
+        variables = self.traced_loss.with_squares(sources, variables)
         if self.accumulation == 1:
             return self._micro(sources, variables, part, step, first, scale)[0]
         if self.table.mesh.size > 1:
@@ -128,7 +128,7 @@ class Gradients:
     def _refuse_trained_weight(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
-        program = self.objective.trace(rest, train=True)
+        program = self.traced_loss.trace(rest, train=True)
         names = program.weight_parameters
         if names and not program.loss_outputs.terms:  # `mean_weights` refuses those with others
             raise ModelError(
@@ -160,11 +160,11 @@ class Gradients:
             return "micro_batch", "XLA aborts on seq and tensor together inside a rank's part"
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
-        program = self.objective.trace(rest, train=True)
+        program = self.traced_loss.trace(rest, train=True)
         if self.wanted_reduction == "micro_batch":
             return "micro_batch", "parallel.gradient_reduction sets it"
         if self.wanted_reduction == "step" and not program.own_axes.collective:
-            by_parts = self.objective.by_parts(rest, train=True, manual=sample_axes())
+            by_parts = self.traced_loss.by_parts(rest, train=True, manual=sample_axes())
             where = 'parallel.gradient_reduction "step"'
             by_parts.refuse_mixed(where, "each data rank", 'use "auto"')
             return "step", "parallel.gradient_reduction sets it"
@@ -174,7 +174,7 @@ class Gradients:
             return "micro_batch", "the training pass changes the model's statistics"
         if program.draws_random_numbers:
             return "micro_batch", "the training pass draws random numbers"
-        if why := self.objective.by_parts(rest, train=True, manual=sample_axes()).not_once:
+        if why := self.traced_loss.by_parts(rest, train=True, manual=sample_axes()).not_once:
             return "micro_batch", why
         return "step", "the loss is a weighted sum over samples"
 
@@ -225,26 +225,26 @@ class Gradients:
         micro-batch among the cores and wait for the slowest.
         """
         if self.parts == 1:
-            return self.objective(sources, state, batch, step, micro, True)
+            return self.traced_loss(sources, state, batch, step, micro, True)
         losses = []
         self._refuse_dependent_parts((state, batch, jnp.asarray(step), jnp.asarray(0)))
         parts = micro_batches(batch, self.parts, 1)
         for number in range(self.parts):
             part = jax.tree.map(lambda x, at=number: x[at], parts)
             of_all = micro * self.parts + number  # random numbers derive from it
-            losses.append(self.objective(sources, state, part, step, of_all, True)[0])
+            losses.append(self.traced_loss(sources, state, part, step, of_all, True)[0])
         return functools.reduce(lambda seen, new: accumulate(seen, new)[0], losses), {}
 
     def _refuse_dependent_parts(self, rest: tuple[Any, ...]) -> None:
         where = f"parallel.batch_parts {self.parts}"
-        program = self.objective.trace(rest, train=True)
+        program = self.traced_loss.trace(rest, train=True)
         if not program.is_sum:
             raise ModelError(f"{where}: the loss is not a (sum, weight); remove it")
         if program.written:
             raise ModelError(
                 f"{where}: the training pass changes the model's statistics; remove it"
             )
-        by_parts = self.objective.by_parts(rest, train=True, parts=self.parts)
+        by_parts = self.traced_loss.by_parts(rest, train=True, parts=self.parts)
         by_parts.refuse_mixed(where, "each part", "remove it")
 
     def _padded_in_host(self, path: str, grad: jax.Array) -> jax.Array:
@@ -293,7 +293,7 @@ class Gradients:
             return constrain(grad, self.table.sharding(row.grad), "accumulate")
 
         if not compute and weights is None:
-            weights = self.objective.mean_weights(variables, micro, step)
+            weights = self.traced_loss.mean_weights(variables, micro, step)
 
         def plain(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
             return self._micro(sources, variables, batch, step, index, scale, weights=weights)
@@ -397,7 +397,7 @@ class Gradients:
             return mean(jnp.where(parts.weight > 0, part, 0))
 
         return Sums(
-            {path: mean(part, self.objective.wire) for path, part in parts.grads.items()},
+            {path: mean(part, self.traced_loss.wire) for path, part in parts.grads.items()},
             parts.total.sum(),
             weight,
             {name: metric.over_parts(of_metric) for name, metric in parts.metrics.items()},
@@ -408,7 +408,7 @@ class Gradients:
     ) -> TermWeights | None:
         """The mean weights of the ranks' parts of micro-batches, if the loss has several terms."""
         ranks = self.table.ranks
-        weights = self.objective.mean_weights(
+        weights = self.traced_loss.mean_weights(
             variables, micro_batches(batch, self.accumulation, ranks), step
         )
         return jax.tree.map(lambda x: x / ranks, weights)

@@ -15,9 +15,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
-from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
-from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.objective import Objective
 from jaxspeed.objectives.terms_and_metrics import results, totals
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
@@ -29,6 +26,9 @@ from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.tensor_parallel import ShardingProposal
+from jaxspeed.traced_loss.accumulate import micro_batch_shapes, per_weight
+from jaxspeed.traced_loss.loss import Loss
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.phases import BATCH, METRICS, STATE, PhasedStep, StepPhase
 from jaxspeed.train.update import Update
@@ -61,7 +61,7 @@ class Program:
 
     config: Config
     batch: Batch
-    objective: Objective
+    traced_loss: MicroBatchLoss
     gradients: Gradients
     update: Update
     source: BuildInputs
@@ -70,7 +70,7 @@ class Program:
 
     @property
     def table(self) -> PlacementTable:
-        return self.objective.table
+        return self.traced_loss.table
 
     @property
     def mesh(self) -> Mesh:
@@ -78,7 +78,7 @@ class Program:
 
     @property
     def model(self) -> Model:
-        return self.objective.model
+        return self.traced_loss.model
 
     @property
     def optimizer(self) -> RunOptimizer:
@@ -183,7 +183,7 @@ class Program:
         built = source.build(
             config,
             source.model if model is None else model,
-            self.objective.loss_fn,
+            self.traced_loss.loss_fn,
             devices=devices,
             optimizer=source.optimizer,
             example_batch=source.example_batch,
@@ -256,7 +256,7 @@ class Program:
             variables, batch = with_extra(state.variables, batch)
             if self.pipeline:
                 return self.pipeline.evaluate(sources, variables, batch, state.step)
-            return self.objective(sources, variables, batch, state.step, 0, False)[0]
+            return self.traced_loss(sources, variables, batch, state.step, 0, False)[0]
 
         return self.evaluation(loss_of)
 
@@ -292,7 +292,7 @@ class Program:
             return None
         variables, batch = with_extra(self.model.variables, batch)
         micro = micro_batch_shapes(batch, self.batch.accumulation)
-        report: ResidualReport | None = self.in_mesh(self.objective.kept)(variables, micro)
+        report: ResidualReport | None = self.in_mesh(self.traced_loss.kept)(variables, micro)
         return report
 
     def attention_report(self, batch: Any) -> AttentionReport | None:
@@ -302,7 +302,7 @@ class Program:
         """
         variables, batch = with_extra(self.model.variables, batch)
         micro = micro_batch_shapes(batch, self.batch.accumulation)
-        report: AttentionReport | None = self.in_mesh(self.objective.attention)(variables, micro)
+        report: AttentionReport | None = self.in_mesh(self.traced_loss.attention)(variables, micro)
         return report
 
     def recomputes(self, batch: Any) -> bool:
@@ -311,7 +311,7 @@ class Program:
             return True
         variables, batch = with_extra(self.model.variables, batch)
         micro = micro_batch_shapes(batch, self.batch.accumulation)
-        is_recomputed: bool = self.in_mesh(self.objective.recomputes)(variables, micro)
+        is_recomputed: bool = self.in_mesh(self.traced_loss.recomputes)(variables, micro)
         return is_recomputed
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:

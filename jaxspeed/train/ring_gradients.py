@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 
 from jaxspeed.axes import summing_axes
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches, unit_of
-from jaxspeed.objective.loss import Loss, TermWeights
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
 from jaxspeed.ring_reduction.rings import INNER, NO_RANK, OUTER, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
+from jaxspeed.traced_loss.accumulate import Sums, micro_batch_shapes, micro_batches, unit_of
+from jaxspeed.traced_loss.loss import Loss, TermWeights
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.zero3 import InOrder
@@ -49,7 +49,7 @@ class RingGradients(Gradients):
         ring_errors: Any = (),
     ) -> tuple[Sums, Arrays]:
         self._refuse_mixed_samples(variables, batch, step)
-        variables = self.objective.with_squares(sources, variables)
+        variables = self.traced_loss.with_squares(sources, variables)
         errors = dict(ring_errors)
         weights = self._mean_weights_of_ranks(variables, batch, step)
         return self._by_rings(sources, variables, batch, step, scale, errors, weights), variables
@@ -57,7 +57,7 @@ class RingGradients(Gradients):
     def _refuse_mixed_samples(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
-        program = self.objective.trace(rest, train=True)
+        program = self.traced_loss.trace(rest, train=True)
         if program.own_axes.collective:
             raise ModelError(
                 'parallel.data_reduction "ring": the loss reduces over the axis '
@@ -70,7 +70,7 @@ class RingGradients(Gradients):
                 "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "
                 'normalisation without running statistics works, or "xla"'
             )
-        by_parts = self.objective.by_parts(rest, train=True, manual=summing_axes())
+        by_parts = self.traced_loss.by_parts(rest, train=True, manual=summing_axes())
         by_parts.refuse_mixed('parallel.data_reduction "ring"', "each rank", 'use "xla"')
 
     def _by_rings(
@@ -129,7 +129,7 @@ class RingGradients(Gradients):
             rank = ranks.outer * rings.levels.inner.size + ranks.inner
             ring = RingExchange(rings, (inner, outer))
             exchange: Any = InOrder(ring, rings.ordered) if rings.in_order else ring
-            of_rank = replace(self, objective=self.objective.with_exchange(exchange))
+            of_rank = replace(self, traced_loss=self.traced_loss.with_exchange(exchange))
 
             def unit_of_ranks(loss: Loss) -> jax.Array:
                 return unit_of(ring.weight_of_ranks(loss))

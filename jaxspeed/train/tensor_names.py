@@ -17,8 +17,6 @@ from jaxspeed.axes import EXPERT, TENSOR
 from jaxspeed.config import TensorLayerSpec
 from jaxspeed.config.parallelism import Parallel
 from jaxspeed.errors import ConfigError, ModelError
-from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.objective import Objective
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.paths import listed
@@ -34,6 +32,8 @@ from jaxspeed.tensor_parallel import (
     propose_sharding,
     uses_of,
 )
+from jaxspeed.traced_loss.loss_program import LossProgram
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.user_models import Model, adapt_model
 from jaxspeed.user_models.batches import example_shapes, with_extra
 
@@ -170,8 +170,8 @@ def traced_example(
 ) -> LossProgram:
     """The loss of one micro-batch like the example, traced in training mode."""
     single_device = build_mesh({}, list(mesh.devices.flat[:1]))
-    objective = Objective(model, loss_fn, build_table(model.leaves, single_device), dtype)
+    traced_loss = MicroBatchLoss(model, loss_fn, build_table(model.leaves, single_device), dtype)
     variables, batch = with_extra(model.variables, example_shapes(example_batch))
-    batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), batch)
+    batch = jax.tree.map(lambda x: jax.eval_shape(traced_loss.cast, x), batch)
     index = jnp.zeros((), jnp.int32)
-    return objective.trace((variables, batch, index, index), train=True)
+    return traced_loss.trace((variables, batch, index, index), train=True)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxspeed.objective.accumulate import Sums, per_weight
 from jaxspeed.objectives.terms_and_metrics import results
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.ops.materialize import materialize
@@ -22,6 +21,7 @@ from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.ring_reduction import Reduction
+from jaxspeed.traced_loss.accumulate import Sums, per_weight
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer
 from jaxspeed.train_state.state import Arrays, TrainState, native_tree, updated_values, wide_dtype

@@ -247,7 +247,7 @@ def test_units_are_those_of_the_model_without_adapters(more):
     )
     with program.set_mesh():
         rest = (program.model.variables, batch, jnp.int32(0), jnp.int32(0))
-        assert str(program.objective.trace(rest, train=True).units) == "3 x Block"
+        assert str(program.traced_loss.trace(rest, train=True).units) == "3 x Block"
 
 
 def without_scale(adapter, dims, weight, parts, original=adapting._factors):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspeed.hlo.parser import Computation, Instruction, Module, leaves, parse
-from jaxspeed.objective import objective
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.traced_loss import micro_batch_loss
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.gradients import MICRO_BATCHES
 from tests.adapters.lora_loop import split_of
@@ -88,7 +88,7 @@ def test_without_the_constraint_squares_are_gathered_in_the_loop(monkeypatch):
     def others(x, sharding, site):
         return x if site == "squares" else constrain(x, sharding, site)
 
-    monkeypatch.setattr(objective, "constrain", others)
+    monkeypatch.setattr(micro_batch_loss, "constrain", others)
     with pytest.raises(AssertionError, match="squares are gathered in the loop"):
         check_squares(engine(3, lora={"r": 3}, **NF4).program, sharded=True)
 
@@ -130,7 +130,7 @@ def test_squares_are_those_of_the_weights_as_layers_read_them(place, more):
     program = made.program
 
     def squares(state):
-        return program.objective.with_squares(state.sources(program.table), {})
+        return program.traced_loss.with_squares(state.sources(program.table), {})
 
     found = jax.jit(program.in_mesh(squares))(made.state)
     assert found.keys() == {f"lora/{path}/squares" for path in ROLES}
@@ -163,7 +163,7 @@ def test_many_calls_of_a_model_read_squares_that_are_computed_once():
 def test_weights_in_host_memory_are_squared_where_layers_read_them():
     """One more transfer takes longer."""
     made = engine(3, **OFFLOADED)
-    assert not made.program.objective.with_squares(made.state.sources(made.placements), {})
+    assert not made.program.traced_loss.with_squares(made.state.sources(made.placements), {})
 
 
 @pytest.mark.sampled

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxspeed.loss_traces.by_parts import ByParts
 
 from jaxspeed import ModelError
 from jaxspeed.jaxpr import sample_independence
-from jaxspeed.objective import passes, traced_loss
-from jaxspeed.objective.by_parts import ByParts
 from jaxspeed.sequence_parallel import token_dim
 from jaxspeed.tensor_parallel import insert_constraints
+from jaxspeed.traced_loss import loss_traces, passes
 from jaxspeed.train.program import Program
 from jaxspeed.user_models import linen_calls, linen_model, nnx_model
 from jaxspeed.user_models.batches import zeros_of
@@ -96,7 +96,7 @@ def with_numbers(model, batch):
 
 
 def mixing_is_trusted(monkeypatch):
-    monkeypatch.setattr(traced_loss, "by_parts", lambda *args: ByParts())
+    monkeypatch.setattr(loss_traces, "by_parts", lambda *args: ByParts())
 
 
 def listed_in_evaluation(monkeypatch):
@@ -142,23 +142,23 @@ def writes_are_by_token(monkeypatch):
 
 
 def forward_passes_alone_are_proved(monkeypatch):
-    proved = traced_loss.by_parts
+    proved = loss_traces.by_parts
 
     def proof(trace, batch, parts, train, trace_part):
         return proved(trace, batch, parts, False, trace_part)
 
-    monkeypatch.setattr(traced_loss, "by_parts", proof)
+    monkeypatch.setattr(loss_traces, "by_parts", proof)
 
 
 def twice_as_many_are_proved(monkeypatch):
     """The proof reads 16 and 32 samples, whatever a rank has."""
-    proved = traced_loss.by_parts
+    proved = loss_traces.by_parts
 
     def proof(trace, batch, parts, train, trace_part):
         many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((16, *x.shape[1:]), x.dtype), batch)
         return proved(trace, many, 1, train)
 
-    monkeypatch.setattr(traced_loss, "by_parts", proof)
+    monkeypatch.setattr(loss_traces, "by_parts", proof)
 
 
 def streams_are_not_asked_for(monkeypatch):

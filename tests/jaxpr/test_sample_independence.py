@@ -11,9 +11,9 @@ from jax import lax
 
 from jaxspeed import ops
 from jaxspeed.jaxpr import sample_independence
-from jaxspeed.objective.by_parts import by_parts
-from jaxspeed.objective.loss import parse_loss
-from jaxspeed.objective.loss_program import LossProgram
+from jaxspeed.traced_loss.by_parts import by_parts
+from jaxspeed.traced_loss.loss import parse_loss
+from jaxspeed.traced_loss.loss_program import LossProgram
 from tests.support import covering
 
 # Traces are of so many samples and of twice as many, as halves and whole of the batches are.

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jaxspeed
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.traverse import bodies
-from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.ops.attention import autocast_to
+from jaxspeed.traced_loss.autocast import Autocast, with_autocast
 from jaxspeed.zero3 import EvalContext, ShardedParam, choose_units, product_vjp, run_segmented
 from jaxspeed.zero3.residual_policy import ResidualPolicy
 from tests.moe.mixture_cases import Case, case, dense_layer, layer

@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxspeed.cli.main import main
 from jaxspeed.config import Config
-from jaxspeed.objective import traced_loss
 from jaxspeed.run import source_of
+from jaxspeed.traced_loss import loss_traces
 from jaxspeed.train import build_program
 from jaxspeed.user_models.config_model import resolve_model
 from tests.objectives import ranking
@@ -118,7 +118,7 @@ def reduction_of(name: str) -> tuple[str, str]:
 
 def test_a_loss_that_is_declared_of_the_entire_batch_is_not_proved_otherwise(monkeypatch):
     assert reduction_of("Ranking") == ("step", "the loss is a weighted sum over samples")
-    monkeypatch.setattr(traced_loss, "by_parts", None)  # a proof would call it
+    monkeypatch.setattr(loss_traces, "by_parts", None)  # a proof would call it
     kind, why = reduction_of("EntireRanking")
     assert kind == "micro_batch" and why.startswith("EntireRanking declares entire_batch")
 

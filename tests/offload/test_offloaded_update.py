@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_stream_plan
 from jaxspeed.offload.update_device import ON_DEVICE
 from jaxspeed.placement.rows import HOST, Offload
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train import build
 from jaxspeed.train.build import build_program
 from tests.support.covering import covering, examples

@@ -13,8 +13,8 @@ import jaxspeed
 from jaxspeed import ModelError
 from jaxspeed.communication import PULL, PUSH
 from jaxspeed.errors import JaxspeedError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.server import folded
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.user_models.rng import loss_key
 from tests.engine import tiny
 from tests.parameter_server import serving

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.traverse import bodies
-from jaxspeed.objective import passes
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.batch_dims import batch_specs, sequence_dims
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.sequence_parallel import SequenceSettings
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
+from jaxspeed.traced_loss import passes
+from jaxspeed.traced_loss.loss_program import LossProgram
 
 Loss = Callable[[Any, Any], jax.Array]  # (parameters by path, batch) -> a scalar
 

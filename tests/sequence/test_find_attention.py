@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from jaxspeed.jaxpr.evaluate import as_function, run_equation
 from jaxspeed.jaxpr.traverse import bodies, is_var
-from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
 from jaxspeed.ops.attention_call import AttentionForm, attention_call, body_of
 from jaxspeed.ops.mask import Mask
 from jaxspeed.sequence_parallel import LowProducts, with_attention_calls
+from jaxspeed.traced_loss.autocast import Autocast, lowers, with_autocast
 
 B, S, H, G, D = 2, 7, 4, 2, 8
 FULL, CAUSAL = Mask(False, None), Mask(True, None)

@@ -165,8 +165,8 @@ def test_generation_is_replicated_over_the_axis():
 def test_a_long_prompt_that_is_replicated_over_the_axis_has_no_scores_of_all_rows(saved):
     program, length = saved[0].program, 1024
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    sequence = replace(program.objective.sequence, shards=False)  # as in generation
-    objective = replace(program.objective, sequence=sequence)
+    sequence = replace(program.traced_loss.sequence, shards=False)  # as in generation
+    objective = replace(program.traced_loss, sequence=sequence)
     number = jnp.asarray(0)
     with jax.set_mesh(program.mesh):
         rest = (program.model.variables, {"tokens": tokens, "targets": tokens}, number, number)

@@ -15,10 +15,10 @@ from jaxspeed import ops
 from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.traverse import bodies
-from jaxspeed.objective import passes
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.sequence_parallel import SequenceSettings, shard_sequence
 from jaxspeed.sequence_parallel.zigzag_proof import Along, OrderProof
+from jaxspeed.traced_loss import passes
+from jaxspeed.traced_loss.loss_program import LossProgram
 from tests.sequence.programs import Sharded, assert_as_on_one_device, mesh_of, traced
 from tests.sequence.score_work import work_of_devices
 from tests.sequence.tiny_llama import assert_equal, batches, config, plain, trained
@@ -489,7 +489,7 @@ def orders_in_engine(layout: str, kind: str, **more: Any) -> list[tuple[int, ...
     program = jaxspeed.initialize(config=settings).program
 
     def trace(*rest):
-        return program.objective.trace(rest, train=True)
+        return program.traced_loss.trace(rest, train=True)
 
     batch, index = batches()[0], jnp.int32(0)
     found = program.in_mesh(trace)(program.model.variables, batch, index, index)

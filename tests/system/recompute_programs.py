@@ -101,7 +101,7 @@ def budget_figures(
 
 def _range(program: Program, batch: Any) -> tuple[int, int]:
     """Bytes of what units are handed, and of that with all that they name."""
-    objective = program.objective
+    objective = program.traced_loss
     number = jax.ShapeDtypeStruct((), "int32")
     rest = ({}, program.abstract_batch(batch), number, number)
     with jax.set_mesh(program.mesh):

@@ -54,7 +54,7 @@ def traced(foreign: Foreign) -> Traced:
     program = build_program(
         config, foreign.model, foreign.loss, devices=devices, example_batch=foreign.batch
     )
-    objective = program.objective
+    objective = program.traced_loss
     inputs = (foreign.batch, jnp.int32(0), jnp.int32(0))
     found = objective.trace((dict(objective.model.variables), *inputs), train=True)
     propagated = propagate_dims(found.closed.jaxpr, found.parameters, found.batch)

@@ -15,8 +15,8 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import micro_batch_key
-from jaxspeed.objective import sharded_draws
 from jaxspeed.placement import zero
+from jaxspeed.traced_loss import sharded_draws
 from tests.support import reference
 from tests.train.cases import MICRO, RANKS, Case
 from tests.train.parity import assert_losses_equal, config, leaf_differences, plain, run

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspeed.objective import objective
+from jaxspeed.traced_loss import micro_batch_loss
 from jaxspeed.train import gradients
 from jaxspeed.user_models import nnx_model
 from tests.train.cases import CASES
@@ -76,8 +76,8 @@ def test_a_micro_batch_is_a_slice_of_each_ranks_part(monkeypatch):
 @pytest.mark.full
 def test_the_gradient_of_a_unit_is_needed(monkeypatch):
     """ZeRO 3's gather is differentiated by hand: leave one scatter's result out."""
-    real = objective.ShardedParam.scatter
+    real = micro_batch_loss.ShardedParam.scatter
     monkeypatch.setattr(
-        objective.ShardedParam, "scatter", lambda self, g, like: 0 * real(self, g, like)
+        micro_batch_loss.ShardedParam, "scatter", lambda self, g, like: 0 * real(self, g, like)
     )
     assert differs("batch statistics", 3)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxspeed import ModelError
-from jaxspeed.objective import passes
+from jaxspeed.traced_loss import passes
 from tests.engine import tiny
 
 RATE = 0.05  # of tiny.config's SGD

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import ModelError
-from jaxspeed.objective import objective
+from jaxspeed.traced_loss import micro_batch_loss
 from jaxspeed.user_models import linen_model, nnx_model
 from tests.train.flax_loop import (
     REPLICATED,
@@ -373,7 +373,7 @@ def test_check_finds_intermediate_values_that_are_carried(monkeypatch):
 
 @pytest.mark.sampled
 def test_check_finds_a_write_that_is_dropped(monkeypatch):
-    monkeypatch.setattr(objective.Objective, "_as_stored", lambda self, written: {})
+    monkeypatch.setattr(micro_batch_loss.MicroBatchLoss, "_as_stored", lambda self, written: {})
     engine = jaxspeed.initialize(
         WithTeacher, distilled, ONE.config(64), SGD, trainable="student/**"
     )

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec
 from jaxspeed.checkpoint.leaves import donatable_copy, saved_arrays, saved_leaves
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import RunError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.param_split import join_all
 from jaxspeed.parameter_server.ray.build import BuildArguments, RayResources
 from jaxspeed.parameter_server.ray.server_state import ServerLayout, program_of_server, restored
 from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.worker import WorkerStep
 from jaxspeed.placement.rows import Row
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.bucketed_update import BucketedUpdate
 from jaxspeed.train_state.state import Arrays, TrainState
 

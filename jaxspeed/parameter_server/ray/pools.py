@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxspeed.errors import RunError, StateLostError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.ray.actors import Build, ServerActor, WorkerActor
 from jaxspeed.parameter_server.ray.cluster import SECONDS_TO_START, Cluster
 from jaxspeed.parameter_server.ray.failures import died, lost, raised
 from jaxspeed.parameter_server.ray.server_state import variables_of
 from jaxspeed.parameter_server.schedules import Finished, PushLostError, Task
+from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import Arrays, TrainState
 

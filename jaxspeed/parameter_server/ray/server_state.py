@@ -220,8 +220,8 @@ def program_of_server(
     abstract = jax.eval_shape(transform.init, native_tree(model, trained))
     opt = OptLayout.of(table, abstract, device_memory_kind(program.mesh))
     table = table.with_state(opt.places, {})
-    objective = replace(program.objective, model=model, table=table)
+    traced_loss = replace(program.traced_loss, model=model, table=table)
     values = {field.name: getattr(program.update, field.name) for field in fields(Update)}
     values |= {"table": table, "model": model, "layout": opt, "gradient_factor": factor}
-    gradients = replace(program.gradients, objective=objective)
-    return replace(program, objective=objective, gradients=gradients, update=Update(**values))
+    gradients = replace(program.gradients, traced_loss=traced_loss)
+    return replace(program, traced_loss=traced_loss, gradients=gradients, update=Update(**values))

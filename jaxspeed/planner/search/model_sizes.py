@@ -71,10 +71,10 @@ def sizes_of(program: Program, sample: Any) -> ModelSizes:
 
 
 def _sizes(program: Program, sample: Any) -> ModelSizes:
-    objective, table = program.objective, program.table
-    batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), sample)
+    traced_loss, table = program.traced_loss, program.table
+    batch = jax.tree.map(lambda x: jax.eval_shape(traced_loss.cast, x), sample)
     first = jnp.asarray(0)
-    traced = objective.trace((program.model.variables, batch, first, first), train=True)
+    traced = traced_loss.trace((program.model.variables, batch, first, first), train=True)
     jaxpr = traced.closed.jaxpr
     unit_programs = tuple(unit_jaxprs(jaxpr, traced.batch, traced.units))
     costs = RematCosts(tuple(map(UnitResiduals.of, unit_programs)))

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspeed.errors import RunError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server import Rule
 from jaxspeed.parameter_server.schedules import (
     MAX_CONSECUTIVE_LOSSES,
@@ -17,6 +16,7 @@ from jaxspeed.parameter_server.schedules import (
     PushLostError,
     SynchronousSchedule,
 )
+from jaxspeed.traced_loss.accumulate import Sums
 
 WORKERS = 3
 

@@ -9,11 +9,11 @@ import pytest
 import jaxspeed
 from jaxspeed.config import load_config
 from jaxspeed.errors import ConfigError
-from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.ray import server_state
 from jaxspeed.parameter_server.ray.build import BuildArguments
 from jaxspeed.parameter_server.ray.ray_engine import program_of
 from jaxspeed.parameter_server.ray.server_state import ServerLayout
+from jaxspeed.traced_loss.accumulate import Sums
 from tests.parameter_server.ray.ray_parts import (
     DROPPING,
     LLAMA,

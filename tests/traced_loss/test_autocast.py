@@ -13,8 +13,8 @@ from jax import lax
 import jaxspeed
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.traverse import bodies
-from jaxspeed.objective.autocast import Autocast, autocast_function
 from jaxspeed.ops import attention, moe
+from jaxspeed.traced_loss.autocast import Autocast, autocast_function
 from tests.engine import tiny
 from tests.support import reference
 from tests.support.strict_models import CASES
@@ -188,7 +188,7 @@ def traced(engine, case):
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch)
     index = jnp.int32(0)
     rest = (dict(engine.program.model.variables), batch, index, index)
-    return engine.program.objective.trace(rest, train=True).closed.jaxpr
+    return engine.program.traced_loss.trace(rest, train=True).closed.jaxpr
 
 
 @pytest.mark.default_cases(
@@ -219,7 +219,7 @@ def test_stage_3_gathers_and_reduces_safe_modules_in_the_low_dtype(caplog):
         engine = engine_of(case, torch_autocast=autocast, **zero)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch)
         rest = (dict(engine.program.model.variables), batch, jnp.int32(0), jnp.int32(0))
-        program = engine.program.objective.trace(rest, train=True)
+        program = engine.program.traced_loss.trace(rest, train=True)
         return {path for path, v in program.parameters.items() if v.aval.dtype == BF16}
 
     assert read_low(None) == low  # norms and the embedding are read in fp32

@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.autocast import Autocast, asks_for_full_precision
-from jaxspeed.objective.by_parts import ByParts, by_parts
-from jaxspeed.objective.loss import Loss, parse_loss
-from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.passes import TraceContext, before_split
 from jaxspeed.objectives import objective_of
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to, over_sequences
 from jaxspeed.placement.batch_dims import sequence_dims
 from jaxspeed.placement.paths import listed
 from jaxspeed.sequence_parallel import SequenceSettings
+from jaxspeed.traced_loss.autocast import Autocast, asks_for_full_precision
+from jaxspeed.traced_loss.by_parts import ByParts, by_parts
+from jaxspeed.traced_loss.loss import Loss, parse_loss
+from jaxspeed.traced_loss.loss_program import LossProgram
+from jaxspeed.traced_loss.passes import TraceContext, before_split
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.batches import EXTRA, call_loss
 from jaxspeed.user_models.own_axes import OwnAxes, with_own_axes

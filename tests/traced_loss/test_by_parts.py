@@ -74,7 +74,7 @@ def shapes(given, samples):
 def by_parts_of(program, batch):
     index = jax.ShapeDtypeStruct((), jnp.int32)
     rest = (program.state.variables, batch, index, index)
-    return program.in_mesh(lambda: program.objective.by_parts(rest, train=True))()
+    return program.in_mesh(lambda: program.traced_loss.by_parts(rest, train=True))()
 
 
 @pytest.mark.parametrize(("name", "target", "given", "precision"), covering(POINTS, DEFAULT))

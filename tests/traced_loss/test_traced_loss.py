@@ -11,21 +11,21 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxspeed.objective.objective import Objective
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.rows import Precision
 from jaxspeed.placement.table import build_table
 from jaxspeed.planner.trace.traced_step import as_on
+from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.user_models import adapt_model
 from tests.engine import tiny
-from tests.objective.test_trace_counts import counted
+from tests.traced_loss.test_trace_counts import counted
 
 
-def objective(loss_fn: Any = tiny.squared_error, model: Any = tiny.Listed) -> Objective:
+def objective(loss_fn: Any = tiny.squared_error, model: Any = tiny.Listed) -> MicroBatchLoss:
     adapted = adapt_model(model, loss_fn)
     table = build_table(adapted.leaves, build_mesh({}, jax.devices()[:1]))
-    return Objective(adapted, loss_fn, table, None)
+    return MicroBatchLoss(adapted, loss_fn, table, None)
 
 
 def rest(samples: int = 4, **more: Any) -> Any:
@@ -110,7 +110,7 @@ def test_parameters_and_batch_are_traced_as_layers_read_them(dtype):
     adapted = adapt_model(tiny.Listed, tiny.squared_error)
     mesh = build_mesh({}, jax.devices()[:1])
     table = build_table(adapted.leaves, mesh, precision=Precision(compute=dtype))
-    traced = Objective(adapted, tiny.squared_error, table, dtype).trace(rest(), True)
+    traced = MicroBatchLoss(adapted, tiny.squared_error, table, dtype).trace(rest(), True)
     wanted = {jnp.dtype(dtype or "float32")}
     assert {v.aval.dtype for v in traced.parameters.values()} == wanted
     assert {v.aval.dtype for v in traced.batch} == wanted

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.objective.loss import Loss
 from jaxspeed.objectives.terms_and_metrics import Metric
+from jaxspeed.traced_loss.loss import Loss
 from jaxspeed.train_state.state import Arrays
 
 

@@ -48,8 +48,8 @@ from jaxspeed.jaxpr.primitives import (
 )
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, bodies, equations, is_var
-from jaxspeed.objective.safe_modules import SafeModules
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.traced_loss.safe_modules import SafeModules
 
 LOWER = PRODUCTS | RAGGED_PRODUCTS
 # Element-wise, but too steep for 8 bits of mantissa, or the terms of a sum of squares.

@@ -14,10 +14,10 @@ import jaxspeed
 from jaxspeed.jaxpr.rewriter import Rewriter
 from jaxspeed.jaxpr.traverse import as_product, bodies, product_of
 from jaxspeed.jaxpr.weight_uses import joint_origin, weight_uses
-from jaxspeed.objective import passes
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.tensor_parallel import REPLICATED
+from jaxspeed.traced_loss import passes
+from jaxspeed.traced_loss.loss_program import LossProgram
 from tests.support.covering import covering
 
 WIDTH, HIDDEN, LAYERS, SAMPLES, LR = 8, 16, 4, 32, 0.005

@@ -19,13 +19,6 @@ from jaxspeed.adapters.products import WeightDims, squared_norms
 from jaxspeed.axes import SEQ, position_axes, product
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.autocast import Autocast
-from jaxspeed.objective.by_parts import ByParts
-from jaxspeed.objective.loss import Loss, TermWeights
-from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.loss_weight import weights_of
-from jaxspeed.objective.passes import PartContext, after_split, boundaries
-from jaxspeed.objective.traced_loss import LossTraces
 from jaxspeed.ops.free_axes import free_axes, free_sample_shards
 from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
 from jaxspeed.placement.constrain import constrain
@@ -39,6 +32,13 @@ from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr, unit_jaxprs
 from jaxspeed.sequence_parallel import AttentionNotes, AttentionReport, SequenceSettings
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
+from jaxspeed.traced_loss.autocast import Autocast
+from jaxspeed.traced_loss.by_parts import ByParts
+from jaxspeed.traced_loss.loss import Loss, TermWeights
+from jaxspeed.traced_loss.loss_program import LossProgram
+from jaxspeed.traced_loss.loss_traces import LossTraces
+from jaxspeed.traced_loss.loss_weight import weights_of
+from jaxspeed.traced_loss.passes import PartContext, after_split, boundaries
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.protocol import Model
 from jaxspeed.zero3 import (
@@ -54,7 +54,7 @@ from jaxspeed.zero3.sharded_param import Storage
 
 
 @dataclass(frozen=True)
-class Objective:
+class MicroBatchLoss:
     """`__call__(sources, variables, batch, step, micro, train) -> (Loss, written)`.
 
     `written` are variables and parameters that the loss changed, by path, as they are stored.
@@ -72,15 +72,15 @@ class Objective:
     autocast: Autocast | None = None  # of the traced loss, operation by operation
     sequence: SequenceSettings = field(default_factory=SequenceSettings)
 
-    def with_exchange(self, exchange: Exchange) -> "Objective":
+    def with_exchange(self, exchange: Exchange) -> "MicroBatchLoss":
         """Copy with another exchange, and the same traces."""
         return self._with_traces(replace(self, exchange=exchange))
 
-    def stored_as(self, table: PlacementTable) -> "Objective":
+    def stored_as(self, table: PlacementTable) -> "MicroBatchLoss":
         """Copy for parameters that are stored otherwise and read alike, with the same traces."""
         return self._with_traces(replace(self, table=table))
 
-    def _with_traces(self, other: "Objective") -> "Objective":
+    def _with_traces(self, other: "MicroBatchLoss") -> "MicroBatchLoss":
         vars(other)["traces"] = self.traces
         return other
 

@@ -11,10 +11,10 @@ from jaxspeed.adapters.adapter import PREFIX
 from jaxspeed.config import match
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, Var, runs, shape_of
-from jaxspeed.objective.loss import Loss
 from jaxspeed.sequence_parallel import LeftAlone
 from jaxspeed.tensor_parallel.dim_propagation import propagate_dims
 from jaxspeed.tensor_parallel.sequence_dims import SequenceDims
+from jaxspeed.traced_loss.loss import Loss
 from jaxspeed.user_models.own_axes import OwnAxes
 from jaxspeed.zero3 import Units, choose_units, outermost_calls
 

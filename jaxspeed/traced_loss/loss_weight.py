@@ -17,9 +17,9 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import with_all_calls_inlined
 from jaxspeed.jaxpr.slicing import free_variables, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, JaxprEqn, Var, is_var, shape_of
-from jaxspeed.objective.loss import TermWeights
-from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.placement.paths import listed
+from jaxspeed.traced_loss.loss import TermWeights
+from jaxspeed.traced_loss.loss_program import LossProgram
 
 
 def weights_of(program: LossProgram, batch: Any) -> TermWeights:

@@ -8,8 +8,8 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.objective import sharded_draws
 from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.traced_loss import sharded_draws
 
 SAMPLES, WIDTH = 16, 3
 MESH = build_mesh({"data": 4, "replica": 2}, jax.devices())

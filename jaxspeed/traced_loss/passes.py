@@ -21,10 +21,6 @@ from jaxspeed.axes import SEQ
 from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.split_scans import in_parts
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Var, forwarded, is_var, shape_of
-from jaxspeed.objective.autocast import Autocast, lowers, with_autocast
-from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.loss_weight import with_weight_differentiated
-from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.paths import listed
 from jaxspeed.sequence_parallel import (
@@ -39,6 +35,10 @@ from jaxspeed.sequence_parallel.tile_sequence import in_sequence_tiles
 from jaxspeed.sequence_parallel.zigzag import in_zigzag
 from jaxspeed.sequence_parallel.zigzag_proof import ContiguousError
 from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
+from jaxspeed.traced_loss.autocast import Autocast, lowers, with_autocast
+from jaxspeed.traced_loss.loss_program import LossProgram
+from jaxspeed.traced_loss.loss_weight import with_weight_differentiated
+from jaxspeed.traced_loss.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.user_models.protocol import SEED
 from jaxspeed.zero3 import Units
 
