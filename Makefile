@@ -13,7 +13,7 @@ WORKERS ?= 2
 OLDEST_TESTS = $(addprefix tests/, test_package.py test_known_jax_bugs.py \
 	checkpoint/test_several_processes.py engine/test_starting.py jaxpr/test_evaluate.py jaxpr/test_primitives.py \
 	jaxpr/test_sample_independence.py jaxpr/test_traverse.py launch/test_environment.py \
-	moe/test_grouped_products.py objective/test_autocast.py ops/test_attention_call.py ops/test_gpu_attention.py \
+	moe/test_grouped_products.py traced_loss/test_autocast.py ops/test_attention_call.py ops/test_gpu_attention.py \
 	ops/test_token_order.py planner/test_memory_layout.py \
 	planner/test_on_platform.py planner/test_torus.py run/test_watchdog.py train/test_staged_init.py )
 OLDEST_VENV ?= .venv-oldest

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxspeed.loss_traces.by_parts import ByParts
 
 from jaxspeed import ModelError
 from jaxspeed.jaxpr import sample_independence
 from jaxspeed.sequence_parallel import token_dim
 from jaxspeed.tensor_parallel import insert_constraints
 from jaxspeed.traced_loss import loss_traces, passes
+from jaxspeed.traced_loss.by_parts import ByParts
 from jaxspeed.train.program import Program
 from jaxspeed.user_models import linen_calls, linen_model, nnx_model
 from jaxspeed.user_models.batches import zeros_of

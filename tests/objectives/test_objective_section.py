@@ -93,7 +93,7 @@ def test_a_module_that_fails_is_named_with_its_error(tmp_path, monkeypatch):
 
 def test_its_own_keys_are_explained():
     def rows(objective):
-        return {r.key: r for r in jaxspeed.explain_config(config(traced_loss=objective))}
+        return {r.key: r for r in jaxspeed.explain_config(config(objective=objective))}
 
     beta = rows({**OWN, "beta": 2})["objective.beta"]
     assert (beta.verdict, beta.sentence) == ("honoured", "Multiplies the difference of scores.")
@@ -126,7 +126,7 @@ DEFAULTS |= dict.fromkeys(("vit", "mlp", "llama_classifier"), "classification")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_its_own_loss_by_the_name_of_an_objective(name):
     expected = DEFAULTS.get(name, "next_token")
-    assert build(name).traced_loss == expected
+    assert build(name).objective == expected
     for keys in ({}, {"objective": {"type": expected}}):
         _, loss = resolve_model(jaxspeed.Config.load(config(model={"family": name}, **keys)))
         assert loss.__wrapped__ is family(name).loss
@@ -141,7 +141,7 @@ def test_a_family_has_its_own_loss_by_the_name_of_an_objective(name):
 
 
 def test_an_encoder_with_labels_classifies():
-    assert build("bert", "tiny-classifier").traced_loss == "classification"
+    assert build("bert", "tiny-classifier").objective == "classification"
 
 
 def loss_fn(model, batch):
