@@ -123,7 +123,7 @@ DEFAULT = [
 ]
 
 
-@pytest.mark.default_cases("1-4-mesh8-parallel8")
+@pytest.mark.default_cases("1-4-mesh12-parallel12")
 @pytest.mark.parametrize(("stage", "accumulation", "mesh", "parallel"), covering(CASES, DEFAULT))
 def test_a_step_is_that_of_the_formula(stage, accumulation, mesh, parallel):
     steps = batches()
