@@ -1,5 +1,6 @@
 """The package, its messages and the docs use the field's terms (docs/glossary.md)."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -95,3 +96,34 @@ def test_a_phrase_is_found(line):
 def test_allowed_names_are_in_use():
     text = "".join(path.read_text() for path in FILES)
     assert not [allowed for allowed in ALLOWED if allowed not in text]
+
+
+# Names that say nothing of what they hold, and cannot be searched for.
+EMPTY_NAMES = {"found", "given", "own", "each", "made", "one"}
+
+
+def empty_names(source: str) -> list[str]:
+    """Those that functions bind, as arguments or targets of assignments, loops, comprehensions."""
+    tree = ast.parse(source)
+    bound = [
+        node.arg if isinstance(node, ast.arg) else node.id
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    ]
+    return [name for name in bound if name in EMPTY_NAMES]
+
+
+def test_bindings_are_named_after_what_they_hold():
+    package = (ROOT / "jaxspeed").rglob("*.py")
+    counts = {file.relative_to(ROOT): empty_names(file.read_text()) for file in package}
+    named = {str(file): names for file, names in counts.items() if names}
+    assert not named, "write a noun of the field"
+
+
+def test_an_empty_name_is_found():
+    source = "def f(given):\n    for one in given:\n        found = [each for each in one]"
+    assert sorted(empty_names(source)) == ["each", "found", "given", "one"]
+    assert not empty_names("x = given = 1\ndef f(leaf):\n    return given")

@@ -111,5 +111,5 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, Any]:
 
 def totals(metrics: Mapping[str, Metric]) -> dict[str, Any]:
     """What an evaluation returns beside results: those that a mean would not combine."""
-    found = {name: metric for name, metric in metrics.items() if metric.kind != "mean"}
-    return {TOTALS: found} if found else {}
+    declared = {name: metric for name, metric in metrics.items() if metric.kind != "mean"}
+    return {TOTALS: declared} if declared else {}
