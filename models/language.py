@@ -16,7 +16,7 @@ Targets of -100 are ignored too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -94,39 +94,13 @@ class Decoder(nnx.Module):
         return logits(self, self.hidden(tokens, positions=positions, **context), at)
 
 
-class Prediction(NamedTuple):
-    """The inputs and targets of a batch."""
-
-    tokens: jax.Array  # [batch, seq]
-    targets: jax.Array  # [batch, seq]
-    segment_ids: jax.Array | None  # [batch, seq]
-    positions: jax.Array | None  # [batch, seq]
-
-
-def split_batch(batch: LanguageBatch) -> Prediction:
-    """The inputs and targets of a batch in any of its forms."""
-    tokens, segments, mask = batch["tokens"], batch.get("segment_ids"), batch.get("mask")
-    positions = batch.get("positions")
-    if "targets" in batch:
-        targets = batch["targets"]
-    else:
-        tokens, targets = tokens[:, :-1], tokens[:, 1:]
-        if segments is not None:
-            targets = jnp.where(segments[:, 1:] == segments[:, :-1], targets, IGNORED)
-            segments = segments[:, :-1]
-        positions = positions if positions is None else positions[:, :-1]
-    if mask is not None:
-        targets = jnp.where(mask[:, -targets.shape[1] :] != 0, targets, IGNORED)
-    return Prediction(tokens, targets, segments, positions)
-
-
 def objective(config: Any) -> str:
     return "next_token"
 
 
 def next_token_loss(model: LanguageModel, batch: LanguageBatch) -> tuple[jax.Array, jax.Array]:
     """(sum, weight) of the cross-entropy of each token's successor."""
-    p = split_batch(batch)
+    p = ops.split_batch(batch)
     hidden = model.hidden(p.tokens, segment_ids=p.segment_ids, positions=p.positions)
     return cross_entropy(model, hidden, p.targets)
 

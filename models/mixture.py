@@ -217,6 +217,31 @@ class MixtureDecoder(RotaryDecoder):
         x, balance = scan_blocks(self.blocks, (x, balance), *context, each=own, unroll=c.unroll)
         return self.normed(x), balance
 
+    def hidden_and_auxiliary(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        train: bool | None = None,
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """The head's input, the losses of the routers with their coefficients, and metrics.
+
+        Unless in evaluation (`train` is False), the experts' tokens are counted.
+        """
+        c, k = self.config, self.config.num_experts_per_tok
+        hidden, balance = self.hidden_and_balance(tokens, segment_ids, positions)
+        auxiliary = (
+            c.router_aux_loss_coef * balance.switch_loss(k)
+            + c.sequence_aux_loss_coef * balance.sequence_loss(k)
+            + c.router_z_loss_coef * balance.z_loss()
+        )
+        rounds = jnp.max(ops.moe.rounds_of(balance.sent, k, tokens.shape[1]))
+        if self.expert_counts is not None and train is not False:
+            self.expert_counts[...] += balance.total()
+        metrics = {"auxiliary_loss": auxiliary, "dispatch_rounds": rounds}
+        return hidden, auxiliary, {**balance.metrics(), **metrics}
+
     def after_step(self) -> None:
         """Update the experts' biases from the tokens of an optimizer step."""
         if self.expert_bias is None or self.expert_counts is None:
@@ -231,23 +256,13 @@ class MixtureDecoder(RotaryDecoder):
 def loss(model: MixtureDecoder, batch: language.LanguageBatch, train: bool | None = None) -> Any:
     """(sum, weight, auxiliary, metrics): the cross-entropy of each token's successor.
 
-    The auxiliary term has the losses of the routers. Unless in evaluation (`train` is False), the
-    experts' tokens are counted.
+    The auxiliary term has the losses of the routers.
     """
-    c, p = model.config, language.split_batch(batch)
-    hidden, balance = model.hidden_and_balance(p.tokens, p.segment_ids, p.positions)
-    total, weight = language.cross_entropy(model, hidden, p.targets)
-    k = c.num_experts_per_tok
-    auxiliary = (
-        c.router_aux_loss_coef * balance.switch_loss(k)
-        + c.sequence_aux_loss_coef * balance.sequence_loss(k)
-        + c.router_z_loss_coef * balance.z_loss()
+    p = ops.split_batch(batch)
+    hidden, auxiliary, metrics = model.hidden_and_auxiliary(
+        p.tokens, segment_ids=p.segment_ids, positions=p.positions, train=train
     )
-    rounds = jnp.max(ops.moe.rounds_of(balance.sent, k, p.tokens.shape[1]))
-    metrics = {**balance.metrics(), "auxiliary_loss": auxiliary, "dispatch_rounds": rounds}
-    if model.expert_counts is not None and train is not False:
-        model.expert_counts[...] += balance.total()
-    return total, weight, auxiliary, metrics
+    return *language.cross_entropy(model, hidden, p.targets), auxiliary, metrics
 
 
 objective = language.objective

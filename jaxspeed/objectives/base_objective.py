@@ -1,10 +1,11 @@
 """`Objective`: the base class of what a model is trained for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxspeed.config.types import Section
+from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.padding import WithoutWeight
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class Objective(ABC):
       entire_batch: whether the loss of a sample depends on the others of its micro-batch. Then it
         is computed on entire micro-batches, and no proof is tried that each rank may compute it on
         its own samples.
+      records: of which form its data are: documents, or pairs of completions from the records of
+        preferences, or of completions with a label. Pairs are in a batch as `pairs.py` has them.
+      in_fp32: names of arrays that are not converted to the compute dtype.
       without_weight: optionally a method (batch, padding) -> batch, in which samples have no weight
         where `padding` [batch] is True. The names of its arrays do not depend on `padding`. With
         it, evaluation pads the last batch. Without it the last batch is smaller, and samples that
@@ -35,6 +39,8 @@ class Objective(ABC):
 
     arrays: ClassVar[Mapping[str, str]] = {}
     entire_batch: ClassVar[bool] = False
+    records: ClassVar[Literal["documents", "preference", "unpaired"]] = "documents"
+    in_fp32: ClassVar[tuple[str, ...]] = ()
     without_weight: WithoutWeight | None = None
 
     def __init__(self, options: Any = None) -> None:
@@ -46,6 +52,10 @@ class Objective(ABC):
 
         A subclass's method may have the further parameters of a loss_fn: `train`, `rng`, `extra`.
         """
+
+    def computed(self) -> Sequence[ComputedArrays]:
+        """The arrays that passes without gradient add to a batch before the loss, in this order."""
+        return ()
 
     def tokens(self, sample: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:
         """Number of tokens of a sample, from its arrays' shapes; None: as the data have it."""

@@ -9,9 +9,11 @@ from jaxspeed.ops.cross_entropy import (
     TokenLogprobs,
     cross_entropy,
     linear_cross_entropy,
+    logit_logprobs,
     token_logprobs,
 )
 from jaxspeed.ops.embed import embed
+from jaxspeed.ops.next_tokens import NextTokens, split_batch
 from jaxspeed.ops.norms import layer_norm, rms_norm
 from jaxspeed.ops.rope import (
     LinearScaling,
@@ -32,6 +34,7 @@ __getattr__, __dir__ = lazy_names(__name__, {})
 
 __all__ = [
     "LinearScaling",
+    "NextTokens",
     "RopeScaling",
     "Rotation",
     "Scaling",
@@ -43,11 +46,13 @@ __all__ = [
     "frequencies",
     "layer_norm",
     "linear_cross_entropy",
+    "logit_logprobs",
     "rms_norm",
     "rope_scaling",
     "rotate",
     "rotate_neighbours",
     "rotation",
     "saves_inputs",
+    "split_batch",
     "token_logprobs",
 ]

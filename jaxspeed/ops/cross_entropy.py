@@ -162,17 +162,7 @@ def token_logprobs(
     Returns:
         `TokenLogprobs`, in fp32 (fp64 for fp64 operands).
     """
-    if jnp.ndim(temperature):
-        raise ModelError(f"temperature has shape {jnp.shape(temperature)}: it should be a scalar")
-    if not isinstance(temperature, jax.Array):
-        temperature = float(temperature)
-        if not temperature > 0:
-            raise ModelError(f"temperature is {temperature}: logits are divided by it, so above 0")
-    requests: dict[Statistic, bool] = {
-        "logit_sum": mean_logit,
-        "entropy": entropy,
-        "is_top": is_top,
-    }
+    temperature = _checked(temperature)
     sums, vocab = _vocabulary_sums(
         hidden,
         weight,
@@ -182,8 +172,52 @@ def token_logprobs(
         temperature=temperature,
         chunk=chunk,
         weight_layout=weight_layout,
-        also=[name for name, asked in requests.items() if asked],
+        also=_also(entropy, is_top, mean_logit),
     )
+    return _token_logprobs(sums, targets, vocab, ignore_index)
+
+
+def logit_logprobs(
+    logits: jax.Array,
+    targets: jax.Array,
+    *,
+    temperature: float | jax.Array = 1.0,
+    entropy: bool = False,
+    is_top: bool = False,
+    mean_logit: bool = False,
+    ignore_index: int = -100,
+) -> TokenLogprobs:
+    """`token_logprobs` of a model that returns its logits [..., vocab]."""
+    if logits.shape[:-1] != targets.shape:
+        raise ModelError(f"logits {logits.shape} do not match targets {targets.shape}")
+    logits = logits.astype(_accumulator(logits)) / _checked(temperature)
+    sums = _sums_of_logits(logits, targets, _also(entropy, is_top, mean_logit))
+    return _token_logprobs(sums, targets, logits.shape[-1], ignore_index)
+
+
+def _checked(temperature: float | jax.Array) -> float | jax.Array:
+    """A temperature that logits can be divided by."""
+    if jnp.ndim(temperature):
+        raise ModelError(f"temperature has shape {jnp.shape(temperature)}: it should be a scalar")
+    if isinstance(temperature, jax.Array):
+        return temperature
+    if not float(temperature) > 0:
+        raise ModelError(f"temperature is {temperature}: logits are divided by it, so above 0")
+    return float(temperature)
+
+
+def _also(entropy: bool, is_top: bool, mean_logit: bool) -> list[Statistic]:
+    requests: dict[Statistic, bool] = {
+        "logit_sum": mean_logit,
+        "entropy": entropy,
+        "is_top": is_top,
+    }
+    return [name for name, asked in requests.items() if asked]
+
+
+def _token_logprobs(
+    sums: VocabularySums, targets: jax.Array, vocab: int, ignore_index: int
+) -> TokenLogprobs:
     counted = targets != ignore_index
     logprobs = _nan_if_unknown(sums.target_logit - sums.lse, targets, vocab)
     mean = None if sums.logit_sum is None else sums.logit_sum / vocab

@@ -1,0 +1,27 @@
+"""Arrays of a batch that a forward pass without gradient computes before the loss sees it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+
+@dataclass(frozen=True)
+class ComputedArrays:
+    """What a program without gradient adds to a batch: in a phase before the step, or once.
+
+    Attributes:
+      name: of the phase.
+      writes: the names of the arrays.
+      function: of (model, batch) in evaluation mode; it returns the arrays by name, [batch, ...].
+      model: the model that trains, with its current parameters, or the reference.
+      once: whether it is computed for each sample of the data before the run, and stored; not in
+        each step. Of the reference alone.
+    """
+
+    name: str
+    writes: tuple[str, ...]
+    function: Callable[[Any, Any], Mapping[str, jax.Array]]
+    model: Literal["trained", "reference"] = "trained"
+    once: bool = False

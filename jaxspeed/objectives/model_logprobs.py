@@ -1,0 +1,70 @@
+"""Log-probabilities that a language model gives the targets of a batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspeed import ops
+from jaxspeed.errors import ModelError
+from jaxspeed.ops.next_tokens import IGNORED
+
+
+class ModelLogprobs(NamedTuple):
+    """What a model says of a batch.
+
+    Attributes:
+      of_tokens: `ops.TokenLogprobs` of the targets [batch, seq], 0 where they do not count.
+      next_tokens: the inputs and targets.
+      auxiliary: of a mixture, the losses of its routers with their coefficients.
+      metrics: of a mixture.
+    """
+
+    of_tokens: ops.TokenLogprobs
+    next_tokens: ops.NextTokens
+    auxiliary: jax.Array | None
+    metrics: Mapping[str, jax.Array]
+
+    @property
+    def counted(self) -> jax.Array:
+        """Which targets count: bool [batch, seq]."""
+        return self.next_tokens.targets != IGNORED
+
+
+def model_logprobs(
+    model: Any, batch: Mapping[str, jax.Array], *, train: bool | None = None, **requests: Any
+) -> ModelLogprobs:
+    """The log-probabilities of a batch's targets, without all logits where the model has a head.
+
+    Args:
+      model: a family's decoder, or one that returns logits [batch, seq, vocab].
+      batch: as of `models/language.py`.
+      train: whether a mixture counts its experts' tokens; not if False.
+      requests: `temperature`, `entropy`, `is_top` and `mean_logit` of `ops.token_logprobs`.
+    """
+    p = ops.split_batch(batch)
+    context = {"segment_ids": p.segment_ids, "positions": p.positions}
+    auxiliary, metrics = None, dict[str, jax.Array]()
+    if hasattr(model, "head_weight"):
+        if hasattr(model, "hidden_and_auxiliary"):
+            hidden, auxiliary, metrics = model.hidden_and_auxiliary(
+                p.tokens, train=train, **context
+            )
+        else:
+            hidden = model.hidden(p.tokens, **context)
+        options = {"soft_cap": model.logit_soft_cap, "chunk": model.vocab_chunk}
+        scored = ops.token_logprobs(hidden, model.head_weight, p.targets, **options, **requests)
+        return ModelLogprobs(scored, p, auxiliary, metrics)
+    accepted = inspect.signature(model).parameters
+    passed = {name: x for name, x in context.items() if x is not None}
+    if unread := [name for name in passed if name not in accepted]:
+        raise ModelError(
+            f"the batch has {' and '.join(unread)}, which the model does not take: it should be "
+            "called as model(tokens, segment_ids=..., positions=...), or get rows of one document"
+        )
+    logits = model(p.tokens, **passed)
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return ModelLogprobs(ops.logit_logprobs(logits, p.targets, **requests), p, None, {})
