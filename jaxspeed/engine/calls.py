@@ -11,7 +11,12 @@ from jaxspeed.engine.reporter import ShapeLog
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.train.program import Program
 
-NAMES = "train_batch", "eval_batch", "evaluating"  # of what compiles for a batch's shapes
+NAMES = (
+    "train_batch",
+    "eval_batch",
+    "evaluating",
+    "logprobs",
+)  # of what compiles for a batch's shapes
 
 
 class Calls:

@@ -20,6 +20,7 @@ from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.calls import Calls
 from jaxspeed.engine.gathered import Gathered
 from jaxspeed.engine.loaded_adapters import LoadedAdapters
+from jaxspeed.engine.logprobs import LogprobPrograms, Logprobs
 from jaxspeed.engine.offload_check import asks, check_moves
 from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
@@ -97,6 +98,7 @@ class Engine(DeepSpeedHabits):
         self._gathered = Gathered(program, self._call.processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
+        self._logprobs: LogprobPrograms | None = None
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -200,6 +202,46 @@ class Engine(DeepSpeedHabits):
         Pipelines gather as always. On several processes each has to enter it.
         """
         return self._gathered.evaluating()
+
+    @watched("evaluate")
+    def logprobs(
+        self,
+        batch: Batch,
+        reference: bool = False,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        is_top: bool = False,
+        mean_logit: bool = False,
+    ) -> Logprobs:
+        """The log-probability of each target of a batch of tokens, and more on request.
+
+        In evaluation mode, of any number of rows that the data ranks divide; a mesh's pipeline
+        stages do not run as stages. `evaluating` is a context for several calls.
+
+        Args:
+          batch: `tokens` [batch, seq + 1] with the other arrays of `models/language.py`.
+          reference: of the base, without the adapters that `lora` trains.
+          temperature: divides the logits.
+          entropy, is_top, mean_logit: whether to compute these for each token too.
+
+        Raises:
+          ConfigError: the model predicts no next tokens, or the base's own values are not known.
+        """
+        program, state = self.runnable
+        if self._logprobs is None or self._logprobs.program is not program:
+            call = self._call if program is self.program else Calls(program)
+            self._logprobs = LogprobPrograms(program, call)
+        once = self._gathered.now()
+        requests = {
+            "temperature": float(temperature),
+            "entropy": entropy,
+            "is_top": is_top,
+            "mean_logit": mean_logit,
+        }
+        read: Any = self._call(self._gathered.of, state) if once else state
+        computed = self._logprobs(read, batch, once, reference, requests)
+        self._pace.sent(computed.sums)
+        return computed
 
     @property
     def gather_once(self) -> GatherOnce | None:
