@@ -169,7 +169,7 @@ def _by_flax(program: Program) -> Any:
     def gradients(state: TrainState, batch: Any) -> PlainGradients:
         params = _read_parameters(program.table, state)
         variables, batch = with_extra(state.variables, batch)
-        batch = jax.tree.map(program.traced_loss.cast, batch)
+        batch = program.traced_loss.cast(batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
         adapted = _adapted(program)
         flax_gradients = plain_gradients(
@@ -235,7 +235,7 @@ def _evaluated(
     def loss(state: TrainState, batch: Any, train: bool = False) -> jax.Array:
         params = _read_parameters(plain.table, state)
         variables, batch = with_extra(state.variables, batch)
-        batch = jax.tree.map(plain.traced_loss.cast, batch)
+        batch = plain.traced_loss.cast(batch)
         model: Any = plain.model
         if adapted := _adapted(plain):
             model, params = adapted.base, adapted.merged(params)
