@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import jax
 
+from jaxspeed.config.run_sections import FrozenModelSection
+
 
 @dataclass(frozen=True)
 class ComputedArrays:
@@ -15,13 +17,14 @@ class ComputedArrays:
       name: of the phase.
       writes: the names of the arrays.
       function: of (model, batch) in evaluation mode; it returns the arrays by name, [batch, ...].
-      model: the model that trains, with its current parameters, or the reference.
+      model: the model that trains, with its current parameters; or the reference: without its
+        adapters, or with those that `lora.adapter` names; or a frozen model beside it.
       once: whether it is computed for each sample of the data before the run, and stored; not in
-        each step. Of the reference alone.
+        each step. Not of the model that trains.
     """
 
     name: str
     writes: tuple[str, ...]
     function: Callable[[Any, Any], Mapping[str, jax.Array]]
-    model: Literal["trained", "reference"] = "trained"
+    model: Literal["trained", "reference"] | FrozenModelSection = "trained"
     once: bool = False

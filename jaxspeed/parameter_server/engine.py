@@ -211,7 +211,7 @@ class LocalServedEngine(ServedEngine):
         here = jax.device_put((params, variables), device)
         return self._bound(worker, *here)
 
-    def reduced_by(self, program: Program) -> checking.Reduced:
+    def reduced_by(self, program: Program, held: Mapping[str, Any]) -> checking.Reduced:
         """The gradients of one synchronous step of such a program."""
         assert isinstance(program, LocalProgram)
 

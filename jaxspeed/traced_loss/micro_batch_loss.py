@@ -19,7 +19,6 @@ from jaxspeed.adapters.products import WeightDims, squared_norms
 from jaxspeed.axes import SEQ, position_axes, product
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
-from jaxspeed.objectives import objective_of
 from jaxspeed.ops.free_axes import free_axes, free_sample_shards
 from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
 from jaxspeed.placement.constrain import constrain
@@ -72,6 +71,7 @@ class MicroBatchLoss:
     exchange: Exchange = BY_CONSTRAINT  # gathers the units' parameters
     autocast: Autocast | None = None  # of the traced loss, operation by operation
     sequence: SequenceSettings = field(default_factory=SequenceSettings)
+    in_fp32: Sequence[str] = ()  # the batch's arrays that are not converted
 
     def with_exchange(self, exchange: Exchange) -> "MicroBatchLoss":
         """Copy with another exchange, and the same traces."""
@@ -379,12 +379,10 @@ class MicroBatchLoss:
         return size if size and size % self.table.ranks == 0 else None
 
     def cast(self, batch: Any) -> Any:
-        """The batch in the compute dtype, but for what the objective reads in fp32."""
-        objective = objective_of(self.loss_fn)
-        in_fp32 = set() if objective is None else set(objective.in_fp32)
+        """A batch in the compute dtype, but for the arrays of `in_fp32`."""
 
         def cast(keys: tuple[Any, ...], x: Any) -> Any:
-            wide = in_fp32.intersection(getattr(key, "key", None) for key in keys)
+            wide = any(getattr(key, "key", None) in self.in_fp32 for key in keys)
             if self.compute_dtype is None or wide or not jnp.issubdtype(x.dtype, jnp.floating):
                 return x
             return x.astype(self.compute_dtype)

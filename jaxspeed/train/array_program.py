@@ -30,7 +30,19 @@ def array_program(
     adapters: bool = True,
     once: GatherOnce | None = None,
 ) -> Any:
-    """A jitted `arrays = compute(state, batch)`, which leaves the state as it is.
+    """`array_function`, compiled."""
+    compute = array_function(program, function, adapters=adapters, once=once)
+    return jax.jit(program.in_mesh(compute), compiler_options=compiler_options(program.mesh))
+
+
+def array_function(
+    program: Program,
+    function: ArrayFunction,
+    *,
+    adapters: bool = True,
+    once: GatherOnce | None = None,
+) -> Callable[[TrainState | ModelState, Any], dict[str, jax.Array]]:
+    """`arrays = compute(state, batch)`, to be traced in the program's mesh.
 
     Parameters are gathered, transferred and sharded as in a step; the model is in evaluation mode.
     A mesh's stages of a pipeline do not run as stages: each device computes all layers.
@@ -57,7 +69,7 @@ def array_program(
         model_state = state if isinstance(state, ModelState) else ModelState.of(program, state)
         return _placed(program, batch, _arrays(computed, model_state, batch))
 
-    return jax.jit(program.in_mesh(compute), compiler_options=compiler_options(program.mesh))
+    return compute
 
 
 def base_alone(program: Program) -> AdaptedModel:

@@ -1,0 +1,151 @@
+"""Arrays that an objective computes in a phase before the step, against a plain loop of Optax."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jaxspeed.models import build
+
+import jaxspeed
+from jaxspeed.errors import BatchError, ConfigError
+from tests.adapters.lora_loop import merged
+
+HERE = "tests.objectives.anchored:Anchored"
+BATCH, SEQ, VOCAB, STEPS, LR, DEVICES = 16, 16, 64, 3, 0.02, 8
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+STAGE_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+LORA = {
+    "lora": {"r": 2, "lora_alpha": 3, "init_lora_weights": False, "target_modules": "all-linear"}
+}
+CASES: dict[str, dict[str, Any]] = {
+    "stage 3, accumulation 2, adapters": {**STAGE_3, **LORA, "gradient_accumulation_steps": 2},
+    "stage 0": {},
+    "stage 0, rings": {"parallel": {"data_reduction": "ring"}},
+    "stage 3, accumulation 2": {**STAGE_3, "gradient_accumulation_steps": 2},
+    "tensor 2, stage 1, accumulation 4": {
+        "mesh": {"tensor": 2}, "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 4,
+    },
+    "pipe 2, stage 1": {
+        "mesh": {"pipe": 2}, "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2,
+    },
+    "pipe 2, adapters": {**LORA, "mesh": {"pipe": 2}, "gradient_accumulation_steps": 2},
+    "seq 2, stage 3": {**STAGE_3, "mesh": {"seq": 2}},
+}  # fmt: skip
+
+
+def config(**more: Any) -> dict[str, Any]:
+    objective = {"type": HERE, "reference": "each_step" if "lora" in more else "trained"}
+    return {
+        "model": {"family": "gpt2", "config": SIZES},
+        "objective": objective,
+        "train_batch_size": BATCH,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
+        "run": {"seed": 1},
+        **more,
+    }
+
+
+def batches(steps: int = STEPS, samples: int = BATCH) -> list[dict[str, np.ndarray]]:
+    """Tokens, with samples of unequal numbers of tokens that count."""
+    rng = np.random.default_rng(0)
+    counted = rng.integers(2, SEQ, (steps, samples, 1))
+    mask = (np.arange(SEQ + 1) <= counted).astype(np.int32)
+    tokens = rng.integers(0, VOCAB, (steps, samples, SEQ + 1)).astype(np.int32)
+    return [{"tokens": t, "mask": m} for t, m in zip(tokens, mask, strict=True)]
+
+
+class PlainLoop:
+    """The same training in plain Flax and Optax, on one device."""
+
+    def __init__(self, values: dict[str, Any], reference: dict[str, Any] | None, scale: float):
+        model = nnx.jit(lambda: build("gpt2", None, SIZES).factory(nnx.Rngs(0)))()
+        self.graph, self.state, self.rest = nnx.split(model, nnx.Param, ...)
+        self.reference, self.scale = reference, scale
+        self.trained = {
+            path: x for path, x in values.items() if path.startswith("lora/") or not scale
+        }
+        self.fixed = {path: x for path, x in values.items() if path not in self.trained}
+        self.optimizer = optax.sgd(LR, momentum=0.9)
+        self.opt = self.optimizer.init(self.trained)
+
+    def logprobs(self, values: dict[str, Any], batch: Any) -> jax.Array:
+        """log p of the targets [batch, seq]."""
+        flat = nnx.to_flat_state(self.state)
+        paths = ["/".join(map(str, keys)) for keys, _ in flat]
+        state = nnx.from_flat_state(
+            [(keys, x.replace(values[path])) for path, (keys, x) in zip(paths, flat, strict=True)]
+        )
+        logits = nnx.merge(self.graph, state, self.rest)(batch["tokens"][:, :-1])
+        logp = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(logp, batch["tokens"][:, 1:, None], 2)[..., 0]
+
+    def loss(self, trained: dict[str, Any], batch: Any) -> tuple[jax.Array, jax.Array]:
+        counted = batch["mask"][:, 1:]
+        values = self.fixed | trained
+        values = merged(values, self.scale) if self.scale else values
+        logp = self.logprobs(values, batch)
+        of_reference = jax.lax.stop_gradient(
+            logp if self.reference is None else self.logprobs(self.reference, batch)
+        )
+        ratios = (logp - of_reference) * counted
+        shift = jax.lax.stop_gradient(ratios.sum() / counted.sum())
+        terms = jax.nn.softplus(shift - ratios) * counted
+        return terms.sum() / counted.sum(), (of_reference * counted).sum() / counted.sum()
+
+    def step(self, batch: Any) -> tuple[float, float, float]:
+        """(loss, mean of the reference's log-probabilities, norm of the gradient)."""
+        (loss, mean), grads = jax.jit(jax.value_and_grad(self.loss, has_aux=True))(
+            self.trained, batch
+        )
+        updates, self.opt = self.optimizer.update(grads, self.opt, self.trained)
+        self.trained = optax.apply_updates(self.trained, updates)
+        return float(loss), float(mean), float(optax.tree.norm(grads))
+
+
+def plain_loop(engine: Any, reference: dict[str, Any] | None = None) -> PlainLoop:
+    """The loop from an engine's parameters; with adapters the reference is the base by default."""
+    values = {path: jnp.array(np.asarray(x)) for path, x in engine.parameters.items()}
+    base = {path: x for path, x in values.items() if not path.startswith("lora/")}
+    adapted = len(base) < len(values)
+    return PlainLoop(values, reference or (base if adapted else None), 1.5 * adapted)
+
+
+def compare(engine: Any, loop: PlainLoop, steps: int = STEPS) -> None:
+    """Train both, and compare losses, metrics, gradients and parameters."""
+    for batch in batches(steps):
+        metrics, (loss, mean, norm) = engine.train_batch(batch), loop.step(batch)
+        np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-5)
+        np.testing.assert_allclose(float(metrics["reference"]), mean, rtol=1e-5)
+        np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=1e-5)
+    trained = engine.parameters
+    for path, value in loop.trained.items():
+        np.testing.assert_allclose(trained[path], value, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.default_cases("stage 3, accumulation 2, adapters")
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_plain_optax(case):
+    engine = jaxspeed.initialize(config=config(**CASES[case]))
+    assert [phase.name for phase in engine.program.phases] == ["reference", "shift", "step"]
+    loop = plain_loop(engine)
+    compare(engine, loop)
+    batch = batches(4)[3]
+    evaluated = engine.eval_batch(batch)
+    np.testing.assert_allclose(
+        [float(evaluated[name]) for name in ("loss", "reference")],
+        loop.loss(loop.trained, batch),
+        rtol=1e-5,
+    )
