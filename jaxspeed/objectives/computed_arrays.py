@@ -17,8 +17,9 @@ class ComputedArrays:
       name: of the phase.
       writes: the names of the arrays.
       function: of (model, batch) in evaluation mode; it returns the arrays by name, [batch, ...].
-      model: the model that trains, with its current parameters; or the reference: without its
-        adapters, or with those that `lora.adapter` names; or a frozen model beside it.
+      model: the model that trains, with its current parameters; or a frozen model beside it; or
+        the reference: the frozen model of the objective's option `reference_model`, else the model
+        without its adapters, or with those that `lora.adapter` names as they were read.
       once: whether it is computed for each sample of the data before the run, and stored; not in
         each step. Not of the model that trains.
     """

@@ -53,6 +53,7 @@ def frozen_program(program: Program, section: FrozenModelSection, what: str) -> 
 def _config(program: Program, section: FrozenModelSection) -> Config:
     """The settings of a frozen model: its section's, and the compute dtype of the run."""
     config, sizes = program.config, dict(program.mesh.shape)
+    threshold = "stage3_param_persistence_threshold"
     stage = section.zero_stage
     if stage is None:
         stage = 3 if program.ranks > 1 else 0
@@ -61,6 +62,7 @@ def _config(program: Program, section: FrozenModelSection) -> Config:
         "mesh": sizes,
         "zero_optimization": {
             "stage": stage,
+            threshold: getattr(config.zero_optimization, threshold),
             "offload_param": {"device": "cpu" if section.offload else "none"},
         },
         "parallel": {"sequence": config.parallel.sequence.model_dump()},

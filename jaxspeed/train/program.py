@@ -174,7 +174,13 @@ class Program:
     def computed_arrays(self) -> tuple[ComputedArrays, ...]:
         """What the objective adds to batches, once or in each step."""
         objective = objective_of(self.traced_loss.loss_fn)
-        return () if objective is None else tuple(objective.computed())
+        if objective is None:
+            return ()
+        frozen = getattr(objective.options, "reference_model", None)
+        return tuple(
+            replace(entry, model=frozen) if frozen and entry.model == "reference" else entry
+            for entry in objective.computed()
+        )
 
     def held(self, state: TrainState) -> dict[str, Any]:
         """The values beside state and batch with which each step begins, for a fresh state."""

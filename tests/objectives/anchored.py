@@ -28,15 +28,14 @@ class Anchored(jaxspeed.Objective):
     in_fp32 = ("reference_logprobs", "shift")
 
     def computed(self) -> Sequence[ComputedArrays]:
-        options = self.options
-        reference: Any = options.reference_model or "reference"
+        reference = self.options.reference
         return (
             ComputedArrays(
                 "reference",
                 ("reference_logprobs",),
                 reference_logprobs,
-                "trained" if options.reference == "trained" else reference,
-                once=options.reference == "precompute",
+                "trained" if reference == "trained" else "reference",
+                once=reference == "precompute",
             ),
             ComputedArrays("shift", ("shift",), shift),
         )

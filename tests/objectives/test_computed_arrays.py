@@ -149,3 +149,127 @@ def test_steps_equal_plain_optax(case):
         loop.loss(loop.trained, batch),
         rtol=1e-5,
     )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the weights of another seed."""
+    path = tmp_path_factory.mktemp("reference") / "model"
+    other = config(run={"seed": 5}, train_batch_size=8)
+    jaxspeed.initialize(config=other | {"objective": {"type": "next_token"}}).save_pretrained(path)
+    return path
+
+
+FROZEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stage 3": ({}, {**STAGE_3, "gradient_accumulation_steps": 2}),
+    "offload": ({"offload": True}, STAGE_3),
+    "stage 0, pipe 2, tensor 2": (
+        {"zero_stage": 0},
+        {"mesh": {"pipe": 2, "tensor": 2}, "gradient_accumulation_steps": 2},
+    ),
+    "stage 1, adapters": ({}, {**LORA, "zero_optimization": {"stage": 1}}),
+}
+
+
+def frozen_config(folder: Path, section: Any, **more: Any) -> dict[str, Any]:
+    named = str(folder) if not section else {"pretrained": str(folder), **section}
+    return config(**more) | {
+        "objective": {"type": HERE, "reference_model": named, "reference": "each_step"}
+    }
+
+
+@pytest.mark.default_cases("stage 3")
+@pytest.mark.parametrize("case", FROZEN)
+def test_a_frozen_model_is_the_reference(case, folder):
+    section, more = FROZEN[case]
+    engine = jaxspeed.initialize(config=frozen_config(folder, section, **more))
+    (frozen,) = engine.program.frozen.values()
+    roles = frozen.table.bytes_by_role()
+    parameters = 4 * sum(x.size for path, x in engine.parameters.items() if "lora/" not in path)
+    assert {role for role, (total, _) in roles.items() if total} == {"param"}
+    assert frozen.table.stage == section.get("zero_stage", 3)
+    assert bool(frozen.table.host_bytes_by_role()) == section.get("offload", False)
+    assert not jax.tree.leaves(frozen.state.opt)
+    if not section:
+        shards = 8 if case == "stage 3" else 1
+        assert roles["param"][1] == pytest.approx(parameters / shards, rel=0.1)
+    reference = jaxspeed.initialize(
+        config=config(run={"seed": 5}) | {"objective": {"type": "next_token"}}
+    )
+    values = {path: jnp.array(np.asarray(x)) for path, x in reference.parameters.items()}
+    compare(engine, plain_loop(engine, values))
+
+
+def test_the_reference_of_a_saved_adapter_is_as_it_was_read(tmp_path):
+    jaxspeed.initialize(config=config(**LORA)).save_adapter(tmp_path / "adapter")
+    adapter = {"lora": {"adapter": str(tmp_path / "adapter")}, **STAGE_3}
+    engine = jaxspeed.initialize(config=config(**adapter))
+    values = {path: jnp.array(np.asarray(x)) for path, x in engine.parameters.items()}
+    compare(engine, plain_loop(engine, merged(values, 1.5)))
+    found = engine.check(batches(4)[3])
+    assert found.ok, str(found)
+
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.wait()
+    resumed = jaxspeed.initialize(config=config(**adapter))
+    resumed.load_checkpoint(tmp_path / "saved")
+    batch = batches(4)[3]
+    assert float(resumed.train_batch(batch)["loss"]) == float(engine.train_batch(batch)["loss"])
+
+
+def test_check_and_compiled_show_the_phases(folder):
+    engine = jaxspeed.initialize(config=frozen_config(folder, {}, **STAGE_3))
+    batch = batches(1)[0]
+    report = engine.compiled(batch)
+    assert [report.phase, *report.others] == ["reference", "shift", "step"]
+    shapes = engine.program.values(batch)
+    assert shapes["model of reference"] == engine.program.frozen["model of reference"].state
+    found = engine.check(batch)
+    assert found.ok, str(found)
+    with pytest.raises(jaxspeed.JaxspeedError, match="several programs here"):
+        _ = engine.step
+    with_arrays = engine.program.complete(batch)
+    assert with_arrays["reference_logprobs"].shape == (BATCH, SEQ)
+    given = {**batch, "reference_logprobs": np.zeros((BATCH, SEQ), np.float32)}
+    assert float(engine.eval_batch(given)["reference"]) == 0  # what a batch has is not computed
+
+
+@pytest.mark.parametrize("mode", ["bf16", "torch_autocast"])
+def test_arrays_in_fp32_are_not_rounded(mode):
+    keys = config(
+        **{mode: {"enabled": True, "dtype": "bf16"} if mode != "bf16" else {"enabled": True}}
+    )
+    engine = jaxspeed.initialize(config=keys)
+    batch = batches(1)[0]
+    arrays = {
+        "reference_logprobs": np.full((BATCH, SEQ), -301.5, np.float32),
+        "shift": np.full(BATCH, 301.5, np.float32),
+    }
+    evaluated = engine.eval_batch(batch | arrays)
+    assert float(evaluated["reference"]) == pytest.approx(
+        -301.5 * SEQ * BATCH / batch["mask"][:, 1:].sum(), rel=1e-5
+    )
+
+
+def test_what_has_no_reference_is_refused(folder, tmp_path):
+    batch = batches(1)[0]
+    full = config() | {"objective": {"type": HERE}}
+    with pytest.raises(ConfigError, match="full training changes the model"):
+        jaxspeed.initialize(config=full)
+    saved = {"lora": {**LORA["lora"], "modules_to_save": ["wte"]}}
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        jaxspeed.initialize(config=full | saved)
+    once = full | {"objective": {"type": HERE, "reference": "precompute"}}
+    engine = jaxspeed.initialize(config=once)
+    for call in (engine.train_batch, engine.eval_batch, engine.check):
+        with pytest.raises(BatchError, match=r"lacks reference_logprobs.*engine\.logprobs"):
+            call(batch)
+    assert [engine.compiled(batch).phase, *engine.compiled(batch).others] == ["shift", "step"]
+    logprobs = engine.logprobs(batch).logprobs
+    engine.train_batch({**batch, "reference_logprobs": logprobs})
+    server = {"parallel": {"data_reduction": "parameter_server", "servers": 4}}
+    with pytest.raises(ConfigError, match="parameter_server"):
+        jaxspeed.initialize(config=config(**server))
+    sizes = {"model": {"family": "gpt2", "config": SIZES | {"vocab_size": 80}}}
+    with pytest.raises(ConfigError, match=r"vocabulary of 64 tokens, and .* has 80"):
+        jaxspeed.initialize(config=frozen_config(folder, {}, **sizes))
