@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
+from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.errors import BatchError
 from jaxspeed.objectives import objective_of
 from jaxspeed.objectives.computed_arrays import ComputedArrays
@@ -176,9 +177,11 @@ class Program:
         objective = objective_of(self.traced_loss.loss_fn)
         if objective is None:
             return ()
-        frozen = getattr(objective.options, "reference_model", None)
+        if (frozen := getattr(objective.options, "reference_model", None)) is None:
+            return tuple(objective.computed())
+        section = FrozenModelSection.model_validate(frozen)
         return tuple(
-            replace(entry, model=frozen) if frozen and entry.model == "reference" else entry
+            replace(entry, model=section) if entry.model == "reference" else entry
             for entry in objective.computed()
         )
 
