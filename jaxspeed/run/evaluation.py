@@ -19,6 +19,7 @@ from jaxspeed.objectives import WithoutWeight, objective_of
 from jaxspeed.objectives.terms_and_metrics import TOTALS, Metric
 from jaxspeed.train.phases import BATCH
 from jaxspeed.train_state.staged_init import compile_ahead
+from jaxspeed.user_models.batches import with_extra
 
 log = logging.getLogger("jaxspeed")
 
@@ -176,7 +177,9 @@ def _shared(engine: Engine, held_out: Split) -> int:
 
 def _rest(engine: Engine, batch: Any) -> tuple[Any, ...]:
     """What a loss is traced for, beside the parameters."""
-    return engine.program.state.variables, batch, jnp.asarray(0), jnp.asarray(0)
+    program = engine.program
+    variables, batch = with_extra(program.state.variables, program.complete(batch))
+    return variables, batch, jnp.asarray(0), jnp.asarray(0)
 
 
 def _is_sum(engine: Engine, batch: Any) -> bool:

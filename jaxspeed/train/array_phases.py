@@ -27,6 +27,9 @@ def with_array_phases(program: Program) -> Program:
     Raises:
       ConfigError: the reference of one of them is not known, or is of other tokens.
     """
+    if not program.computed_arrays:
+        return program
+    program = replace(program, completed=with_array_shapes)
     phased = [entry for entry in program.computed_arrays if not entry.once]
     if not phased:
         return program

@@ -72,6 +72,7 @@ class Program:
     source: BuildInputs
     proposal: ShardingProposal | None = None  # of the sharding over `tensor`, if inferred
     phases_of: Callable[["Program"], Sequence[StepPhase]] | None = None  # of a step of several
+    completed: Callable[["Program", Any, bool], Any] | None = None  # what `complete` computes
     # The models beside it that phases read, which are not trained, by the names of their states.
     frozen: Mapping[str, "Program"] = field(default_factory=dict)
 
@@ -152,12 +153,7 @@ class Program:
 
         Those of all arrays, or of those that are computed once and stored with the data.
         """
-        if not self.computed_arrays:
-            return batch
-        # What computes them is made of programs.
-        from jaxspeed.train.array_phases import with_array_shapes
-
-        return with_array_shapes(self, batch, stored_alone)
+        return self.completed(self, batch, stored_alone) if self.completed else batch
 
     def refuse_missing(self, batch: Any) -> None:
         """Raise BatchError if a batch lacks an array that is computed once, before a run."""
