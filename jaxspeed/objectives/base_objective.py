@@ -1,9 +1,11 @@
 """`Objective`: the base class of what a model is trained for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.schema import Settings
 from jaxspeed.config.types import Section
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.padding import WithoutWeight
@@ -28,6 +30,7 @@ class Objective(ABC):
       records: of which form its data are: documents, or pairs of completions from the records of
         preferences, or of completions with a label. Pairs are in a batch as `pairs.py` has them.
       in_fp32: names of arrays that are not converted to the compute dtype.
+      dropout: whether the model and its adapters have dropout in training.
       without_weight: optionally a method (batch, padding) -> batch, in which samples have no weight
         where `padding` [batch] is True. The names of its arrays do not depend on `padding`. With
         it, evaluation pads the last batch. Without it the last batch is smaller, and samples that
@@ -44,7 +47,8 @@ class Objective(ABC):
     without_weight: WithoutWeight | None = None
 
     def __init__(self, options: Any = None) -> None:
-        self.options = self.Options() if options is None else options
+        self.dropout = True
+        self.options: Any = self.Options() if options is None else options
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Any:
@@ -55,6 +59,10 @@ class Objective(ABC):
 
     def computed(self) -> Sequence[ComputedArrays]:
         """The arrays that passes without gradient add to a batch before the loss, in this order."""
+        return ()
+
+    def problems(self, settings: Settings) -> Iterable[Problem]:
+        """Problems of the values of its own keys together, and with those of other sections."""
         return ()
 
     def tokens(self, sample: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:

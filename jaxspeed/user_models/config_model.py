@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxspeed.config import Config
-from jaxspeed.config.objective_keys import OBJECTIVES, imported, objective_class
+from jaxspeed.config.objective_keys import (
+    OF_FAMILIES,
+    OF_LANGUAGE_MODELS,
+    imported,
+    objective_class,
+)
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.errors import ConfigError, ModelError, PretrainedError
 from jaxspeed.objectives import Objective
@@ -97,9 +102,12 @@ def _objective(config: Config, family: _Default) -> Objective | None:
         return None
     cls = objective_class(name)
     options = cls.Options.model_validate({} if section is None else section.own_keys)
-    if name not in OBJECTIVES:
-        from_outside: Objective = cls(options)
-        return from_outside
+    if name in OF_LANGUAGE_MODELS and family.objective not in (None, "next_token"):
+        works = f"It trains language models; the model has {family.objective}."
+        raise config_error([Problem("objective.type", f'"{name}"', works)], "the config")
+    if name not in OF_FAMILIES:
+        of_any_model: Objective = cls(options)
+        return of_any_model
     if name != family.objective:
         has = f"has {family.objective}" if family.objective else "is of no family"
         works = f"The model {has}; or name one of your own, package.module:Name."
@@ -111,7 +119,7 @@ def _objective(config: Config, family: _Default) -> Objective | None:
 def own_objective(config: Config) -> type[Objective] | None:
     """The class of the objective that the config names; None for one of the families."""
     section = config.objective
-    if section is None or section.type in OBJECTIVES:
+    if section is None or section.type in OF_FAMILIES:
         return None
     cls: type[Objective] = objective_class(section.type)
     return cls
