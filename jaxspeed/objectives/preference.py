@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.problems import Problem
+from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.types import (
     Beta,
@@ -23,7 +24,6 @@ from jaxspeed.config.types import (
     Number,
     Positive,
     Share,
-    Text,
     is_list,
 )
 from jaxspeed.config.verdicts import shown
@@ -120,7 +120,7 @@ class AgainstReference(OfCompletions):
             description="When the reference's log-probabilities are computed: once, before the "
             "run, and stored with it, or in each step.",
         )
-        reference_model: Text | None = Field(
+        reference_model: FrozenModelSection | None = Field(
             None,
             description="The folder of the reference, by default the model before the run: with "
             "a new adapter the model without it.",

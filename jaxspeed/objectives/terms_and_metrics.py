@@ -54,10 +54,13 @@ class Metric:
         means = jax.tree.map(
             lambda x, w: jnp.where(w > 0, x / jnp.where(w > 0, w, 1), 0), self.value, self.weight
         )
-        return means[0] - means[1] if isinstance(means, tuple) else means
+        if not isinstance(means, tuple):
+            return means
+        both = jnp.logical_and(*(weight > 0 for weight in self.weight))
+        return jnp.where(both, means[0] - means[1], 0)
 
     def __sub__(self, other: "Metric") -> "Metric":
-        """The difference of two means, each by its own weight."""
+        """The difference of two means, each by its own weight; 0 unless both have one."""
         return Metric((self.value, other.value), (self.weight, other.weight), "ratio")
 
     def combined(self, other: "Metric", mean: Callable[[Any, Any], Any] | None = None) -> "Metric":
