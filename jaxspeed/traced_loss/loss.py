@@ -72,8 +72,9 @@ class Loss(NamedTuple):
 
         def by_share(metric: Metric) -> Metric:
             """Its average stays that by the loss's weight."""
-            value = jnp.where(share > 0, metric.value * share, 0)
-            return replace(metric, value=value) if metric.kind == "mean" else metric
+            if metric.kind != "mean":
+                return metric
+            return replace(metric, value=jnp.where(share > 0, metric.value * share, 0))
 
         metrics = {name: by_share(metric) for name, metric in self.metrics.items()}
         return Loss(total, base, metrics)
