@@ -182,8 +182,8 @@ class Dpo(AgainstReference):
         if len(set(o.loss_type)) < len(o.loss_type):
             yield Problem(about[0], types, "Needs each type once; objective.loss_weights has more.")
         if o.loss_weights is not None and len(o.loss_weights) != len(o.loss_type):
-            found = f"{len(o.loss_weights)} numbers for {types}"
-            yield Problem("objective.loss_weights", found, "Needs one for each type.", about)
+            found = f"{shown(o.loss_weights)} for {types}"
+            yield Problem("objective.loss_weights", found, "Needs a number for each type.", about)
         if o.label_smoothing and not {"robust", "exo_pair"} & set(o.loss_type):
             works = "It acts in the types robust and exo_pair alone: remove it."
             yield Problem(smoothing, f"{o.label_smoothing} with {types}", works, about)
@@ -196,7 +196,7 @@ class Dpo(AgainstReference):
         others = [x for x in o.loss_type if x not in (*OF_DELTA, "sft")]
         if o.f_divergence_type != "reverse_kl" and others:
             found = f"{shown(o.f_divergence_type)} with {', '.join(others)}"
-            works = f"These need reverse_kl; others work with {', '.join(OF_DELTA)} and sft."
+            works = f"Such types need reverse_kl; others work with {', '.join(OF_DELTA)} and sft."
             yield Problem("objective.f_divergence_type", found, works, about)
 
     def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:

@@ -9,16 +9,13 @@ import pytest
 from jaxspeed.models import build
 
 import jaxspeed
-from jaxspeed.run.evaluation import Evaluated
 from tests.moe.small_models import MIXTRAL
 from tests.objectives.plain_preferences import (
     ROWS,
     SIZES,
     PlainLoop,
-    Scored,
     batch_of_pairs,
     for_seq,
-    sides_of,
 )
 from tests.support.reference import slice_of_each_rank
 
@@ -99,7 +96,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 SETTINGS |= {
     "tensor 2": {"mesh": {"tensor": 2}, "zero_optimization": {"stage": 1}},
     "pipe 2": {"mesh": {"pipe": 2}, "gradient_accumulation_steps": 2},
-    "seq 2": {"mesh": {"seq": 2}, "zero_optimization": {"stage": 3}},
+    "seq 2": {
+        "mesh": {"seq": 2}, "zero_optimization": {"stage": 3},
+        "parallel": {"sequence": {"layout": "zigzag"}},
+    },
     "expert 2": {"mesh": {"expert": 2}, "model": MIXTRAL, "gradient_accumulation_steps": 2},
     "tiles": {"parallel": {"sequence_tiles": 4}},
     "rings": {"parallel": {"data_reduction": "ring"}, "gradient_accumulation_steps": 2},
