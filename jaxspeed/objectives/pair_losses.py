@@ -43,7 +43,7 @@ class Pairs(NamedTuple):
         return of_chosen - self.rejected_score / jnp.maximum(self.rejected_tokens, 1)
 
 
-class Settings(Protocol):
+class PairSettings(Protocol):
     """The options that the formulas have."""
 
     beta: float
@@ -88,27 +88,27 @@ DIVERGENCES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
 # -- DPO -------------------------------------------------------------------------------------------
 
 
-def logistic(p: Pairs, o: Settings) -> jax.Array:
+def logistic(p: Pairs, o: PairSettings) -> jax.Array:
     """-log s(beta delta) (DPO, arXiv:2305.18290)."""
     return -log_sigmoid(o.beta * p.delta)
 
 
-def hinge(p: Pairs, o: Settings) -> jax.Array:
+def hinge(p: Pairs, o: PairSettings) -> jax.Array:
     """max(0, 1 - beta delta) (SLiC, arXiv:2305.10425)."""
     return jax.nn.relu(1 - o.beta * p.delta)
 
 
-def ipo(p: Pairs, o: Settings) -> jax.Array:
+def ipo(p: Pairs, o: PairSettings) -> jax.Array:
     """(delta - 1 / (2 beta))^2 of scores by token (IPO, arXiv:2310.12036)."""
     return jnp.square(p.delta_by_token - 1 / (2 * o.beta))
 
 
-def logistic_norm(p: Pairs, o: Settings) -> jax.Array:
+def logistic_norm(p: Pairs, o: PairSettings) -> jax.Array:
     """-log s(beta delta) of scores by token."""
     return -log_sigmoid(o.beta * p.delta_by_token)
 
 
-def exo_pair(p: Pairs, o: Settings) -> jax.Array:
+def exo_pair(p: Pairs, o: PairSettings) -> jax.Array:
     """s(x) (log s(x) - log(1 - e)) + s(-x) (log s(-x) - log e), x = beta delta.
 
     (EXO, arXiv:2402.00856.)
@@ -118,40 +118,40 @@ def exo_pair(p: Pairs, o: Settings) -> jax.Array:
     return of_chosen + sigmoid(-x) * (log_sigmoid(-x) - math.log(e))
 
 
-def nca_pair(p: Pairs, o: Settings) -> jax.Array:
+def nca_pair(p: Pairs, o: PairSettings) -> jax.Array:
     """-log s(c) - log s(-c) / 2 - log s(-r) / 2, c = beta u_w, r = beta u_l (arXiv:2402.05369)."""
     c, r = o.beta * p.chosen, o.beta * p.rejected
     return -log_sigmoid(c) - log_sigmoid(-c) / 2 - log_sigmoid(-r) / 2
 
 
-def robust(p: Pairs, o: Settings) -> jax.Array:
+def robust(p: Pairs, o: PairSettings) -> jax.Array:
     """(-(1 - e) log s(x) + e log s(-x)) / (1 - 2 e), x = beta delta (arXiv:2403.00409)."""
     x, e = o.beta * p.delta, o.label_smoothing
     return (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
 
 
-def bco_pair(p: Pairs, o: Settings) -> jax.Array:
+def bco_pair(p: Pairs, o: PairSettings) -> jax.Array:
     """-log s(beta u_w) - log s(-beta u_l) (BCO, arXiv:2404.04656)."""
     return -log_sigmoid(o.beta * p.chosen) - log_sigmoid(-o.beta * p.rejected)
 
 
-def sppo_hard(p: Pairs, o: Settings) -> jax.Array:
+def sppo_hard(p: Pairs, o: PairSettings) -> jax.Array:
     """(u_w - 1 / (2 beta))^2 + (u_l + 1 / (2 beta))^2 (SPPO, arXiv:2405.00675)."""
     half = 1 / (2 * o.beta)
     return jnp.square(p.chosen - half) + jnp.square(p.rejected + half)
 
 
-def apo_zero(p: Pairs, o: Settings) -> jax.Array:
+def apo_zero(p: Pairs, o: PairSettings) -> jax.Array:
     """1 - s(beta u_w) + s(beta u_l) (APO, arXiv:2408.06266)."""
     return sigmoid(-o.beta * p.chosen) + sigmoid(o.beta * p.rejected)
 
 
-def apo_down(p: Pairs, o: Settings) -> jax.Array:
+def apo_down(p: Pairs, o: PairSettings) -> jax.Array:
     """s(beta u_w) + 1 - s(beta (u_w - u_l)) (APO, arXiv:2408.06266)."""
     return sigmoid(o.beta * p.chosen) + sigmoid(-o.beta * (p.chosen - p.rejected))
 
 
-def discopop(p: Pairs, o: Settings) -> jax.Array:
+def discopop(p: Pairs, o: PairSettings) -> jax.Array:
     """-log s(x) (1 - m) + e^-x m, x = beta delta, m = s(x / tau) (arXiv:2406.08414)."""
     x = o.beta * p.delta
     m = x / o.discopop_tau

@@ -182,8 +182,8 @@ class Dpo(AgainstReference):
         if len(set(o.loss_type)) < len(o.loss_type):
             yield Problem(about[0], types, "Needs each type once; objective.loss_weights has more.")
         if o.loss_weights is not None and len(o.loss_weights) != len(o.loss_type):
-            found = f"{shown(o.loss_weights)} for {types}"
-            yield Problem("objective.loss_weights", found, "Needs a number for each type.", about)
+            actual = f"{shown(o.loss_weights)} for {types}"
+            yield Problem("objective.loss_weights", actual, "Needs a number for each type.", about)
         if o.label_smoothing and not {"robust", "exo_pair"} & set(o.loss_type):
             works = "It acts in the types robust and exo_pair alone: remove it."
             yield Problem(smoothing, f"{o.label_smoothing} with {types}", works, about)
@@ -195,9 +195,9 @@ class Dpo(AgainstReference):
             yield Problem(smoothing, f"{o.label_smoothing} with robust", works, about)
         others = [x for x in o.loss_type if x not in (*OF_DELTA, "sft")]
         if o.f_divergence_type != "reverse_kl" and others:
-            found = f"{shown(o.f_divergence_type)} with {', '.join(others)}"
+            actual = f"{shown(o.f_divergence_type)} with {', '.join(others)}"
             works = f"Such types need reverse_kl; others work with {', '.join(OF_DELTA)} and sft."
-            yield Problem("objective.f_divergence_type", found, works, about)
+            yield Problem("objective.f_divergence_type", actual, works, about)
 
     def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
         o = self.options
@@ -238,8 +238,8 @@ class Cpo(OfCompletions):
         o = self.options
         if o.label_smoothing and o.loss_type in ("hinge", "ipo"):
             works = "It acts in the types sigmoid and simpo alone: remove it."
-            found = f"{o.label_smoothing} with {o.loss_type}"
-            yield Problem("objective.label_smoothing", found, works, ("objective.loss_type",))
+            actual = f"{o.label_smoothing} with {o.loss_type}"
+            yield Problem("objective.label_smoothing", actual, works, ("objective.loss_type",))
 
     def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
         o = self.options
