@@ -53,7 +53,7 @@ def batch_of_pairs(seed: int = 0, *, unpaired: bool = False, rows: int = ROWS) -
                 at = here.stop
     if not unpaired:
         del batch["desirable"]
-    reference = rng.normal(-3, 1, (rows, SEQ)).astype(np.float32)
+    reference = rng.normal(-5, 1, (rows, SEQ)).astype(np.float32)
     counts = batch["mask"][:, 1:] * (batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1])
     return {**batch, "reference_logprobs": np.where(counts, reference, 0)}
 

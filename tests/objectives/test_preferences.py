@@ -176,11 +176,11 @@ def without_reference(batch):
 
 @pytest.mark.default_cases(*("-".join(case) for case in DEFAULT))
 @pytest.mark.parametrize(("name", "setting"), CASES)
-def test_a_step_equals_plain_optax(name, setting):
+def test_a_step_of_preferences_equals_plain_optax(name, setting):
     compare(name, setting, 1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "setting"), CASES)
-def test_ten_steps_equal_plain_optax(name, setting):
+def test_ten_steps_of_preferences_equal_plain_optax(name, setting):
     compare(name, setting, 10)
