@@ -124,18 +124,26 @@ def family(name: str) -> ModuleType:
 
 
 def build(
-    name: str, preset: str | None = None, overrides: Mapping[str, Any] | None = None
+    name: str,
+    preset: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    labels: int | None = None,
 ) -> Built:
     """A family's factory, loss and config: a preset, or the family's defaults, with `overrides`.
+
+    With `labels` a decoder has so many scores of sequences in place of its head; other models are
+    refused.
 
     Raises:
       ValueError: unknown family, preset or field, with the closest known name.
     """
     module = family(name)
     config = module.Config() if preset is None else _lookup("preset", preset, module.PRESETS)
-    config = _replaced(name, config, overrides or {})
-    if is_classifier(config) and name != "llama_classifier":
-        _check_classifier(name, [kind for kind, of in MODEL_TYPES.items() if of == name])
+    base = name.removesuffix("_classifier")
+    kinds = [kind for kind, family in MODEL_TYPES.items() if family == base]
+    config = _replaced(name, config, _with_labels(overrides or {}, labels, name, kinds))
+    if is_classifier(config):
+        _check_classifier(name, kinds)
     return Built(
         lambda rngs: module.build(config, rngs),
         _loss(module, config),
@@ -144,7 +152,9 @@ def build(
     )
 
 
-def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> Pretrained:
+def from_pretrained(
+    folder: str | Path, overrides: Mapping[str, Any] | None = None, labels: int | None = None
+) -> Pretrained:
     """The model of a Hugging Face folder, for `jaxspeed.initialize(model=...)`.
 
     The weights are read when an engine is initialized, straight into its shards. A decoder with
@@ -153,6 +163,7 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     Args:
       folder: a local folder, or the id of a model of the hub where that can be reached.
       overrides: fields of the family's Config that are no sizes, such as dropout.
+      labels: of scores of sequences in place of a decoder's head; other models are refused.
 
     Raises:
       PretrainedError: lists what cannot be read or is not supported.
@@ -190,12 +201,13 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
     except (ValueError, TypeError, ArithmeticError) as error:
         raise PretrainedError(f"{opened.path}: config.json: {error}") from None
     there = getattr(config, "num_labels", None)
-    config = _replaced(name, config, overrides or {})
+    overrides = _with_labels(overrides or {}, labels, kind, [kind])
+    config = _replaced(name, config, overrides)
     initialized: tuple[str, ...] = ()
     if is_classifier(config) and there is None:
         _check_classifier(kind, [kind])
         initialized = ("score/kernel",)
-        if "pad_token_id" not in (overrides or {}):
+        if "pad_token_id" not in overrides:
             config = dataclasses.replace(config, pad_token_id=padding_of(opened))
     elif there != getattr(config, "num_labels", None):
         raise PretrainedError(f"{opened.path}: has {there} labels, and {config.num_labels} are set")
@@ -216,6 +228,17 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
 
 def _loss(module: ModuleType, config: Any) -> Callable[..., Any]:
     return classifier_loss if is_classifier(config) else module.loss
+
+
+def _with_labels(
+    overrides: Mapping[str, Any], labels: int | None, name: str, kinds: Iterable[str]
+) -> Mapping[str, Any]:
+    if labels is None:
+        return overrides
+    _check_classifier(name, kinds)
+    if overrides.get("num_labels", labels) != labels:
+        raise ValueError(f"num_labels is {overrides['num_labels']}, and {labels} is needed")
+    return {**overrides, "num_labels": labels}
 
 
 def _check_classifier(name: str, kinds: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspeed.errors import PretrainedError
@@ -63,11 +63,15 @@ def is_scored(values: Mapping[str, Any]) -> bool:
     return str((values.get("architectures") or [""])[0]).endswith(SCORED)
 
 
+def head_fields(values: Mapping[str, Any]) -> Sequence[Fixed]:
+    return [PROBLEMS] if is_scored(values) else []
+
+
 def read_head(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a decoder's `DecoderHead`; none of a language model."""
     if not is_scored(values):
         return {}
-    read_fields(values, [PROBLEMS])
+    read_fields(values, head_fields(values))
     return {"num_labels": count_labels(values), "pad_token_id": read_padding(values)}
 
 

@@ -12,7 +12,7 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fields, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
-from .classification_hf import SCORE, read_head, write_head
+from .classification_hf import SCORE, head_fields, read_head, write_head
 from .decoder import DecoderSizes, WindowedSizes
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
@@ -47,7 +47,7 @@ def read_sizes(
       theta: the default of `rope_theta`.
       partial: that of `partial_rotary_factor`; None where all of a head is rotated.
     """
-    found = read_fields(values, fields) | read_head(values)
+    found = read_fields(values, [*fields, *head_fields(values)]) | read_head(values)
     found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
     if partial is not None:
         found["partial_rotary_factor"] = _partial(values, partial)

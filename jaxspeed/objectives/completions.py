@@ -123,17 +123,17 @@ def completions(
     """
     rows = pair_rows(batch, pairs_per_row)
     counted = split_batch(rows.batch).targets != IGNORED
-    read = {**rows.batch, "mask": _of_texts(rows.batch)} if prompts else rows.batch
+    read = {**rows.batch, "mask": of_texts(rows.batch)} if prompts else rows.batch
     requests = dict.fromkeys(("entropy", "is_top", "mean_logit"), statistics)
     return Completions(rows, model_logprobs(model, read, train=train, **requests), counted)
 
 
-def _of_texts(batch: Mapping[str, jax.Array]) -> jax.Array:
+def of_texts(batch: Mapping[str, jax.Array]) -> jax.Array:
     """A mask of prompts and completions."""
     if "segment_ids" in batch:
         return batch["segment_ids"] != 0
     # Of one text a row, which ends with its completion.
-    return jax.lax.cummax(batch["mask"], axis=1, reverse=True)
+    return jax.lax.cummax(batch["mask"], axis=1, reverse=True) != 0
 
 
 def token_metrics(c: Completions, chosen: jax.Array, rejected: jax.Array) -> dict[str, Any]:

@@ -79,18 +79,31 @@ DpoType = Literal[
 ]
 
 
-class OfCompletions(Objective):
-    """What objectives of completions share."""
+class OfPairs(Objective):
+    """What objectives of pairs of completions share."""
 
     class Options(Objective.Options):
-        beta: Positive = Field(
-            0.1, description="How much a log-ratio weighs: the larger, the nearer the reference."
-        )
         disable_dropout: Flag = Field(True, description="The model and adapters have no dropout.")
         pairs_per_row: Count | None = Field(
             None,
             description="The most pairs that are packed into a row, by default one for 64 tokens, "
             "and at least 4.",
+        )
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.dropout = not self.options.disable_dropout
+
+    def without_weight(self, batch: Batch, padding: Any) -> Batch:
+        return without_weight(batch, padding)
+
+
+class OfCompletions(OfPairs):
+    """What objectives of completions' log-probabilities share."""
+
+    class Options(OfPairs.Options):
+        beta: Positive = Field(
+            0.1, description="How much a log-ratio weighs: the larger, the nearer the reference."
         )
 
     arrays: ClassVar[Mapping[str, str]] = {
@@ -102,13 +115,6 @@ class OfCompletions(Objective):
         "positions": "as tokens, optional: of each completion from 0 on",
         "mask": "as tokens: 1 at the tokens of completions",
     }
-
-    def __init__(self, options: Any = None) -> None:
-        super().__init__(options)
-        self.dropout = not self.options.disable_dropout
-
-    def without_weight(self, batch: Batch, padding: Any) -> Batch:
-        return without_weight(batch, padding)
 
 
 class AgainstReference(OfCompletions):
