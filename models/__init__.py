@@ -27,8 +27,11 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import LARGEST, unsupported
 from jaxspeed.interop.hf_folder import LanguageModelFolder, PretrainedFolder
 from jaxspeed.interop.mapping import lines
-from jaxspeed.interop.pretrained import check_vocabulary, pretrained
+from jaxspeed.interop.pretrained import FolderWeights, check_vocabulary, padding_of
 from jaxspeed.user_models.pretrained_model import Pretrained
+
+from .classification_hf import DECODERS, is_scored
+from .language import classifier_loss, is_classifier
 
 FAMILIES: dict[str, str] = {
     "gpt2": "jaxspeed.models.gpt2",
@@ -99,9 +102,7 @@ MODEL_TYPES: dict[str, str] = {
 # Models with images, of which the language model is read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 # The families of classifiers (SCORED) of these types.
-CLASSIFIERS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "llama_classifier")
-CLASSIFIERS |= {name: name for name in ("bert", "modernbert")}
-SCORED = "ForSequenceClassification"
+CLASSIFIERS = {kind: MODEL_TYPES[kind] for kind in (*DECODERS, "bert", "modernbert")}
 # Integer fields that may be 0. The others are sizes.
 COUNTS = ("num_dense_layers", "num_shared_experts", "min_capacity")
 # Families with a form in Hugging Face's files.
@@ -123,28 +124,46 @@ def family(name: str) -> ModuleType:
 
 
 def build(
-    name: str, preset: str | None = None, overrides: Mapping[str, Any] | None = None
+    name: str,
+    preset: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    labels: int | None = None,
 ) -> Built:
     """A family's factory, loss and config: a preset, or the family's defaults, with `overrides`.
+
+    With `labels` a decoder has so many scores of sequences in place of its head; other models are
+    refused.
 
     Raises:
       ValueError: unknown family, preset or field, with the closest known name.
     """
     module = family(name)
     config = module.Config() if preset is None else _lookup("preset", preset, module.PRESETS)
-    config = _replaced(name, config, overrides or {})
-    name = module.objective(config)
-    return Built(lambda rngs: module.build(config, rngs), module.loss, config, name)
+    base = name.removesuffix("_classifier")
+    kinds = [kind for kind, family in MODEL_TYPES.items() if family == base]
+    config = _replaced(name, config, _with_labels(overrides or {}, labels, name, kinds))
+    if is_classifier(config):
+        _check_classifier(name, kinds)
+    return Built(
+        lambda rngs: module.build(config, rngs),
+        _loss(module, config),
+        config,
+        module.objective(config),
+    )
 
 
-def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> Pretrained:
+def from_pretrained(
+    folder: str | Path, overrides: Mapping[str, Any] | None = None, labels: int | None = None
+) -> Pretrained:
     """The model of a Hugging Face folder, for `jaxspeed.initialize(model=...)`.
 
-    The weights are read when an engine is initialized, straight into its shards.
+    The weights are read when an engine is initialized, straight into its shards. A decoder with
+    `num_labels` in `overrides` gets new scores of sequences in place of its head.
 
     Args:
       folder: a local folder, or the id of a model of the hub where that can be reached.
       overrides: fields of the family's Config that are no sizes, such as dropout.
+      labels: of scores of sequences in place of a decoder's head; other models are refused.
 
     Raises:
       PretrainedError: lists what cannot be read or is not supported.
@@ -166,14 +185,12 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
             "config that no family supports:"
             f"{lines(unread) or ' none'}"
         )
+    if is_scored(opened.config) and kind not in CLASSIFIERS:
+        raise PretrainedError(
+            f"{opened.path}: {opened.config['architectures'][0]} is not supported; of models "
+            f"for sequence classification those of {', '.join(CLASSIFIERS)} are"
+        )
     name = MODEL_TYPES[kind]
-    if str((opened.config.get("architectures") or [""])[0]).endswith(SCORED):
-        if kind not in CLASSIFIERS:
-            raise PretrainedError(
-                f"{opened.path}: {opened.config['architectures'][0]} is not supported; of models "
-                f"for sequence classification those of {', '.join(CLASSIFIERS)} are"
-            )
-        name = CLASSIFIERS[kind]
     module, form = family(name), hf_form(name)
     if isinstance(opened, LanguageModelFolder) and not opened.config.get("architectures"):
         opened.config["architectures"] = [form.MODEL_TYPES[kind]]
@@ -183,28 +200,61 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
         raise PretrainedError(f"{opened.path}: {error}") from None
     except (ValueError, TypeError, ArithmeticError) as error:
         raise PretrainedError(f"{opened.path}: config.json: {error}") from None
-    config = _replaced(name, config, overrides or {})
+    there = getattr(config, "num_labels", None)
+    overrides = _with_labels(overrides or {}, labels, kind, [kind])
+    config = _replaced(name, config, overrides)
+    initialized: tuple[str, ...] = ()
+    if is_classifier(config) and there is None:
+        _check_classifier(kind, [kind])
+        initialized = ("score/kernel",)
+        if "pad_token_id" not in overrides:
+            config = dataclasses.replace(config, pad_token_id=padding_of(opened))
+    elif there != getattr(config, "num_labels", None):
+        raise PretrainedError(f"{opened.path}: has {there} labels, and {config.num_labels} are set")
     if hasattr(config, "vocab_size"):
         check_vocabulary(opened, config.vocab_size)
     table = form.table
     for ending, other in getattr(form, "OTHER_TABLES", {}).items():  # of tensors' names
         if any(name.endswith(ending) for name in opened.tensors):
             table = other
-    found = pretrained(
-        lambda rngs: module.build(config, rngs), opened, table(config), module.loss, config
+    return Pretrained(
+        lambda rngs: module.build(config, rngs),
+        FolderWeights(opened, table(config), initialized),
+        _loss(module, config),
+        config,
+        module.objective(config),
     )
-    return dataclasses.replace(found, objective=module.objective(config))
+
+
+def _loss(module: ModuleType, config: Any) -> Callable[..., Any]:
+    return classifier_loss if is_classifier(config) else module.loss
+
+
+def _with_labels(
+    overrides: Mapping[str, Any], labels: int | None, name: str, kinds: Iterable[str]
+) -> Mapping[str, Any]:
+    if labels is None:
+        return overrides
+    _check_classifier(name, kinds)
+    if overrides.get("num_labels", labels) != labels:
+        raise ValueError(f"num_labels is {overrides['num_labels']}, and {labels} is needed")
+    return {**overrides, "num_labels": labels}
+
+
+def _check_classifier(name: str, kinds: Iterable[str]) -> None:
+    """Raise ValueError unless one of these model types has a classifier of sequences."""
+    if DECODERS.keys().isdisjoint(kinds):
+        raise ValueError(
+            f"{name} has no scores of sequences, in place of its head (num_labels): these are of "
+            f"decoders that transformers has a sequence classifier of: {', '.join(DECODERS)}"
+        )
 
 
 def known() -> dict[str, dict[str, list[str]]]:
     """By family: the model types of Hugging Face that it reads, and its presets."""
     return {
         name: {
-            "model_types": [
-                kind
-                for kind, of in (MODEL_TYPES | WITH_IMAGES).items()
-                if name in (of, CLASSIFIERS.get(kind))
-            ],
+            "model_types": [kind for kind, of in (MODEL_TYPES | WITH_IMAGES).items() if name == of],
             "presets": list(family(name).PRESETS),
         }
         for name in FAMILIES

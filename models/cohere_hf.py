@@ -13,7 +13,6 @@ from .decoder_hf import (
     ATTENTION,
     GATED,
     HEAD_NORMS,
-    NO_PADDING,
     decoder_table,
     global_layers,
     read_sizes,
@@ -49,11 +48,11 @@ def read_config(values: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     if config.sliding_window is None:
         written = write_sizes("cohere", config, FIELDS)
-        return {**written, **NO_PADDING, "use_qk_norm": config.qk_norm}
+        return {**written, "use_qk_norm": config.qk_norm}
     if config.qk_norm:
         raise ValueError("Hugging Face's cohere2 has no norms of queries and keys")
     window = {"sliding_window": config.sliding_window, "layer_types": write_layers(config)}
-    return {**write_sizes("cohere2", config, FIELDS), **NO_PADDING, **window}
+    return {**write_sizes("cohere2", config, FIELDS), **window}
 
 
 def table(config: Config) -> MappingTable:

@@ -41,7 +41,7 @@ class Rotary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecoderSizes:
+class DecoderSizes(language.DecoderHead):
     """Fields that the configs of all these families have; the defaults are those of Llama 3 8B."""
 
     hidden_size: int = 4096
@@ -166,11 +166,7 @@ class RotaryDecoder(language.Decoder):
         self.embed = Embedding(c.vocab_size, c.hidden_size, init=c.init, rngs=rngs)
         self.blocks = stacked(lambda rngs: block(c, rngs), layers or c.num_hidden_layers, rngs)
         self.norm = norm(c, rngs)
-        self.head = (
-            None
-            if c.tie_word_embeddings
-            else Embedding(c.vocab_size, c.hidden_size, init=c.init, rngs=rngs)
-        )
+        self.add_head(c.init, rngs)
 
     def hidden(
         self,

@@ -12,11 +12,10 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fields, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
+from .classification_hf import SCORE, head_fields, read_head, write_head
 from .decoder import DecoderSizes, WindowedSizes
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
-# Of a config.json without a folder's: the default of some classes is larger than a vocabulary.
-NO_PADDING: dict[str, Any] = {"pad_token_id": None}
 BLOCK, OURS = "model.layers.{layer}", "blocks"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -48,7 +47,7 @@ def read_sizes(
       theta: the default of `rope_theta`.
       partial: that of `partial_rotary_factor`; None where all of a head is rotated.
     """
-    found = read_fields(values, fields)
+    found = read_fields(values, [*fields, *head_fields(values)]) | read_head(values)
     found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
     if partial is not None:
         found["partial_rotary_factor"] = _partial(values, partial)
@@ -77,6 +76,7 @@ def write_sizes(kind: str, config: DecoderSizes, fields: Fields) -> dict[str, An
         "rope_scaling": None if scaling is None else rope,
         **part,
         "rope_parameters": {"rope_theta": theta, **part, **rope},
+        **write_head(kind, config),
     }
 
 
@@ -236,11 +236,10 @@ def decoder_table(
     """The table of a decoder with these norms, and rules of attention and feed-forward."""
     # Rotary buffers, which old versions stored.
     ignored = [f"{BLOCK}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]
-    return MappingTable(
+    made = MappingTable(
         [
             TensorRule(EMBEDDING, "embed/table", kind="embedding"),
             *norm_rules("model.norm", "norm"),
-            TensorRule(HEAD, "head/table"),
             *(
                 rule
                 for theirs, ours in norms.items()
@@ -250,5 +249,19 @@ def decoder_table(
         ],
         ignored=ignored,
         prefix="model.",
-        tied={HEAD: EMBEDDING} if config.tie_word_embeddings else {},
     )
+    return with_head(made, config, HEAD, EMBEDDING)
+
+
+def with_head(table: MappingTable, config: Any, head: str, embedding: str) -> MappingTable:
+    """A decoder's table with its head, or the scores of a classifier: its folder may have a head.
+
+    Args:
+      head, embedding: names of the tensors, which may be tied.
+    """
+    if config.num_labels is not None:
+        rules, ignored = [*table.rules, SCORE], [*table.ignored, head]
+        return dataclasses.replace(table, rules=rules, ignored=ignored)
+    rules = [*table.rules, TensorRule(head, "head/table")]
+    tied = {head: embedding} if config.tie_word_embeddings else {}
+    return dataclasses.replace(table, rules=rules, tied=tied)

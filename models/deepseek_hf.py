@@ -13,7 +13,6 @@ from jaxspeed.interop.mapping import MappingTable, TensorRule
 from .decoder_hf import (
     BLOCK,
     GATED,
-    NO_PADDING,
     OURS,
     decoder_table,
     linear,
@@ -104,7 +103,6 @@ def write_config(config: Config) -> dict[str, Any]:
         raise ValueError("Hugging Face's DeepSeek has one auxiliary loss")
     return {
         **write_sizes(kind, c, FIELDS),
-        **NO_PADDING,
         "head_dim": c.qk_rope_head_dim,
         "qk_head_dim": c.size_of_head,
         "n_group": c.num_groups,

@@ -12,7 +12,7 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fixed, Read
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
-from .decoder_hf import QKV, linear, norm_rules, read_sizes, size_fields, write_sizes
+from .decoder_hf import QKV, linear, norm_rules, read_sizes, size_fields, with_head, write_sizes
 from .falcon import Config
 
 MODEL_TYPES = {"falcon": "FalconForCausalLM"}
@@ -107,11 +107,10 @@ def table(config: Config) -> MappingTable:
         )
     )
     flat = "out in -> layer in out"
-    return MappingTable(
+    made = MappingTable(
         [
             TensorRule("transformer.word_embeddings.weight", "embed/table", kind="embedding"),
             *norm_rules("transformer.ln_f", "norm"),
-            TensorRule("lm_head.weight", "head/table"),
             *norm_rules(f"{block}.{names[0]}", "blocks/attn_norm"),
             *norm_rules(f"{block}.{names[1]}", "blocks/mlp_norm"),
             TensorRule(
@@ -137,7 +136,5 @@ def table(config: Config) -> MappingTable:
         ],
         ignored=[f"{block}.self_attention.rotary_emb.inv_freq"],
         prefix="transformer.",
-        tied={"lm_head.weight": "transformer.word_embeddings.weight"}
-        if c.tie_word_embeddings
-        else {},
     )
+    return with_head(made, c, "lm_head.weight", "transformer.word_embeddings.weight")

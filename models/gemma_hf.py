@@ -8,6 +8,7 @@ from typing import Any
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields
 from jaxspeed.interop.mapping import MappingTable
 
+from .classification_hf import read_head
 from .decoder_hf import (
     ATTENTION,
     GATED,
@@ -55,7 +56,7 @@ FIELDS = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    found = read_fields(values, FIELDS)
+    found = read_fields(values, FIELDS) | read_head(values)
     third = values["model_type"] == "gemma3_text"
     if not third:  # published configs of Gemma 2 have them; they are also the defaults
         found["attn_logit_softcapping"] = values.get("attn_logit_softcapping", 50.0)

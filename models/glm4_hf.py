@@ -11,7 +11,6 @@ from jaxspeed.interop.mapping import MappingTable
 from .decoder_hf import (
     ATTENTION,
     FUSED_GATED,
-    NO_PADDING,
     NORMS_BEFORE,
     decoder_table,
     read_sizes,
@@ -41,7 +40,7 @@ def read_config(values: Mapping[str, Any]) -> Config:
 
 def write_config(config: Config) -> dict[str, Any]:
     kind = "glm4" if config.output_norms else "glm"
-    return write_sizes(kind, config, FIELDS) | NO_PADDING
+    return write_sizes(kind, config, FIELDS)
 
 
 def table(config: Config) -> MappingTable:

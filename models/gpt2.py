@@ -28,7 +28,7 @@ from .layers import (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(language.DecoderHead):
     """GPT-2's sizes; the defaults are those of the smallest, with 124 million parameters."""
 
     hidden_size: int = 768
@@ -124,11 +124,7 @@ class GPT2(language.Decoder):
         self.dropout = dropout(c.dropout, rngs)
         self.blocks = stacked(lambda rngs: block(c, rngs), c.num_hidden_layers, rngs)
         self.norm = norm(c, rngs)
-        self.head = (
-            None
-            if c.tie_word_embeddings
-            else Embedding(c.vocab_size, c.hidden_size, init=init, rngs=rngs)
-        )
+        self.add_head(init, rngs)
 
     def hidden(
         self,

@@ -8,6 +8,8 @@ from typing import Any
 from jaxspeed.interop.config_fields import Field, Fixed, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
+from .classification_hf import read_head, write_head
+from .decoder_hf import with_head
 from .gpt2 import Config
 
 MODEL_TYPES = {"gpt2": "GPT2LMHeadModel"}
@@ -31,20 +33,20 @@ FIELDS = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    return Config(**read_fields(values, FIELDS))
+    return Config(**read_fields(values, FIELDS), **read_head(values))
 
 
 def write_config(config: Config) -> dict[str, Any]:
     if config.num_key_value_heads not in (None, config.num_attention_heads):
         raise ValueError("Hugging Face's GPT-2 has as many key heads as query heads")
-    return {"model_type": "gpt2", **write_fields(config, FIELDS)}
+    return {"model_type": "gpt2", **write_fields(config, FIELDS), **write_head("gpt2", config)}
 
 
 def table(config: Config) -> MappingTable:
     """Its linear layers have the input dim first, and queries, keys and values in one."""
     block, ours = "transformer.h.{layer}", "blocks"
     qkv = ("q_proj", "k_proj", "v_proj")
-    return MappingTable(
+    made = MappingTable(
         [
             TensorRule("transformer.wte.weight", "embed/table", kind="embedding"),
             TensorRule("transformer.wpe.weight", "positions/table", kind="embedding"),
@@ -76,10 +78,9 @@ def table(config: Config) -> MappingTable:
             TensorRule(f"{block}.mlp.c_proj.bias", f"{ours}/mlp/down/bias"),
             TensorRule("transformer.ln_f.weight", "norm/scale"),
             TensorRule("transformer.ln_f.bias", "norm/bias"),
-            TensorRule("lm_head.weight", "head/table"),
         ],
         # The causal mask, which old versions stored.
         ignored=[f"{block}.attn.bias", f"{block}.attn.masked_bias"],
         prefix="transformer.",
-        tied={"lm_head.weight": "transformer.wte.weight"} if config.tie_word_embeddings else {},
     )
+    return with_head(made, config, "lm_head.weight", "transformer.wte.weight")

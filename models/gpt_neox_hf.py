@@ -8,7 +8,7 @@ from typing import Any
 from jaxspeed.interop.config_fields import Field, Fixed, Read
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
-from .decoder_hf import QKV, linear, norm_rules, read_sizes, size_fields, write_sizes
+from .decoder_hf import QKV, linear, norm_rules, read_sizes, size_fields, with_head, write_sizes
 from .gpt_neox import Config
 
 MODEL_TYPES = {"gpt_neox": "GPTNeoXForCausalLM"}
@@ -45,11 +45,10 @@ def table(config: Config) -> MappingTable:
     fused, flat = f"{block}.attention.query_key_value", "out in -> layer in out"
     # The causal mask and rotary buffers, which old versions stored.
     buffers = ("bias", "masked_bias", "rotary_emb.inv_freq")
-    return MappingTable(
+    made = MappingTable(
         [
             TensorRule("gpt_neox.embed_in.weight", "embed/table", kind="embedding"),
             *norm_rules("gpt_neox.final_layer_norm", "norm"),
-            TensorRule("embed_out.weight", "head/table"),
             *norm_rules(f"{block}.input_layernorm", f"{ours}/attn_norm"),
             *norm_rules(f"{block}.post_attention_layernorm", f"{ours}/mlp_norm"),
             TensorRule(
@@ -73,5 +72,5 @@ def table(config: Config) -> MappingTable:
         ],
         ignored=[f"{block}.attention.{name}" for name in buffers],
         prefix="gpt_neox.",
-        tied={"embed_out.weight": "gpt_neox.embed_in.weight"} if config.tie_word_embeddings else {},
     )
+    return with_head(made, config, "embed_out.weight", "gpt_neox.embed_in.weight")

@@ -9,11 +9,11 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
+from .classification_hf import read_head
 from .decoder_hf import (
     ATTENTION,
     BLOCK,
     GATED,
-    NO_PADDING,
     OURS,
     decoder_table,
     global_layers,
@@ -45,10 +45,8 @@ def read_config(values: Mapping[str, Any]) -> Config:
     theta, scaling, local = read_rope_of_kinds(values, 500000.0)
     if local not in (None, theta):
         raise PretrainedError("config.json: rope_theta of local and global layers must be equal")
-    found = read_fields(values, [*FIELDS, Field("sliding_window", "sliding_window", int, 4096)]) | {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-    }
+    found = read_fields(values, [*FIELDS, Field("sliding_window", "sliding_window", int, 4096)])
+    found |= {"rope_theta": theta, "rope_scaling": scaling, **read_head(values)}
     found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
     alone = global_layers(values, found["num_hidden_layers"], 4)
     return Config(**found, global_layers=alone)
@@ -57,7 +55,7 @@ def read_config(values: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     if config.sliding_window is None:
         return write_sizes("olmo2", config, FIELDS)
-    written = write_sizes("olmo3", config, FIELDS) | NO_PADDING
+    written = write_sizes("olmo3", config, FIELDS)
     rope = rope_of_kinds(written["rope_parameters"], config.rope_theta)
     window = {"sliding_window": config.sliding_window, "layer_types": write_layers(config)}
     return {**written, **window, "rope_parameters": rope}

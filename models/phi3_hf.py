@@ -12,7 +12,6 @@ from .decoder_hf import (
     ATTENTION,
     BLOCK,
     FUSED_GATED,
-    NO_PADDING,
     NORMS_BEFORE,
     OURS,
     QKV,
@@ -43,7 +42,7 @@ def read_config(values: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     original = getattr(config.rope_scaling, "original_max_position_embeddings", None)
     scaled = {"original_max_position_embeddings": original} if original else {}
-    return {**write_sizes("phi3", config, FIELDS), **NO_PADDING, **scaled}
+    return {**write_sizes("phi3", config, FIELDS), **scaled}
 
 
 def table(config: Config) -> MappingTable:

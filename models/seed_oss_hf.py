@@ -11,7 +11,6 @@ from jaxspeed.interop.mapping import MappingTable
 from .decoder_hf import (
     ATTENTION,
     GATED,
-    NO_PADDING,
     NORMS_BEFORE,
     decoder_table,
     read_sizes,
@@ -37,7 +36,7 @@ def read_config(values: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     if config.sliding_window is not None or config.qk_norm:
         raise ValueError("Hugging Face's seed_oss has no sliding window and no norms of heads")
-    return write_sizes("seed_oss", config, FIELDS) | NO_PADDING
+    return write_sizes("seed_oss", config, FIELDS)
 
 
 def table(config: Config) -> MappingTable:

@@ -14,7 +14,6 @@ from .decoder_hf import (
     GATED,
     GLOBAL,
     LOCAL,
-    NO_PADDING,
     NORMS_BEFORE,
     decoder_table,
     read_layers,
@@ -64,7 +63,6 @@ def write_config(config: Config) -> dict[str, Any]:
     window, unrotated = config.unrotated_window, config.is_unrotated
     return {
         **write_sizes("smollm3", config, FIELDS),
-        **NO_PADDING,
         "no_rope_layers": [int(not each) for each in unrotated],
         "use_sliding_window": window is not None,
         "sliding_window": window,

@@ -14,13 +14,22 @@ from jaxspeed.config.suggestions import closest, did_you_mean
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
 
-# Of families; imported where a config names one.
-OBJECTIVES = {
+# Imported where a config names one. Of families, each of which has one:
+OF_FAMILIES = {
     "next_token": "jaxspeed.objectives.named:NextToken",
     "masked": "jaxspeed.objectives.named:MaskedTokens",
     "classification": "jaxspeed.objectives.named:Classification",
     "span_corruption": "jaxspeed.objectives.named:SpanCorruption",
 }
+# Of any language model: of the families of next_token, or of one's own.
+OF_LANGUAGE_MODELS = {
+    "dpo": "jaxspeed.objectives.preference:Dpo",
+    "cpo": "jaxspeed.objectives.preference:Cpo",
+    "orpo": "jaxspeed.objectives.preference:Orpo",
+    "kto": "jaxspeed.objectives.unpaired:Kto",
+    "reward": "jaxspeed.objectives.reward:Reward",
+}
+OBJECTIVES = OF_FAMILIES | OF_LANGUAGE_MODELS
 _IS_ONE = "a class that subclasses jaxspeed.Objective and defines loss(self, model, batch)"
 _TYPE = "objective.type"
 
@@ -59,7 +68,7 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
         works = f"Needs one of {known}, or package.module:Name. {did_you_mean(name, OBJECTIVES)}"
         yield Problem(_TYPE, shown(name), works.strip(), fix={_TYPE: near} if near else {})
         return
-    if name in OBJECTIVES and model is not None and model.factory is not None:
+    if name in OF_FAMILIES and model is not None and model.factory is not None:
         works = (
             "It is an objective of families: needs one of your own, package.module:Name, or "
             "model.loss."
@@ -78,11 +87,15 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(_TYPE, shown(name), f"Needs {_IS_ONE}.")
         return
     try:
-        options.model_validate(section.own_keys)
+        read = options.model_validate(section.own_keys)
     except ValidationError as error:
         siblings, tree = ["type", *options.model_fields], {"objective": section.model_dump()}
         for item in error.errors():
             yield from_pydantic(item, "objective.", siblings, tree)
+        return
+    if name in OF_LANGUAGE_MODELS:
+        named: Any = objective
+        yield from named(read).problems(settings)
 
 
 def own_key_sentence(settings: Settings, path: str) -> str:

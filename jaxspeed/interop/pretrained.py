@@ -1,7 +1,8 @@
 """Weights of a folder, read block by block into the shards of a model's parameters."""
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import Data
+from jaxspeed.data.chat_template import special_tokens
 from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_file
 from jaxspeed.errors import ConfigError, DataError, PretrainedError
 from jaxspeed.interop.hf_folder import PretrainedFolder
@@ -21,17 +23,25 @@ from jaxspeed.user_models.pretrained_model import Origin, Pretrained
 
 
 class FolderWeights:
-    """The tensors of a folder as a model's parameters, by a mapping table."""
+    """The tensors of a folder as a model's parameters, by a mapping table.
 
-    def __init__(self, folder: PretrainedFolder, table: MappingTable) -> None:
+    Args:
+      initialized: paths of parameters that the folder lacks.
+    """
+
+    def __init__(
+        self, folder: PretrainedFolder, table: MappingTable, initialized: Collection[str] = ()
+    ) -> None:
         self.folder = folder
         self.table = table
         self.variables = table.variables
+        self.initialized = initialized
         self._bound: Bound | None = None
         self._names: dict[str, str] = {}
 
     def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         tensors, where = self.folder.tensors, str(self.folder.path)
+        parameters = {p: shape for p, shape in parameters.items() if p not in self.initialized}
         try:
             self._bound = bind(self.table, parameters, len(tensors))
         except PretrainedError as error:
@@ -140,6 +150,23 @@ def refuse_other_tokenizer(tokenizer: Tokenizer | None, weights: Any, what: str)
             f"{what} has another tokenizer than the model that trains: its token {shown} is "
             f"{of_folder.spell([shown])!r}, not {tokenizer.spell([shown])!r}"
         )
+
+
+def padding_of(folder: PretrainedFolder) -> int | None:
+    """The padding token of a folder, or the end token where it has none."""
+    values, tokens = folder.config, dict[str, int]()
+    with contextlib.suppress(DataError):  # reported where text is read
+        if tokenizer_file(folder.path):
+            tokenizer = read_tokenizer(folder.path)
+            ids = {n: tokenizer.encode(text) for n, text in special_tokens(tokenizer).items()}
+            tokens = {f"{n}_id": int(x[0]) for n, x in ids.items() if len(x) == 1}
+    for name in ("pad_token_id", "eos_token_id"):
+        in_config = values.get(name)
+        first = in_config[0] if isinstance(in_config, list) and in_config else in_config
+        for token in (tokens.get(name), first):
+            if isinstance(token, int):
+                return token
+    return None
 
 
 def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:

@@ -1,9 +1,11 @@
 """`Objective`: the base class of what a model is trained for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.schema import Settings
 from jaxspeed.config.types import Section
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.padding import WithoutWeight
@@ -27,7 +29,12 @@ class Objective(ABC):
         its own samples.
       records: of which form its data are: documents, or pairs of completions from the records of
         preferences, or of completions with a label. Pairs are in a batch as `pairs.py` has them.
+      drops_long: whether sequences of pairs are read whole, as for a score: those longer than
+        data.seq_len + 1 are left out, not truncated, and the last token of each is an input too.
+      num_labels: of scores that a family's decoder gets in place of its head.
+      modules_to_save: names of modules that are trained in full beside adapters too.
       in_fp32: names of arrays that are not converted to the compute dtype.
+      dropout: whether the model and its adapters have dropout in training.
       without_weight: optionally a method (batch, padding) -> batch, in which samples have no weight
         where `padding` [batch] is True. The names of its arrays do not depend on `padding`. With
         it, evaluation pads the last batch. Without it the last batch is smaller, and samples that
@@ -40,11 +47,15 @@ class Objective(ABC):
     arrays: ClassVar[Mapping[str, str]] = {}
     entire_batch: ClassVar[bool] = False
     records: ClassVar[Literal["documents", "preference", "unpaired"]] = "documents"
+    drops_long: ClassVar[bool] = False
+    num_labels: ClassVar[int | None] = None
+    modules_to_save: ClassVar[tuple[str, ...]] = ()
     in_fp32: ClassVar[tuple[str, ...]] = ()
     without_weight: WithoutWeight | None = None
 
     def __init__(self, options: Any = None) -> None:
-        self.options = self.Options() if options is None else options
+        self.dropout = True
+        self.options: Any = self.Options() if options is None else options
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Any:
@@ -61,6 +72,10 @@ class Objective(ABC):
     def data_arrays(self) -> set[str]:
         """The names of `arrays` that the data have: those that are not computed."""
         return {*self.arrays}.difference(*(entry.writes for entry in self.computed()))
+
+    def problems(self, settings: Settings) -> Iterable[Problem]:
+        """Problems of the values of its own keys together, and with those of other sections."""
+        return ()
 
     def tokens(self, sample: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:
         """Number of tokens of a sample, from its arrays' shapes; None: as the data have it."""

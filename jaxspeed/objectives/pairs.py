@@ -41,6 +41,13 @@ class PairRows:
         sums = jnp.sum(values[..., None] * self.membership, axis=1)
         return sums.reshape(len(sums), -1, 2)
 
+    def least(self, values: jax.Array, highest: int) -> jax.Array:
+        """The least [batch, pairs, 2] over completions of integers [rows, seq] up to `highest`."""
+        if self.membership is None:
+            return values.min(-1).reshape(-1, 1, 2)
+        least = jnp.min(jnp.where(self.membership > 0, values[..., None], highest), axis=1)
+        return least.reshape(len(least), -1, 2)
+
     def spread(self, values: jax.Array) -> jax.Array:
         """Values [batch, pairs, 2] at the tokens of their completions: [rows, seq]."""
         if self.membership is None:

@@ -15,12 +15,13 @@ TOTALS = "totals"  # of an evaluation: the metrics that further batches are comb
 
 
 class Terms(dict[str, tuple[Any, ...]]):
-    """A loss of several terms, by name: `(sum, weight)`, or `(sum, weight, coefficient)`.
+    """A loss of terms, by name: `(sum, weight)`, or `(sum, weight, coefficient)`.
 
     The loss of a step is the sum over terms of coefficient x total sum / total weight, over all
     micro-batches and devices. Each weight has to depend on the batch alone, as numbers of tokens or
-    pairs do. A term's average is a metric of its name, and the first term's weight is that of the
-    loss, by which metrics are averaged.
+    pairs do. The average of each of several terms is a metric of its name, and the first term's
+    weight is that of the loss, by which metrics are averaged. A further term with the weight None
+    is of an entire micro-batch, as the third part of (sum, weight, auxiliary) is.
     """
 
 
@@ -50,9 +51,17 @@ class Metric:
         """The number that is reported."""
         if self.kind != "ratio":
             return self.value
-        return jnp.where(
-            self.weight > 0, self.value / jnp.where(self.weight > 0, self.weight, 1), 0
+        means = jax.tree.map(
+            lambda x, w: jnp.where(w > 0, x / jnp.where(w > 0, w, 1), 0), self.value, self.weight
         )
+        if not isinstance(means, tuple):
+            return means
+        both = jnp.logical_and(*(weight > 0 for weight in self.weight))
+        return jnp.where(both, means[0] - means[1], 0)
+
+    def __sub__(self, other: "Metric") -> "Metric":
+        """The difference of two means, each by its own weight; 0 unless both have one."""
+        return Metric((self.value, other.value), (self.weight, other.weight), "ratio")
 
     def combined(self, other: "Metric", mean: Callable[[Any, Any], Any] | None = None) -> "Metric":
         """The metric of the samples of both; `mean` is that of two means."""

@@ -72,8 +72,9 @@ class Loss(NamedTuple):
 
         def by_share(metric: Metric) -> Metric:
             """Its average stays that by the loss's weight."""
-            value = jnp.where(share > 0, metric.value * share, 0)
-            return replace(metric, value=value) if metric.kind == "mean" else metric
+            if metric.kind != "mean":
+                return metric
+            return replace(metric, value=jnp.where(share > 0, metric.value * share, 0))
 
         metrics = {name: by_share(metric) for name, metric in self.metrics.items()}
         return Loss(total, base, metrics)
@@ -112,7 +113,8 @@ def parse_loss(result: Any, stop_weight: bool = True) -> tuple[Loss, bool]:
         loss, averages = _parse_terms(result)
         if twice := averages.keys() & metrics.keys():
             raise ModelError(f"loss_fn returned a term and a metric of the name {min(twice)!r}")
-        metrics, is_sum = {**averages, **metrics}, True
+        # The average of an only term is the loss.
+        metrics, is_sum = {**(averages if len(averages) > 1 else {}), **metrics}, True
     else:
         is_sum = isinstance(result, tuple)
         loss = _parse_sum(result if is_sum else (result, 1.0), is_sum)
@@ -134,7 +136,8 @@ def _parse_sum(parts: tuple[Any, ...], is_sum: bool) -> Loss:
 
 def _parse_terms(terms: Terms) -> tuple[Loss, dict[str, Metric]]:
     """A loss of several terms, and the average of each."""
-    all_terms, averages = [], {}
+    all_terms: list[Term] = []
+    averages: dict[str, Metric] = {}
     for name, parts in terms.items():
         if not isinstance(parts, tuple) or len(parts) not in (2, 3):
             raise ModelError(
@@ -147,7 +150,13 @@ def _parse_terms(terms: Terms) -> tuple[Loss, dict[str, Metric]]:
                 f"the coefficient of loss_fn's term {name!r} is {_describe(coefficient)}; it is a "
                 "number of Python's: multiply the sum by one that changes"
             )
-        total, weight = _scalars(parts[:2], (f"a sum of {name!r}", f"a weight of {name!r}"))
+        names = f"a sum of {name!r}", f"a weight of {name!r}"
+        if parts[1] is None and all_terms:  # of an entire micro-batch
+            (total,) = _scalars(parts[:1], names)
+            all_terms.append(Term(total * coefficient, None))
+            averages[name] = Metric(total)
+            continue
+        total, weight = _scalars(parts[:2], names)
         all_terms.append(Term(total * coefficient, weight))
         averages[name] = Metric(total, weight, "ratio", float(coefficient))
     if not all_terms:
@@ -189,8 +198,11 @@ def _metric(name: str, returned: Any) -> Metric:
             )
         return number.astype(jnp.float32)
 
-    weight = None if metric.weight is None else scalar(metric.weight)
-    return replace(metric, value=scalar(metric.value), weight=weight)
+    return replace(
+        metric,
+        value=jax.tree.map(scalar, metric.value),
+        weight=jax.tree.map(scalar, metric.weight),
+    )
 
 
 def _number(value: Any, what: str, wanted: str) -> jax.Array:

@@ -168,13 +168,13 @@ class LossTraces:
     def _function(self, train: bool) -> Callable[..., tuple[Loss, Arrays, _Form]]:
         """(parameters, variables, batch, step, micro) -> (loss, written, form of the loss)."""
         model, loss_fn, paths = self._model, self._loss_fn, list(self._params)
-        autocast = self._autocast
+        autocast, drops = self._autocast, self._drops(train)
 
         def loss(
             values: list[Any], variables: Arrays, batch: Any, step: Any, micro: Any
         ) -> tuple[Loss, Arrays, _Static]:
             params = dict(zip(paths, values, strict=True))
-            bound = model.bind(params, variables, train=train, step=step, micro=micro)
+            bound = model.bind(params, variables, train=drops, step=step, micro=micro)
             cast = autocast_to(autocast.dtype if autocast else None)
             sharded = over_sequences(self._sequence.shards)
             with model.naming(bound), cast, sharded, foreign("loss_fn(model, batch)", batch):
@@ -230,9 +230,20 @@ class LossTraces:
         )
         adapters = getattr(self._model, "adapters", {})
         context = TraceContext(
-            self._autocast, adapters, train, self._ranges, self._sequence, self._trained
+            self._autocast,
+            adapters,
+            train,
+            self._drops(train),
+            self._ranges,
+            self._sequence,
+            self._trained,
         )
         return before_split(program, context)
+
+    def _drops(self, train: bool) -> bool:
+        """Whether the model and its adapters have dropout."""
+        objective = objective_of(self._loss_fn)
+        return train and (objective is None or objective.dropout)
 
 
 def _note_ignored(constraints: tuple[str, ...]) -> None:

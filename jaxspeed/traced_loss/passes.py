@@ -52,6 +52,7 @@ class TraceContext:
     autocast: Autocast | None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the paths of their weights
     train: bool = True
+    dropout: bool = True  # of adapters, in training
     # Of parameters whose ranges of layers are leaves: (path, number of layers) of each.
     ranges: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
     sequence: SequenceSettings = field(default_factory=SequenceSettings)
@@ -112,7 +113,7 @@ def adapters(program: LossProgram, context: TraceContext) -> LossProgram:
     if not context.adapters:
         return program
     key = None
-    if context.train and any(adapter.dropout for adapter in context.adapters.values()):
+    if context.dropout and any(adapter.dropout for adapter in context.adapters.values()):
         (seed,) = (v for v, path in program.variables.items() if path == SEED)
         step, micro = program.closed.jaxpr.invars[-2:]
         key = seed, step, micro

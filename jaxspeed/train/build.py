@@ -168,8 +168,10 @@ def _read_model(
     if trace and (by_use or trained.names_layers(leaves)):
         leaves = with_scanned_layers(leaves, trace())
     uses = _uses_of(trace()) if trace and by_use else None
+    objective = objective_of(loss_fn)
+    beside = () if objective is None else objective.modules_to_save
     model, leaves, trained = _with_adapters(
-        config.lora, base, leaves, trained, uses, saved, other_names
+        config.lora, base, leaves, trained, uses, saved, other_names, beside
     )
     if config.checkpoint.exclude_frozen_parameters and model.weights is None:
         raise ConfigError(
@@ -264,12 +266,21 @@ def _with_adapters(
     uses: Uses | None,
     saved: SavedAdapter | None,
     other_names: Callable[[Mapping[str, Any]], OtherNames] | None,
+    beside: Collection[str],
 ) -> tuple[Model, tuple[Leaf, ...], TrainRule]:
-    """The model with the adapters of a section, its leaves, and the rule by which they train."""
+    """The model with the adapters of a section, its leaves, and the rule by which they train.
+
+    The modules named `beside` are trained in full too.
+    """
     adapted, layers = base, dict[str, Sequence[bool]]()
     if section is not None:
         choice = choose_adapters(section, leaves, uses, saved, other_names)
-        base_leaves = [replace(leaf, trainable=leaf.path in choice.trained) for leaf in leaves]
+        base_leaves = [
+            replace(
+                leaf, trainable=leaf.path in choice.trained or leaf.path.split("/")[0] in beside
+            )
+            for leaf in leaves
+        ]
         adapted = AdaptedModel(base, base_leaves, choice.adapters, choice.section, saved)
         leaves, layers = adapted.leaves, dict(choice.layers)
     trained = replace(trained, layers=layers)

@@ -100,8 +100,12 @@ class StateStorage:
         at = self.shardings
         if self.model.weights is not None:
             weights = self.model.weights
-            rows = [row for row in self.table if not row.leaf.adapts]
+            there = [row for row in self.table if not row.leaf.adapts]
+            rows = [row for row in there if row.leaf.parameter not in weights.initialized]
             params, master = self._read(weights, rows)
+            if absent := list(weights.initialized):
+                fresh = self._stored_by(lambda seed: self._drawn(seed, absent), absent)(seed)
+                params, master = params | fresh[0], master | fresh[1]
             params, master = self._with_adapters(seed, params, master)
             draw = in_mesh(self.mesh, lambda seed: self.model.init(seed)[1])
             variables = staged_init(draw, at.variables, seed)
@@ -193,6 +197,10 @@ class StateStorage:
                 if placement is not None:
                     stored[path] = self.table.stored(row, placement).encode(value)
         return params, master, variables
+
+    def _drawn(self, seed: Any, paths: Sequence[str]) -> Arrays:
+        values = self.model.init(seed)[0]
+        return {path: values[path] for path in paths}
 
     def _with_adapters(self, seed: Any, params: Arrays, master: Arrays) -> tuple[Arrays, Arrays]:
         """(params, masters) with first adapters, beside weights that were read."""

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxspeed.config import Config
-from jaxspeed.config.objective_keys import OBJECTIVES, imported, objective_class
+from jaxspeed.config.objective_keys import (
+    OF_FAMILIES,
+    OF_LANGUAGE_MODELS,
+    imported,
+    objective_class,
+)
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.errors import ConfigError, ModelError, PretrainedError
 from jaxspeed.objectives import Objective
@@ -46,7 +51,7 @@ def resolve_model(
                 )
             return model, model.batch_loss
         if isinstance(model, Pretrained):
-            family = _Default(model.objective, model.loss)
+            family = _Default(model.objective, model.loss, model.config)
         missing = "loss_fn is missing: initialize(model=..., loss_fn=...)"
     elif section is None:
         raise ModelError(
@@ -66,7 +71,7 @@ def resolve_model(
         )
     else:
         built = _built(config, overrides or {})
-        family, missing = _Default(built.objective, built.loss), ""
+        family, missing = _Default(built.objective, built.loss, built.config), ""
         # Of other sizes a pretrained model has no weights, and is initialized.
         of_sizes = built.model if isinstance(built, Pretrained) else built.factory
         model = built if isinstance(built, Pretrained) and not overrides else of_sizes
@@ -83,10 +88,11 @@ def resolve_model(
 
 
 class _Default(NamedTuple):
-    """The loss of a model, and the name of the objective that it is, of a family."""
+    """The loss of a model; of a family, the name of the objective that it is, and sizes."""
 
     objective: str | None = None
     loss: Loss | None = None
+    sizes: Any = None
 
 
 def _objective(config: Config, family: _Default) -> Objective | None:
@@ -97,9 +103,14 @@ def _objective(config: Config, family: _Default) -> Objective | None:
         return None
     cls = objective_class(name)
     options = cls.Options.model_validate({} if section is None else section.own_keys)
-    if name not in OBJECTIVES:
-        from_outside: Objective = cls(options)
-        return from_outside
+    if cls.num_labels is not None:
+        _check_scores(name, cls.num_labels, family)
+    elif name in OF_LANGUAGE_MODELS and family.objective not in (None, "next_token"):
+        works = f"It trains language models; the model has {family.objective}."
+        raise config_error([Problem("objective.type", f'"{name}"', works)], "the config")
+    if name not in OF_FAMILIES:
+        of_any_model: Objective = cls(options)
+        return of_any_model
     if name != family.objective:
         has = f"has {family.objective}" if family.objective else "is of no family"
         works = f"The model {has}; or name one of your own, package.module:Name."
@@ -108,10 +119,22 @@ def _objective(config: Config, family: _Default) -> Objective | None:
     return of_family
 
 
+def _check_scores(name: str, labels: int, family: _Default) -> None:
+    """Raise ConfigError unless a model has so many scores of sequences."""
+    is_classifier = importlib.import_module("jaxspeed.models.language").is_classifier
+    if not is_classifier(family.sizes) or family.sizes.num_labels != labels:
+        works = (
+            f"It trains a family's decoder with scores ({labels}) in place of its head: name the "
+            "model in the config, or pass initialize(model=jaxspeed.models.from_pretrained(FOLDER, "
+            f'{{"num_labels": {labels}}})).'
+        )
+        raise config_error([Problem("objective.type", f'"{name}"', works)], "the config")
+
+
 def own_objective(config: Config) -> type[Objective] | None:
     """The class of the objective that the config names; None for one of the families."""
     section = config.objective
-    if section is None or section.type in OBJECTIVES:
+    if section is None or section.type in OF_FAMILIES:
         return None
     cls: type[Objective] = objective_class(section.type)
     return cls
@@ -143,12 +166,14 @@ def family_objective(config: Config, model: Any) -> str | None:
 def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
     # By name, so that the package imports no model of its own.
     families = importlib.import_module("jaxspeed.models")
-    section = config.model
+    section, objective = config.model, own_objective(config)
     assert section is not None
+    sizes = {**section.config, **overrides}
+    labels = None if objective is None else objective.num_labels
     try:
         if section.pretrained is not None:
-            return families.from_pretrained(section.pretrained, {**section.config, **overrides})
-        return families.build(section.family, section.preset, {**section.config, **overrides})
+            return families.from_pretrained(section.pretrained, sizes, labels)
+        return families.build(section.family, section.preset, sizes, labels)
     except PretrainedError:
         raise
     except (ValueError, TypeError) as error:

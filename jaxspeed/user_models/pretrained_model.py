@@ -1,6 +1,6 @@
 """A model whose parameters are read instead of initialized."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,9 +29,11 @@ class Weights(Protocol):
 
     Attributes:
       variables: paths of variables that are read as well; the others are initialized.
+      initialized: paths of parameters that they lack, such as a new head.
     """
 
     variables: Sequence[str]
+    initialized: Collection[str]
 
     @property
     def origin(self) -> Origin | None:

@@ -69,7 +69,7 @@ def test_adapters_start_without_an_effect_unless_asked_otherwise():
 class Weights:
     """Values of a model's parameters, to be read instead of drawn."""
 
-    origin, variables = None, ()
+    origin, variables, initialized = None, (), ()
 
     def __init__(self, values):
         self.values = values

@@ -182,7 +182,11 @@ def test_a_mistral_with_images_has_the_language_model_that_it_names(
             },
             "BertForTokenClassification is not supported; BertForMaskedLM and",
         ),
-        ("gemma", {"architectures": ["GemmaForSequenceClassification"]}, "those of llama, mis"),
+        (
+            "granite",
+            {"architectures": ["GraniteForSequenceClassification"]},
+            "those of gpt2, llama, mis",
+        ),
         (
             "llama",
             {

@@ -481,4 +481,29 @@ MUTATIONS: list[tuple[str, str, str]] = [
         '"temperature": 1.0,',
         "test_they_are_those_of_the_logits[pipe 2, ZeRO 1]",
     ),
+    (
+        "c.over_pairs(PAIR_LOSSES[name](pairs, o)), c.pairs, weight",
+        "c.over_pairs(PAIR_LOSSES[name](pairs, o)) / c.pairs, 1.0, weight",
+        "test_a_step_of_preferences_equals_plain_optax[mixed-stage 3, accumulation 4]",
+    ),
+    (
+        "rows = pair_rows(batch, pairs_per_row)",
+        'rows = pair_rows({**batch, "mask": _of_texts(batch)}, pairs_per_row)',
+        "test_a_step_of_preferences_equals_plain_optax[mixed-stage 3, accumulation 4]",
+    ),
+    (
+        'adapters = entry.model != "reference" or entry.once or _has_first_adapter(program)',
+        "adapters = True",
+        "test_a_step_of_preferences_equals_plain_optax[kto-adapters]",
+    ),
+    (
+        "mean = jnp.sum(ratios) / jnp.maximum(jnp.sum(records), 1)",
+        "mean = jnp.mean(ratios)",
+        "test_a_step_of_preferences_equals_plain_optax[kto-pipe 2]",
+    ),
+    (
+        "return train and (objective is None or objective.dropout)",
+        "return train",
+        "test_dropout_acts_only_where_it_is_not_disabled[False]",
+    ),
 ]

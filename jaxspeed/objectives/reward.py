@@ -1,0 +1,108 @@
+"""The objective of reward models: the chosen completion of a pair is to have the higher score.
+
+Bradley and Terry's model, with TRL's keys, formula and metrics of 1.16.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from pydantic import Field
+
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.types import NonNegative
+from jaxspeed.config.verdicts import shown
+from jaxspeed.objectives.completions import of_texts
+from jaxspeed.objectives.pairs import pair_rows
+from jaxspeed.objectives.preference import OfPairs
+from jaxspeed.objectives.terms_and_metrics import Max, Mean, Min, Terms
+from jaxspeed.ops.next_tokens import IGNORED, split_batch
+
+
+class Reward(OfPairs):
+    """A scalar head's scores of pairs of completions: -log sigmoid(chosen - rejected - margin)."""
+
+    class Options(OfPairs.Options):
+        center_rewards_coefficient: NonNegative | None = Field(
+            None, description="Weight of the squared sum of a pair's rewards, which centers them."
+        )
+
+    arrays: ClassVar[Mapping[str, str]] = {
+        "tokens": "[batch, seq], or of one pair a row [batch, 2, seq]",
+        "targets": "as tokens, optional: -100 where no completion is predicted",
+        "segment_ids": "as tokens: 2 p + 1 and 2 p + 2 are the completions of pair p, each after "
+        "its prompt; 0 is padding",
+        "positions": "as tokens, optional: of each completion from 0 on",
+        "mask": "as tokens: 0 at the tokens of pairs that do not count",
+        "margins": "as tokens fp32, optional: at the first token of a pair, by how much the chosen "
+        "one's reward is to be higher; 0 elsewhere",
+    }
+    records: ClassVar[Any] = "preference"
+    drops_long: ClassVar[bool] = True
+    in_fp32: ClassVar[tuple[str, ...]] = ("margins",)
+    num_labels: ClassVar[int | None] = 1
+    modules_to_save: ClassVar[tuple[str, ...]] = ("score",)
+
+    def problems(self, settings: Settings) -> Iterator[Problem]:
+        model = settings.model
+        if model is not None and model.factory is not None:
+            works = "A reward model is a family's decoder with a scalar head: name a family."
+            found = f"{shown('reward')} with model.factory"
+            yield Problem("objective.type", found, works, ("model.factory",))
+
+    def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
+        if "targets" not in batch:  # the last token is an input too
+            counted = batch.get("mask", jnp.ones_like(batch["tokens"])) != 0
+            batch = {**batch, "targets": jnp.where(counted, batch["tokens"], IGNORED)}
+        rows = pair_rows(batch, self.options.pairs_per_row)
+        p = split_batch(rows.batch)
+        context = {"segment_ids": p.segment_ids, "positions": p.positions}
+        auxiliary, metrics = None, {}
+        if hasattr(model, "hidden_and_auxiliary"):
+            hidden, auxiliary, metrics = model.hidden_and_auxiliary(
+                p.tokens, train=train, **context
+            )
+        else:
+            hidden = model.hidden(p.tokens, **context)
+        places = p.positions
+        if places is None:
+            places = jnp.broadcast_to(jnp.arange(p.tokens.shape[1]), p.tokens.shape)
+        # The last token that is not padding, as transformers pools it.
+        is_text = of_texts({"mask": (p.targets != IGNORED).astype(jnp.int32), **rows.batch})
+        if (padding := model.config.pad_token_id) is not None:
+            is_text &= p.tokens != padding
+        last = -rows.least(jnp.where(is_text, -places, 1), 1)
+        is_last = is_text & (places == rows.spread(last))
+        scores = model.token_scores(hidden)[..., 0]
+        rewards = rows.sums(jnp.where(is_last, scores, 0))  # [batch, pairs, 2]
+        counted = rows.sums((p.targets != IGNORED).astype(jnp.float32))
+        is_pair = jnp.all(counted > 0, axis=-1)
+        pairs = jnp.sum(is_pair.astype(jnp.float32))
+
+        def over_pairs(values: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(is_pair, values, 0))
+
+        chosen, rejected = rewards[..., 0], rewards[..., 1]
+        difference = chosen - rejected
+        excess = difference
+        if "margins" in batch:
+            excess -= rows.sums(rows.batch["margins"])[..., 0]
+        losses = jax.nn.softplus(-excess)
+        if (coefficient := self.options.center_rewards_coefficient) is not None:
+            losses += coefficient * jnp.square(chosen + rejected)
+        terms = Terms(reward=(over_pairs(losses), pairs))
+        if auxiliary is not None:
+            terms["aux_loss"] = auxiliary, None
+        rewards, difference = stop_gradient((rewards, difference))
+        both = is_pair[..., None]
+        metrics = {name: x for name, x in metrics.items() if name != "auxiliary_loss"} | {
+            "min_reward": Min(jnp.min(jnp.where(both, rewards, jnp.inf))),
+            "mean_reward": Mean(jnp.sum(jnp.where(both, rewards, 0)), 2 * pairs),
+            "max_reward": Max(jnp.max(jnp.where(both, rewards, -jnp.inf))),
+            "accuracy": Mean(over_pairs((difference > 0).astype(jnp.float32)), pairs),
+            "margin": Mean(over_pairs(difference), pairs),
+        }
+        return terms, metrics

@@ -1,0 +1,84 @@
+"""KTO: completions that are desirable or not, against a reference and an estimate of the KL."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from pydantic import Field
+
+from jaxspeed.config.types import Count, NonNegative
+from jaxspeed.objectives.completions import completions, token_metrics
+from jaxspeed.objectives.computed_arrays import ComputedArrays
+from jaxspeed.objectives.pair_losses import kto
+from jaxspeed.objectives.preference import REFERENCE, AgainstReference
+from jaxspeed.objectives.terms_and_metrics import Mean, Terms
+
+
+class Kto(AgainstReference):
+    """Kahneman-Tversky optimization: log-ratios of single completions against the mean of all."""
+
+    class Options(AgainstReference.Options):
+        loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
+            "kto", description="apo_zero_unpaired has no KL."
+        )
+        desirable_weight: NonNegative = Field(1.0, description="Weight of desirable completions.")
+        undesirable_weight: NonNegative = Field(1.0, description="Weight of the others.")
+        kl_block: Count | None = Field(
+            None,
+            ge=2,
+            description="Rows of the data within which each prompt gets the completion before it, "
+            "for the KL; by default train_batch_size.",
+        )
+
+    arrays: ClassVar[Mapping[str, str]] = {
+        **AgainstReference.arrays,
+        "segment_ids": "as tokens: 2 p + 1 is the labelled completion of record p, 2 p + 2 the "
+        "mismatched one, each after the prompt; 0 is padding",
+        "desirable": "as tokens: 1 or -1 at the first token of a record; 0 elsewhere",
+        "kl": "[batch] fp32: the step's estimate of the KL; computed if it is absent",
+    }
+    in_fp32: ClassVar[tuple[str, ...]] = (REFERENCE, "kl")
+    records: ClassVar[Literal["unpaired"]] = "unpaired"
+
+    def computed(self) -> Sequence[ComputedArrays]:
+        kl = ComputedArrays("kl", ("kl",), self.kl)
+        return [*super().computed(), *([kl] if self.options.loss_type == "kto" else [])]
+
+    def kl(self, model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """max(0, the mean over records of log pi(y' | x) - log ref(y' | x)), y' mismatched."""
+        c = completions(model, batch, self.options.pairs_per_row, False, statistics=False)
+        ratios, records = c.log_ratios(batch[REFERENCE])[..., 1], c.tokens[..., 1] > 0
+        mean = jnp.sum(ratios) / jnp.maximum(jnp.sum(records), 1)
+        return {"kl": jnp.full(len(batch["tokens"]), jnp.maximum(mean, 0))}
+
+    def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
+        o = self.options
+        c = completions(model, batch, o.pairs_per_row, train)
+        sign = c.firsts(batch["desirable"])  # [batch, records]
+        counts = (c.tokens[..., 0] > 0) & (sign != 0)
+        ratio = c.log_ratios(batch[REFERENCE])[..., 0]
+        with_kl = o.loss_type == "kto"
+        kl = batch["kl"][:, None] if with_kl else jnp.zeros((len(sign), 1))
+        weight = jnp.where(sign > 0, o.desirable_weight, o.undesirable_weight)
+
+        def total(values: jax.Array, which: jax.Array = counts) -> jax.Array:
+            return jnp.sum(jnp.where(which, values, 0))
+
+        ones = jnp.ones_like(ratio)
+        terms = Terms(kto=(total(weight * kto(ratio, sign, kl, o.beta)), total(ones)))
+        rewards, logps = o.beta * stop_gradient(ratio), c.logps[..., 0]
+        sides = {"chosen": counts & (sign > 0), "rejected": counts & (sign < 0)}
+        metrics = {
+            f"{name}/{side}": Mean(total(values, which), total(ones, which))
+            for name, values in (("rewards", rewards), ("logps", logps))
+            for side, which in sides.items()
+        }
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        if with_kl:
+            metrics["kl"] = Mean(total(kl * ones), total(ones))
+        labelled = jnp.arange(2) == 0  # and not the mismatched completion
+        of_tokens = token_metrics(c, *(which[..., None] & labelled for which in sides.values()))
+        del of_tokens["mean_token_accuracy"]  # half of the completions are not to be imitated
+        return c.with_auxiliary(terms), metrics | of_tokens
