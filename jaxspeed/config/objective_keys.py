@@ -27,6 +27,7 @@ OF_LANGUAGE_MODELS = {
     "cpo": "jaxspeed.objectives.preference:Cpo",
     "orpo": "jaxspeed.objectives.preference:Orpo",
     "kto": "jaxspeed.objectives.unpaired:Kto",
+    "distill": "jaxspeed.objectives.distill:Distill",
 }
 OBJECTIVES = OF_FAMILIES | OF_LANGUAGE_MODELS
 _IS_ONE = "a class that subclasses jaxspeed.Objective and defines loss(self, model, batch)"

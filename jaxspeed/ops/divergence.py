@@ -52,8 +52,8 @@ def linear_divergence(
     beta: float = 1.0,
     temperature: float = 1.0,
     counted: jax.Array | None = None,
-    student_soft_cap: float | None = None,
-    teacher_soft_cap: float | None = None,
+    student_soft_cap: float | jax.Array | None = None,
+    teacher_soft_cap: float | jax.Array | None = None,
     chunk: int | None = None,
 ) -> Divergence:
     """The divergence of each token, with its gradient for the student, never with all logits.
@@ -65,7 +65,7 @@ def linear_divergence(
         Jensen-Shannon divergence.
       temperature: divides the logits of both, after their caps.
       counted: [...] bool: other tokens are 0, without gradient.
-      student_soft_cap, teacher_soft_cap: as in `linear_cross_entropy`.
+      student_soft_cap, teacher_soft_cap: as in `linear_cross_entropy`, or scalar arrays.
       chunk: as in `linear_cross_entropy`.
 
     Returns:

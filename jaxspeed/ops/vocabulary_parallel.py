@@ -259,7 +259,7 @@ def logits_of(
     weight: jax.Array,
     bias: jax.Array | None,
     dtype: jnp.dtype,
-    soft_cap: float | None = None,
+    soft_cap: float | jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
 ) -> jax.Array:
     """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`.
