@@ -28,6 +28,7 @@ OF_LANGUAGE_MODELS = {
     "orpo": "jaxspeed.objectives.preference:Orpo",
     "kto": "jaxspeed.objectives.unpaired:Kto",
     "reward": "jaxspeed.objectives.reward:Reward",
+    "distill": "jaxspeed.objectives.distill:Distill",
 }
 OBJECTIVES = OF_FAMILIES | OF_LANGUAGE_MODELS
 _IS_ONE = "a class that subclasses jaxspeed.Objective and defines loss(self, model, batch)"

@@ -24,6 +24,8 @@ class ComputedArrays:
         each step. Not of the model that trains.
       by_sample: whether a sample's arrays depend on no other sample; then a step's are computed
         by micro-batches, in less memory.
+      extra: of (model); it returns further arrays by name, which are not of samples: the loss gets
+        them in its parameter `extra`.
     """
 
     name: str
@@ -32,3 +34,4 @@ class ComputedArrays:
     model: Literal["trained", "reference"] | FrozenModelSection = "trained"
     once: bool = False
     by_sample: bool = False
+    extra: Callable[[Any], Mapping[str, jax.Array]] | None = None

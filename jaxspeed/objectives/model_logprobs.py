@@ -34,6 +34,22 @@ class ModelLogprobs(NamedTuple):
         return self.next_tokens.targets != IGNORED
 
 
+class HeadInput(NamedTuple):
+    """What a decoder computes before its head; `ModelLogprobs` has the rest."""
+
+    hidden: jax.Array  # [batch, seq, embed]
+    auxiliary: jax.Array | None
+    metrics: Mapping[str, jax.Array]
+
+
+def head_input(model: Any, p: ops.NextTokens, train: bool | None = None) -> HeadInput:
+    """The hidden states of a family's decoder; `train` as in `model_logprobs`."""
+    context = {"segment_ids": p.segment_ids, "positions": p.positions}
+    if hasattr(model, "hidden_and_auxiliary"):
+        return HeadInput(*model.hidden_and_auxiliary(p.tokens, train=train, **context))
+    return HeadInput(model.hidden(p.tokens, **context), None, {})
+
+
 def model_logprobs(
     model: Any, batch: Mapping[str, jax.Array], *, train: bool | None = None, **requests: Any
 ) -> ModelLogprobs:
@@ -46,18 +62,12 @@ def model_logprobs(
       requests: `temperature`, `entropy`, `is_top` and `mean_logit` of `ops.token_logprobs`.
     """
     p = ops.split_batch(batch)
-    context = {"segment_ids": p.segment_ids, "positions": p.positions}
-    auxiliary, metrics = None, dict[str, jax.Array]()
     if hasattr(model, "head_weight"):
-        if hasattr(model, "hidden_and_auxiliary"):
-            hidden, auxiliary, metrics = model.hidden_and_auxiliary(
-                p.tokens, train=train, **context
-            )
-        else:
-            hidden = model.hidden(p.tokens, **context)
+        hidden, auxiliary, metrics = head_input(model, p, train)
         options = {"soft_cap": model.logit_soft_cap, "chunk": model.vocab_chunk}
         scored = ops.token_logprobs(hidden, model.head_weight, p.targets, **options, **requests)
         return ModelLogprobs(scored, p, auxiliary, metrics)
+    context = {"segment_ids": p.segment_ids, "positions": p.positions}
     passed = {name: x for name, x in context.items() if x is not None}
     accepted = call_parameters(model)
     any_name = any(x.kind is x.VAR_KEYWORD for x in accepted.values())

@@ -12,6 +12,7 @@ from jaxspeed.ops.cross_entropy import (
     logit_logprobs,
     token_logprobs,
 )
+from jaxspeed.ops.divergence import Divergence, linear_divergence
 from jaxspeed.ops.embed import embed
 from jaxspeed.ops.next_tokens import NextTokens, split_batch
 from jaxspeed.ops.norms import layer_norm, rms_norm
@@ -33,6 +34,7 @@ from jaxspeed.ops.saved_inputs import saves_inputs
 __getattr__, __dir__ = lazy_names(__name__, {})
 
 __all__ = [
+    "Divergence",
     "LinearScaling",
     "NextTokens",
     "RopeScaling",
@@ -46,6 +48,7 @@ __all__ = [
     "frequencies",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_divergence",
     "logit_logprobs",
     "rms_norm",
     "rope_scaling",

@@ -16,8 +16,9 @@ its gradient of h is all-reduced once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,74 @@ def chunks_of(vocab: int, chunk: int | None = None) -> tuple[int, int]:
     return -(-vocab // size), size
 
 
+@dataclass(frozen=True)
+class VocabularyChunks:
+    """How a head's rows are scanned: `count` chunks of `size` rows of each shard, zero-padded.
+
+    With more than one of the `parts` shards, all that is scanned has a leading dim of them.
+    """
+
+    vocab: int
+    parts: int
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, vocab: int, parts: int, chunk: int | None) -> VocabularyChunks:
+        return cls(vocab, parts, *chunks_of(-(-vocab // parts), chunk))
+
+    @property
+    def rows(self) -> int:
+        """Rows of one shard; the last ones may have fewer."""
+        return -(-self.vocab // self.parts)
+
+    @property
+    def padded(self) -> bool:
+        return self.count * self.size * self.parts > self.vocab
+
+    @property
+    def starts(self) -> jax.Array:
+        """The first row of each chunk, among those of a shard."""
+        return jnp.arange(self.count) * self.size
+
+    def first(self, ndim: int) -> jax.Array:
+        """The first row of each shard: [parts, ...] of values with so many dims of tokens."""
+        return self.rows * jnp.arange(self.parts).reshape(self.parts, *[1] * ndim)
+
+    def real(self, start: jax.Array, ndim: int) -> jax.Array:
+        """Which columns of a chunk's logits are of the vocabulary."""
+        rows: jax.Array | int = self.vocab
+        if self.parts > 1:
+            rows = jnp.clip(self.vocab - self.first(ndim), 0, self.rows)[..., None]
+        return start + jnp.arange(self.size) < rows
+
+    def on_shards(self, hidden: jax.Array) -> jax.Array:
+        """The hidden states for each shard."""
+        if self.parts == 1:
+            return hidden
+        hidden = jnp.broadcast_to(hidden, (self.parts, *hidden.shape))
+        return constrain(hidden, over_vocabulary(hidden.ndim, 0), "vocabulary.parts")
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """x [vocab, ...] as [count, size, ...] or [count, parts, size, ...].
+
+        No step moves rows between shards, or under ZeRO 3 changes the stored sharding.
+        """
+        if self.parts == 1:
+            return _padded(x, 0, self.count * self.size).reshape(
+                self.count, self.size, *x.shape[1:]
+            )
+        x = _padded(x, 0, self.parts * self.rows).reshape(self.parts, self.rows, *x.shape[1:])
+        x = _padded(x, 1, self.count * self.size)
+        return x.reshape(self.parts, self.count, self.size, *x.shape[2:]).swapaxes(0, 1)
+
+    def scan[Carry](self, body: Callable[[Carry, Any], Carry], start: Carry, xs: Any) -> Carry:
+        """Fold the chunks; a single one without a loop, and without recomputation."""
+        if self.count == 1:
+            return body(start, jax.tree.map(lambda x: x[0], xs))
+        return lax.scan(jax.checkpoint(lambda seen, x: (body(seen, x), None)), start, xs)[0]
+
+
 def sums_over_vocabulary(
     hidden: jax.Array,
     weight: jax.Array,
@@ -95,25 +164,18 @@ def sums_over_vocabulary(
     `parts` is the number of shards of the vocabulary, and `chunk` the columns per chunk of a shard.
     The logit of a target outside [0, vocab) is undefined.
     """
-    vocab = weight.shape[0]
-    rows = -(-vocab // parts)  # of one shard; the last ones may have fewer
-    n_chunks, chunk = chunks_of(rows, chunk)
-    padding = n_chunks * chunk * parts - vocab
-    weights = _in_chunks(weight, parts, rows, n_chunks, chunk)
-    biases = None if bias is None else _in_chunks(bias, parts, rows, n_chunks, chunk)
+    chunks = VocabularyChunks.of(weight.shape[0], parts, chunk)
+    chunk = chunks.size
     lowest = jnp.finfo(dtype).min
-    real_rows: jax.Array | int = vocab
-    if parts > 1:  # from here on everything has a leading dim of parts
-        first = rows * jnp.arange(parts).reshape(parts, *[1] * targets.ndim)
-        real_rows = jnp.clip(vocab - first, 0, rows)[..., None]
-        targets = targets - first  # of another shard: outside, or in padding, whose logits are 0
-        hidden = jnp.broadcast_to(hidden, (parts, *hidden.shape))
-        hidden = constrain(hidden, over_vocabulary(hidden.ndim, 0), "vocabulary.parts")
+    tokens_ndim = targets.ndim
+    if parts > 1:  # of another shard: outside, or in padding, whose logits are 0
+        targets = targets - chunks.first(tokens_ndim)
+    hidden = chunks.on_shards(hidden)
     operand_dtype = hidden.dtype
     # The gradient of `hidden` is a sum over chunks: as a fp32 loop constant it is summed in fp32.
     wide_hidden = hidden.astype(dtype)
 
-    def body(seen: _Running, xs: tuple[jax.Array, jax.Array | None, jax.Array]):
+    def body(seen: _Running, xs: tuple[jax.Array, jax.Array | None, jax.Array]) -> _Running:
         chunk_weight, chunk_bias, start = xs
         # XLA unrolls a loop of few chunks, and with the head's gradient offloaded at the end of the
         # step, the logits of all chunks would stay live until then (seen on TPU compiles).
@@ -123,10 +185,10 @@ def sums_over_vocabulary(
         here = (targets >= start) & (targets < start + chunk)
         target_logit = seen.target_logit + jnp.where(here, pick(logits, targets - start), 0)
         logit_sum, place = seen.logit_sum, seen.place
-        real = start + jnp.arange(chunk) < real_rows
+        real = chunks.real(start, tokens_ndim)
         if logit_sum is not None:
-            logit_sum += jnp.sum(jnp.where(real, logits, 0) if padding else logits, axis=-1)
-        if padding:
+            logit_sum += jnp.sum(jnp.where(real, logits, 0) if chunks.padded else logits, axis=-1)
+        if chunks.padded:
             logits = jnp.where(real, logits, lowest)
         # The maximum only keeps exp in range: lse does not depend on it, so it has no gradient.
         highest = jnp.max(logits, axis=-1)
@@ -141,7 +203,7 @@ def sums_over_vocabulary(
         total += jnp.sum(exps, axis=-1)
         if below is not None:
             below += jnp.sum(exps * jnp.maximum(lower, LOWEST_BELOW), axis=-1)
-        return _Running(top, total, target_logit, logit_sum, below, place), None
+        return _Running(top, total, target_logit, logit_sum, below, place)
 
     zeros = jnp.zeros(targets.shape, dtype)
     start = _Running(
@@ -152,11 +214,8 @@ def sums_over_vocabulary(
         zeros if "entropy" in also else None,
         zeros if "is_top" in also else None,
     )
-    xs = (weights, biases, jnp.arange(n_chunks) * chunk)
-    if n_chunks == 1:  # no scan, and no recomputation
-        seen, _ = body(start, jax.tree.map(lambda x: x[0], xs))
-    else:
-        seen, _ = lax.scan(jax.checkpoint(body), start, xs)
+    biases = None if bias is None else chunks.split(bias)
+    seen = chunks.scan(body, start, (chunks.split(weight), biases, chunks.starts))
     if parts > 1:
         seen = _combined(seen)
     log_total = jnp.log(seen.total)
@@ -167,18 +226,6 @@ def sums_over_vocabulary(
         None if seen.below is None else log_total - seen.below / seen.total,
         None if seen.place is None else seen.place == 1,
     )
-
-
-def _in_chunks(x: jax.Array, parts: int, rows: int, n_chunks: int, chunk: int) -> jax.Array:
-    """x [vocab, ...] as [n_chunks, chunk, ...] or [n_chunks, parts, chunk, ...], zero-padded.
-
-    No step moves rows between shards, or under ZeRO 3 changes the stored sharding.
-    """
-    if parts == 1:
-        return _padded(x, 0, n_chunks * chunk).reshape(n_chunks, chunk, *x.shape[1:])
-    x = _padded(x, 0, parts * rows).reshape(parts, rows, *x.shape[1:])
-    x = _padded(x, 1, n_chunks * chunk).reshape(parts, n_chunks, chunk, *x.shape[2:])
-    return x.swapaxes(0, 1)
 
 
 def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -212,7 +259,7 @@ def logits_of(
     weight: jax.Array,
     bias: jax.Array | None,
     dtype: jnp.dtype,
-    soft_cap: float | None = None,
+    soft_cap: float | jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
 ) -> jax.Array:
     """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`.

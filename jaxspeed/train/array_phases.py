@@ -14,7 +14,7 @@ from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.traced_loss.accumulate import micro_batches
-from jaxspeed.train.array_program import ArraysOf, array_function, placed
+from jaxspeed.train.array_program import ArraysOf, array_function, extra_function, placed
 from jaxspeed.train.frozen_model import frozen_program
 from jaxspeed.train.phases import BATCH, FIRST_ADAPTER, METRICS, STATE, StepPhase
 from jaxspeed.train.program import Program
@@ -109,7 +109,8 @@ def _with_arrays(program: Program, entry: ComputedArrays, state: Any, batch: Any
       ModelError: the function returned others, or some that are not of samples.
     """
     samples = batch.samples if isinstance(batch, WithExtra) else batch
-    if set(entry.writes) <= set(samples):
+    extra: Any = batch.extra if isinstance(batch, WithExtra) else None
+    if set(entry.writes) <= set(samples) and (entry.extra is None or extra is not None):
         return batch
     frozen = program.frozen.get(_state_of(entry))
     adapters = entry.model != "reference" or entry.once or _has_first_adapter(program)
@@ -125,9 +126,11 @@ def _with_arrays(program: Program, entry: ComputedArrays, state: Any, batch: Any
             f"{listed(list(entry.writes))}, each [batch, ...] of {listed([*map(str, sizes)])} "
             "samples"
         )
-    if isinstance(batch, WithExtra):
-        return WithExtra({**samples, **arrays}, batch.extra)
-    return {**samples, **arrays}
+    if entry.extra is not None:
+        further = extra_function(frozen or program, entry.extra)(state, samples)
+        extra = {**(extra or {}), **further}
+    with_arrays = {**samples, **arrays}
+    return with_arrays if extra is None else WithExtra(with_arrays, extra)
 
 
 def _by_micro_batches(

@@ -54,23 +54,21 @@ def array_function(
       adapters: whether the model has its adapters; without them it is the base.
       once: how parameters were gathered, if the state is what it returns.
     """
-    traced = program.traced_loss
-
-    def outputs(model: Any, batch: Any) -> Outputs:
-        return Outputs(dict(function(model, batch)))
-
-    computed = replace(
-        traced,
-        model=traced.model if adapters else base_alone(program),
-        table=replace(program.table if once is None else once.table, stack=None),
-        loss_fn=outputs,
-    )
+    computed = _computed(program, function, adapters, once)
 
     def compute(state: TrainState | ModelState, batch: Any) -> dict[str, jax.Array]:
         model_state = state if isinstance(state, ModelState) else ModelState.of(program, state)
         return placed(program, batch, _arrays(computed, model_state, batch))
 
     return compute
+
+
+def extra_function(
+    program: Program, function: Callable[[Any], Mapping[str, jax.Array]]
+) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
+    """`arrays = compute(state, batch)` of a function of the model alone, sharded as it reads it."""
+    computed = _computed(program, lambda model, _: function(model), True, None)
+    return lambda state, batch: _arrays(computed, ModelState.of(program, state), batch)
 
 
 def base_alone(program: Program) -> AdaptedModel:
@@ -91,6 +89,23 @@ def base_alone(program: Program) -> AdaptedModel:
             "beside them (lora.modules_to_save, lora.bias): the base's own values are not kept"
         )
     return model.without_adapters()
+
+
+def _computed(
+    program: Program, function: ArrayFunction, adapters: bool, once: GatherOnce | None
+) -> MicroBatchLoss:
+    """The function in place of the loss."""
+    traced = program.traced_loss
+
+    def outputs(model: Any, batch: Any) -> Outputs:
+        return Outputs(dict(function(model, batch)))
+
+    return replace(
+        traced,
+        model=traced.model if adapters else base_alone(program),
+        table=replace(program.table if once is None else once.table, stack=None),
+        loss_fn=outputs,
+    )
 
 
 def _arrays(computed: MicroBatchLoss, state: ModelState, batch: Any) -> dict[str, jax.Array]:
