@@ -18,6 +18,7 @@ from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
+from jaxspeed.data.model_limits import limits_of_run
 from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, tokenizer_in
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
@@ -155,10 +156,7 @@ def source_of(
         name = config if isinstance(config, str | Path) else "run"
     output = loaded.run.output or Path("runs") / Path(name).stem
     folder = RunFolder(output, loaded.run.checkpoints)
-    sizes = None if model is not None else family_sizes(loaded)
-    reads = limits_of(sizes, targets=loaded.mesh.seq != 1)
-    if (objective := own_objective(loaded)) is not None:
-        reads = reads.with_arrays(objective.arrays)
+    reads = limits_of_run(loaded, model, loss_fn)
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 
