@@ -306,7 +306,7 @@ def packing_of(data: Data, limits: ModelLimits) -> Packing:
       DataError: their length is unknown, or the model has fewer positions.
     """
     positions, also = limits.seq_len, ""
-    if positions and limits.pairs is not None and limits.pairs.is_whole:
+    if positions and limits.pairs is not None and limits.pairs.reads_ends:
         positions, also = positions - 1, ", and a score is read at the last of seq_len + 1 tokens"
     seq_len = data.seq_len or positions
     if seq_len is None:

@@ -4,11 +4,12 @@ Each completion has a copy of its prompt, and both are a segment. A pair is neve
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxspeed.config.run_sections import Data
 from jaxspeed.data.complete_documents import Packing, best_fit
 from jaxspeed.data.holdout import hold_out_samples
 from jaxspeed.data.model_limits import PairForm
@@ -64,6 +65,30 @@ class PairCounts:
         return PairCounts(**sums | {"longest": max(self.longest, other.longest)})
 
 
+def checked(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) -> PairForm:
+    """The form with its `kl_block`; DataError for keys that preferences do not have."""
+    for key, why in (
+        ("train_on", "the loss of a preference counts its completions"),
+        ("untrained", "records without a completion are dropped and counted"),
+        ("document_masks", "pairs are segments of a row"),
+    ):
+        if getattr(data, key) != Data.model_fields[key].default:
+            raise DataError(f"data.{key}: has no effect on preferences: {why}; leave it out")
+    if targets and not pairs.segments:
+        raise DataError(
+            "mesh.seq: only families read pairs as segments of a row, which seq shards; 1 would do"
+        )
+    if pairs.records != "unpaired":
+        return pairs
+    block = pairs.kl_block or batch_size
+    if block is None or block < 2:
+        raise DataError(
+            f"objective.kl_block is {block}: completions are mismatched among so many records; 2 or"
+            " more would do (train_batch_size by default)"
+        )
+    return replace(pairs, kl_block=block)
+
+
 class Sequences(NamedTuple):
     """Prompts with a completion each: spans of the documents' tokens, and the records' values."""
 
@@ -115,11 +140,11 @@ def fitting(
     """Which pairs are kept: bool [pairs]; and how many are not, by reason."""
     size, (prompts, completions) = packing.seq_len + 1, np.moveaxis(sequences.lengths, -1, 0)
     is_long = np.any(prompts + completions > size, axis=1)
-    reasons = {"long": is_long & (form.is_whole | (packing.truncate == "drop"))}
+    reasons = {"long": is_long & (form.reads_ends | (packing.truncate == "drop"))}
     reasons["filled"] = np.any(prompts >= size, axis=1) & (packing.truncate == "end")
     # Nothing predicts the first token of a sequence.
     lonely = np.any((prompts == 0) & (completions == 1), axis=1)
-    reasons["empty"] = lonely & (not form.is_whole)
+    reasons["empty"] = lonely & (not form.reads_ends)
     kept, counts = np.ones(len(is_long), bool), {}
     for reason, dropped in reasons.items():
         counts[reason] = int((kept & dropped).sum())
@@ -159,9 +184,9 @@ def truncated(sequences: Sequences, size: int, at_start: bool) -> Sequences:
 def row_length(form: PairForm, seq_len: int) -> int:
     """Inputs of a row, of which two sequences of seq_len + 1 tokens have room.
 
-    A sequence's last token is only predicted, except where it is read whole.
+    A sequence's last token is only predicted, except where its end is read.
     """
-    return 2 * (seq_len + form.is_whole)
+    return 2 * (seq_len + form.reads_ends)
 
 
 def blank_rows(form: PairForm, seq_len: int, count: int) -> Batch:
@@ -182,7 +207,7 @@ def blank_rows(form: PairForm, seq_len: int, count: int) -> Batch:
     return rows
 
 
-class PairRows:
+class PackedPairs:
     """Sample i holds the pairs of bin i one after the other, and then padding.
 
     The arrays are those of `objectives/pairs.py`: pair p of a row has the segments 2 p + 1 and
@@ -207,7 +232,7 @@ class PairRows:
         self._stream = Stream(documents.tokens, everything, vocab_size, documents.name)
         length = row_length(form, packing.seq_len)
         self.tokens_each: int | None = length
-        sizes = (sequences.lengths.sum(axis=-1) - (not form.is_whole)).sum(axis=-1)
+        sizes = (sequences.lengths.sum(axis=-1) - (not form.reads_ends)).sum(axis=-1)
         if packing.together and form.segments:
             self.bins = best_fit(sizes, length, most_pairs(length, form.pairs_per_row))
         else:
@@ -231,7 +256,7 @@ class PairRows:
             self._mark(row, pair, at)
             for tokens, prompt in self._read(pair):
                 predicted = len(tokens) - 1
-                count = predicted + self._form.is_whole
+                count = predicted + self._form.reads_ends
                 inside, targets = slice(at, at + count), slice(at, at + predicted)
                 row["tokens"][inside] = tokens[:count]
                 row["targets"][targets] = tokens[1:]
@@ -271,7 +296,7 @@ def pack_pairs(
     packing: Packing,
     held_out: float,
     vocab_size: int | None,
-) -> tuple[PairRows, PairRows | None, PairCounts]:
+) -> tuple[PackedPairs, PackedPairs | None, PairCounts]:
     """Training samples, held-out ones, and what became of all records.
 
     Raises:
@@ -313,7 +338,7 @@ def pack_pairs(
                 )
             assert form.kl_block is not None
             sequences = truncated(mismatched(untruncated, form.kl_block), size, at_start)
-        rows.append(PairRows(documents, sequences, form, packing, vocab_size))
+        rows.append(PackedPairs(documents, sequences, form, packing, vocab_size))
     if not counts.samples:
         raise DataError(f"data: {documents.name}: nothing is left: {counts}")
     return rows[0], rows[1] if held_out else None, counts
