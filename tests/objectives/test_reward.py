@@ -1,6 +1,5 @@
 """Reward models: the loss against its formula, steps against plain Optax, and what is refused."""
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxspeed.models import build, from_pretrained
+from jaxspeed.models import build
 
 import jaxspeed
-from jaxspeed.errors import JaxspeedError
 from jaxspeed.objectives.reward import Reward
-from jaxspeed.user_models.config_model import resolve_model
 from tests.moe.small_models import MIXTRAL
 from tests.objectives.plain_preferences import ROWS, SEQ, SIZES, PlainLoop, batch_of_pairs, sides_of
 from tests.support.reference import slice_of_each_rank
