@@ -54,13 +54,17 @@ def array_function(
       once: how parameters were gathered, if the state is what it returns.
     """
     traced = program.traced_loss
+    model = traced.model
+    if not adapters:
+        assert isinstance(model, AdaptedModel)
+        model = model.without_adapters()
 
     def outputs(model: Any, batch: Any) -> Outputs:
         return Outputs(dict(function(model, batch)))
 
     computed = replace(
         traced,
-        model=traced.model if adapters else base_alone(program),
+        model=model,
         table=replace(program.table if once is None else once.table, stack=None),
         loss_fn=outputs,
     )
@@ -72,12 +76,8 @@ def array_function(
     return compute
 
 
-def base_alone(program: Program) -> AdaptedModel:
-    """The model of a program without its adapters.
-
-    Raises:
-      ConfigError: the values that the base had are not known.
-    """
+def refuse_unknown_base(program: Program) -> None:
+    """Raise ConfigError unless the model without its adapters is the base as it was."""
     model = program.model
     if not isinstance(model, AdaptedModel):
         raise ConfigError(
@@ -89,7 +89,6 @@ def base_alone(program: Program) -> AdaptedModel:
             f"the reference is the model without its adapters, and {listed(trained)} are trained "
             "beside them (lora.modules_to_save, lora.bias): the base's own values are not kept"
         )
-    return model.without_adapters()
 
 
 def _arrays(computed: MicroBatchLoss, state: ModelState, batch: Any) -> dict[str, jax.Array]:
