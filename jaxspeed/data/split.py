@@ -1,5 +1,6 @@
 """A split (train or held-out) of a corpus; its sample order is a function of seed and step."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspeed.data.computed_rows import ComputedRows
 from jaxspeed.data.samples import ALL, Batch, Chain, Samples, with_targets
 from jaxspeed.objectives.padding import WithoutWeight, without_weight
 
@@ -43,6 +45,13 @@ class Split:
         # Parts may be empty until they are checked: the order is built on first use.
         self._seeds = [_seed(seed, i) for i in range(len(self.parts))] if shuffle else None
         self._made: Any = None
+        self._computed: tuple[ComputedRows, ...] = ()
+
+    def with_rows(self, computed: ComputedRows) -> "Split":
+        """The same samples, with these arrays beside those of the data."""
+        split = copy.copy(self)
+        split._computed = (*self._computed, computed)
+        return split
 
     @property
     def tokens_each(self) -> int | None:
@@ -78,6 +87,13 @@ class Split:
         first = step * batch_size
         chosen = _chosen(batch_size, rows)
         return np.asarray([self._order[first + int(row)] for row in chosen], np.int64)
+
+    def visited(self, steps: int, batch_size: int) -> np.ndarray:
+        """The samples of the first steps, each once, in the data's order."""
+        count = steps * batch_size
+        if len(self.parts) == 1 and count >= self.samples:
+            return np.arange(self.samples)
+        return np.unique(self.sample_ids(0, count))
 
     def batch(
         self, step: int, batch_size: int, rows: Rows | None = None, positions: Positions = ALL
@@ -118,9 +134,10 @@ class Split:
         The last batch is padded with samples to which `pad` gives zero weight.
         """
         ids = index * batch_size + _chosen(batch_size, rows)
-        batch = self._samples_of(np.minimum(ids, self.samples - 1), positions)
+        there = np.minimum(ids, self.samples - 1)
         # Also without padding: all batches have the same arrays, so the step compiles once.
-        return self._with_targets(pad(batch, ids >= self.samples))
+        batch = pad(self._samples_of(there, positions), ids >= self.samples)
+        return self._finished(batch, there, positions)
 
     def slice(
         self, start: int, count: int, rows: Rows | None = None, positions: Positions = ALL
@@ -134,8 +151,12 @@ class Split:
         """A batch of `count` copies of a sample, or only this part of it."""
         return self._read(np.full(len(_chosen(count, rows)), sample), positions)
 
+    def of(self, ids: np.ndarray, rows: Rows | None = None, positions: Positions = ALL) -> Batch:
+        """The samples with these numbers, or only this part of them."""
+        return self._read(ids[_chosen(len(ids), rows)], positions)
+
     def _read(self, ids: np.ndarray, positions: Positions) -> Batch:
-        return self._with_targets(self._samples_of(ids, positions))
+        return self._finished(self._samples_of(ids, positions), ids, positions)
 
     @property
     def _splits(self) -> bool:
@@ -146,8 +167,12 @@ class Split:
             positions = Positions(positions.start, positions.stop + 1)
         return self._chain.read(ids, positions)
 
-    def _with_targets(self, batch: Batch) -> Batch:
-        return with_targets(batch) if self._splits else batch
+    def _finished(self, batch: Batch, ids: np.ndarray, positions: Positions) -> Batch:
+        """A batch with its targets, and the arrays that were computed for its samples."""
+        batch = with_targets(batch) if self._splits else batch
+        for computed in self._computed:
+            batch |= computed.read(ids, positions)
+        return batch
 
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order, in batches."""

@@ -8,7 +8,7 @@ import jax
 from jaxspeed.engine.calls import Calls
 from jaxspeed.errors import BatchError, ConfigError
 from jaxspeed.objectives.model_logprobs import model_logprobs
-from jaxspeed.train.array_program import array_program
+from jaxspeed.train.array_program import array_program, refuse_unknown_base
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.batch_checks import shapes_text
@@ -71,6 +71,8 @@ class LogprobPrograms:
         requests: Mapping[str, Any],
     ) -> Logprobs:
         """Compute them; `once` is how the parameters of the state are gathered."""
+        if reference:
+            refuse_unknown_base(self.program)
         placed = self._call.place(_arrays(batch), "logprobs", None)
         key = reference, once is not None, *requests.items()
         if key not in self._compiled:

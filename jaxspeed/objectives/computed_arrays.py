@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax
 
 from jaxspeed.config.run_sections import FrozenModelSection
+from jaxspeed.errors import ModelError
+from jaxspeed.placement.paths import listed
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,20 @@ class ComputedArrays:
     once: bool = False
     by_sample: bool = False
     extra: Callable[[Any], Mapping[str, jax.Array]] | None = None
+
+    def arrays(self, model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Call the function.
+
+        Raises:
+          ModelError: it returned others than it declares, or some that are not of samples.
+        """
+        arrays = dict(self.function(model, batch))
+        sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+        shapes = {name: x.shape for name, x in arrays.items()}
+        if set(arrays) != set(self.writes) or any({*x[:1]} != sizes for x in shapes.values()):
+            raise ModelError(
+                f"the function of the computed arrays {self.name!r} returned {shapes}; it returns "
+                f"{listed(list(self.writes))}, each [batch, ...] of {listed([*map(str, sizes)])} "
+                "samples"
+            )
+        return arrays

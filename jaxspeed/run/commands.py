@@ -19,7 +19,7 @@ from jaxspeed.errors import ConfigError, DataError, ModelError
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.run.evaluation import Evaluated, evaluate
 from jaxspeed.run.sampling import Chat, sample_texts
-from jaxspeed.run.start import Source, checkpointer_of, open_run, source_of
+from jaxspeed.run.start import Source, before_step_0, checkpointer_of, open_run, source_of
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.user_models.config_model import own_objective
 
@@ -85,7 +85,15 @@ def evaluate_run(
         parts["held out"], tokenizer = corpus.held_out, corpus.tokenizer
         most = source.config.run.eval_batches
         extra = {"unigram_entropy": corpus.unigram_entropy}
-    engine, step, tag = checkpoint.restored(ema)
+
+    def add_arrays(engine: Engine) -> None:
+        """Compute what the objective computes once, before the checkpoint is restored."""
+        before = before_step_0(source, engine)
+        with source.watchdog.section("evaluate"):
+            for name, split in parts.items() if before.entries else ():
+                parts[name] = None if split is None else before.in_memory(split, most)
+
+    engine, step, tag = checkpoint.restored(ema, add_arrays)
     evaluations, total = dict.fromkeys(parts, Evaluated()), Evaluated()
     with source.watchdog.section("evaluate"), engine.evaluating():
         for name, split in parts.items():
@@ -165,8 +173,10 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
             raise ConfigError("check: layers needs a model.family in the config")
         tree["model"].setdefault("config", {})["num_hidden_layers"] = layers
         source = replace(source, config=load_config(tree))
-    corpus, engine = source.corpus(), source.engine()
-    return engine.check(corpus.train.batch(0, engine.program.batch.train))
+    engine, samples = source.engine(), source.corpus().train
+    size = engine.program.batch.train
+    before = before_step_0(source, engine)
+    return engine.check(before.in_memory(samples, ids=samples.sample_ids(0, size)).batch(0, size))
 
 
 class ChosenCheckpoint:
@@ -198,9 +208,12 @@ class ChosenCheckpoint:
         """The files that were saved with it."""
         return self._all.files(self._tag or self._tags[-1]) if self._tags else {}
 
-    def restored(self, ema: bool) -> tuple[Engine, int, str | None]:
-        """An engine with its state, the step and the tag."""
+    def restored(
+        self, ema: bool, before: Callable[[Engine], None] = lambda engine: None
+    ) -> tuple[Engine, int, str | None]:
+        """An engine with its state, the step and the tag; `before` is called with a fresh one."""
         engine, step, tag = self._source.engine(), 0, None
+        before(engine)
         if self._tags:
             with self._source.watchdog.section("restore"):
                 checkpoint = self._all.restore(

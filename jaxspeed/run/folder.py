@@ -30,6 +30,7 @@ class RunFolder:
         self.picture = self.path / "loss.svg"
         self.profile = self.path / "profile"
         self.adapter = self.path / "adapter"
+        self.computed = self.path / "computed"  # arrays of the data's rows
         self._claims: list[Claim] = []
 
     def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:

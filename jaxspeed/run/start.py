@@ -30,6 +30,8 @@ from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
+from jaxspeed.placement.paths import listed
+from jaxspeed.run.computed_once import BeforeStep0, checkpoints_in
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
@@ -196,8 +198,18 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program, engine.excludes_frozen())
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
+    before = before_step_0(source, engine)
+    if before.entries:
+        before.has_begun = not checkpointer.is_empty()
+        if unseen is not None:
+            raise ConfigError(
+                f"run.output: {folder.path} is not shared by all processes, and it has to keep "
+                f"what the objective computes once ({listed([x.name for x in before.entries])})"
+            )
+        with source.watchdog.section("evaluate"):
+            corpus = before.stored(corpus, folder.computed)
     with source.watchdog.section("restore"):
-        reached = begin()
+        reached = Reached() if before.is_warm and not before.has_begun else begin()
     report_progress(reached.step)
     recorder = recorder_of(
         engine,
@@ -211,6 +223,13 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
 
 
+def before_step_0(source: Source, engine: Engine) -> BeforeStep0:
+    """A fresh engine as it is before a run's step 0, once it has what the run begins with."""
+    folder = source.config.run.init_from
+    warm_start = None if folder is None else functools.partial(_warm_start, engine, folder)
+    return BeforeStep0(engine, source.watchdog.tick, warm_start)
+
+
 def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) -> Reached:
     """Restore the newest checkpoint or `init_from` into a fresh engine; the progress of the run."""
     if not checkpointer.is_empty():
@@ -222,8 +241,7 @@ def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) ->
 
 def _warm_start(engine: Engine, folder: str) -> None:
     """Initialize the weights from another run; values that cannot be used are logged."""
-    inside = Path(folder) / "checkpoints"
-    there = Checkpointer(inside if inside.is_dir() else folder)
+    there = checkpoints_in(folder)
     if there.is_empty():
         raise ConfigError(f"run.init_from: {folder} holds no checkpoint")
     restored = there.restore(engine.program, weights_only=True, in_place_of=engine.held)

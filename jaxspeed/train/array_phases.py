@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.config.run_sections import FrozenModelSection
-from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.errors import ConfigError
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.xla_options import compiler_options
@@ -103,29 +103,17 @@ def with_array_shapes(program: Program, batch: Any, stored_alone: bool) -> Any:
 
 
 def _with_arrays(program: Program, entry: ComputedArrays, state: Any, batch: Any) -> Any:
-    """The batch with the arrays of an entry, unless it has them.
-
-    Raises:
-      ModelError: the function returned others, or some that are not of samples.
-    """
+    """The batch with the arrays of an entry, unless it has them."""
     samples = batch.samples if isinstance(batch, WithExtra) else batch
     extra: Any = batch.extra if isinstance(batch, WithExtra) else None
     if set(entry.writes) <= set(samples) and (entry.extra is None or extra is not None):
         return batch
     frozen = program.frozen.get(_state_of(entry))
     adapters = entry.model != "reference" or entry.once or _has_first_adapter(program)
-    compute = array_function(frozen or program, entry.function, adapters=adapters)
+    compute = array_function(frozen or program, entry.arrays, adapters=adapters)
     if entry.by_sample:
         compute = partial(_by_micro_batches, program, compute)
     arrays = compute(state, samples)
-    sizes = {x.shape[0] for x in jax.tree.leaves(samples) if x.shape}
-    shapes = {name: x.shape for name, x in arrays.items()}
-    if set(arrays) != set(entry.writes) or any({*x[:1]} != sizes for x in shapes.values()):
-        raise ModelError(
-            f"the function of the computed arrays {entry.name!r} returned {shapes}; it returns "
-            f"{listed(list(entry.writes))}, each [batch, ...] of {listed([*map(str, sizes)])} "
-            "samples"
-        )
     if entry.extra is not None:
         further = extra_function(frozen or program, entry.extra)(state, samples)
         extra = {**(extra or {}), **further}

@@ -71,12 +71,8 @@ def extra_function(
     return lambda state, batch: _arrays(computed, ModelState.of(program, state), batch)
 
 
-def base_alone(program: Program) -> AdaptedModel:
-    """The model of a program without its adapters.
-
-    Raises:
-      ConfigError: the values that the base had are not known.
-    """
+def refuse_unknown_base(program: Program) -> None:
+    """Raise ConfigError unless the model without its adapters is the base as it was."""
     model = program.model
     if not isinstance(model, AdaptedModel):
         raise ConfigError(
@@ -88,7 +84,6 @@ def base_alone(program: Program) -> AdaptedModel:
             f"the reference is the model without its adapters, and {listed(trained)} are trained "
             "beside them (lora.modules_to_save, lora.bias): the base's own values are not kept"
         )
-    return model.without_adapters()
 
 
 def _computed(
@@ -96,13 +91,17 @@ def _computed(
 ) -> MicroBatchLoss:
     """The function in place of the loss."""
     traced = program.traced_loss
+    model = traced.model
+    if not adapters:
+        assert isinstance(model, AdaptedModel)
+        model = model.without_adapters()
 
     def outputs(model: Any, batch: Any) -> Outputs:
         return Outputs(dict(function(model, batch)))
 
     return replace(
         traced,
-        model=traced.model if adapters else base_alone(program),
+        model=model,
         table=replace(program.table if once is None else once.table, stack=None),
         loss_fn=outputs,
     )

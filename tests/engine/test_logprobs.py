@@ -16,7 +16,7 @@ from jaxspeed.engine.calls import Calls
 from jaxspeed.engine.logprobs import LogprobPrograms
 from jaxspeed.errors import BatchError, ConfigError, ModelError
 from jaxspeed.train import array_program as programs
-from jaxspeed.train.array_program import array_program
+from jaxspeed.train.array_program import array_program, refuse_unknown_base
 from jaxspeed.train.build import build_program
 from jaxspeed.user_models.config_model import resolve_model
 
@@ -268,7 +268,7 @@ def test_models_that_predict_no_next_tokens_are_refused(family, kind):
 def test_a_base_that_is_trained_beside_its_adapters_is_no_reference(beside):
     program = program_of("gpt2", lora={"r": 2, "target_modules": ["q_proj"], **beside})
     with pytest.raises(ConfigError, match="trained beside them"):
-        array_program(program, lambda model, batch: {}, adapters=False)
+        refuse_unknown_base(program)
 
 
 # -- the sharding of arrays ------------------------------------------------------------------------
