@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from jaxspeed.data.open_source import (
     samples_of,
 )
 from jaxspeed.data.packing import entropy
-from jaxspeed.data.pair_samples import PairCounts, blank_rows
+from jaxspeed.data.pair_samples import PairCounts, blank_rows, checked
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.split import Split
@@ -80,7 +80,7 @@ def build(
       DataError: the data cannot be read, is too small or does not fit the model.
     """
     if pairs is not None:
-        pairs = _checked_pairs(pairs, data, targets, batch_size)
+        pairs = checked(pairs, data, targets, batch_size)
     limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes, targets, pairs)
     sources = data.sources
     opened = [open_source(source, limits) for source in sources]
@@ -137,30 +137,6 @@ def _sum_of(counted: Sequence[Any], encoder: ChatEncoder | None) -> Any:
         return None
     of_pairs = isinstance(counted[0], PairCounts)
     return sum(counted, PairCounts() if of_pairs else DocumentCounts(dropped=encoder.untrained))
-
-
-def _checked_pairs(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) -> PairForm:
-    """The form with its `kl_block`; DataError for keys that preferences do not have."""
-    for key, why in (
-        ("train_on", "the loss of a preference counts its completions"),
-        ("untrained", "records without a completion are dropped and counted"),
-        ("document_masks", "pairs are segments of a row"),
-    ):
-        if getattr(data, key) != Data.model_fields[key].default:
-            raise DataError(f"data.{key}: has no effect on preferences: {why}; leave it out")
-    if targets and not pairs.segments:
-        raise DataError(
-            "mesh.seq: only families read pairs as segments of a row, which seq shards; 1 would do"
-        )
-    if pairs.records != "unpaired":
-        return pairs
-    block = pairs.kl_block or batch_size
-    if block is None or block < 2:
-        raise DataError(
-            f"objective.kl_block is {block}: completions are mismatched among so many records; 2 or"
-            " more would do (train_batch_size by default)"
-        )
-    return replace(pairs, kl_block=block)
 
 
 # Keys that only conversations have an effect of.

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxspeed.config import Config
-from jaxspeed.config.objective_keys import objective_class
+from jaxspeed.config.objective_keys import OBJECTIVES, objective_class
 from jaxspeed.objectives import Objective, objective_of
-from jaxspeed.user_models.config_model import family_sizes, own_objective
+from jaxspeed.user_models.config_model import family_sizes
 
 Kind = Literal["tokens", "images"]
 _ARRAYS: dict[Kind, set[str]] = {
@@ -25,8 +25,8 @@ class PairForm:
         the mismatched completion of another record.
       pairs_per_row: at most so many are packed in a row (`objectives.pairs.most_pairs`).
       kl_block: of completions with a label: the records among which completions are mismatched.
-      is_whole: sequences are read whole, as for a score: longer ones are left out, and the last
-        token of each is an input too.
+      reads_ends: sequences are read to their end, as for a score: longer ones are left out, and the
+        last token of each is an input too.
       margins: whether batches have the margins of pairs.
       segments: whether pairs are packed; otherwise a sample is a pair [2, seq_len + 1].
     """
@@ -34,7 +34,7 @@ class PairForm:
     records: Literal["preference", "unpaired"]
     pairs_per_row: int | None = None
     kl_block: int | None = None
-    is_whole: bool = False
+    reads_ends: bool = False
     margins: bool = False
     segments: bool = True
 
@@ -91,9 +91,9 @@ def limits_of_run(config: Config, model: Any = None, loss_fn: Any = None) -> Mod
     """What the model of a config, or one beside it, can read, and its objective reads."""
     sizes = None if model is not None else family_sizes(config)
     limits = limits_of(sizes, targets=config.mesh.seq != 1)
-    given, section = objective_of(loss_fn) if loss_fn is not None else None, config.objective
-    if given is not None:
-        cls, options = type(given), given.options
+    objective, section = objective_of(loss_fn) if loss_fn is not None else None, config.objective
+    if objective is not None:
+        cls, options = type(objective), objective.options
     elif section is not None:
         cls = objective_class(section.type)
         options = cls.Options.model_validate(section.own_keys)
@@ -101,7 +101,8 @@ def limits_of_run(config: Config, model: Any = None, loss_fn: Any = None) -> Mod
         return limits
     if cls.records != "documents":
         return replace(limits, pairs=_pair_form(cls, options, segments=sizes is not None))
-    return limits.with_arrays(cls.arrays) if given or own_objective(config) else limits
+    is_own = objective is None and section is not None and section.type not in OBJECTIVES
+    return limits.with_arrays(cls.arrays) if is_own else limits
 
 
 def _pair_form(cls: type[Objective], options: Any, segments: bool) -> PairForm:
@@ -110,7 +111,7 @@ def _pair_form(cls: type[Objective], options: Any, segments: bool) -> PairForm:
     return PairForm(
         cls.records,
         **keys,
-        is_whole=cls.drops_long,
+        reads_ends=cls.drops_long,
         margins="margins" in cls.arrays,
         segments=segments,
     )

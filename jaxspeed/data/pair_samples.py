@@ -4,11 +4,12 @@ Each completion has a copy of its prompt, and both are a segment. A pair is neve
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxspeed.config.run_sections import Data
 from jaxspeed.data.complete_documents import Packing, best_fit
 from jaxspeed.data.holdout import hold_out_samples
 from jaxspeed.data.model_limits import PairForm
@@ -64,6 +65,30 @@ class PairCounts:
         return PairCounts(**sums | {"longest": max(self.longest, other.longest)})
 
 
+def checked(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) -> PairForm:
+    """The form with its `kl_block`; DataError for keys that preferences do not have."""
+    for key, why in (
+        ("train_on", "the loss of a preference counts its completions"),
+        ("untrained", "records without a completion are dropped and counted"),
+        ("document_masks", "pairs are segments of a row"),
+    ):
+        if getattr(data, key) != Data.model_fields[key].default:
+            raise DataError(f"data.{key}: has no effect on preferences: {why}; leave it out")
+    if targets and not pairs.segments:
+        raise DataError(
+            "mesh.seq: only families read pairs as segments of a row, which seq shards; 1 would do"
+        )
+    if pairs.records != "unpaired":
+        return pairs
+    block = pairs.kl_block or batch_size
+    if block is None or block < 2:
+        raise DataError(
+            f"objective.kl_block is {block}: completions are mismatched among so many records; 2 or"
+            " more would do (train_batch_size by default)"
+        )
+    return replace(pairs, kl_block=block)
+
+
 class Sequences(NamedTuple):
     """Prompts with a completion each: spans of the documents' tokens, and the records' values."""
 
@@ -115,11 +140,11 @@ def fitting(
     """Which pairs are kept: bool [pairs]; and how many are not, by reason."""
     size, (prompts, completions) = packing.seq_len + 1, np.moveaxis(sequences.lengths, -1, 0)
     is_long = np.any(prompts + completions > size, axis=1)
-    reasons = {"long": is_long & (form.is_whole | (packing.truncate == "drop"))}
+    reasons = {"long": is_long & (form.reads_ends | (packing.truncate == "drop"))}
     reasons["filled"] = np.any(prompts >= size, axis=1) & (packing.truncate == "end")
     # Nothing predicts the first token of a sequence.
     lonely = np.any((prompts == 0) & (completions == 1), axis=1)
-    reasons["empty"] = lonely & (not form.is_whole)
+    reasons["empty"] = lonely & (not form.reads_ends)
     kept, counts = np.ones(len(is_long), bool), {}
     for reason, dropped in reasons.items():
         counts[reason] = int((kept & dropped).sum())
@@ -144,8 +169,9 @@ def mismatched(sequences: Sequences, block: int) -> Sequences:
     return Sequences(starts, lengths, sequences.values)
 
 
-def truncated(sequences: Sequences, size: int, at_start: bool) -> Sequences:
-    """Sequences of at most `size` tokens, truncated at their end or start."""
+def truncated(sequences: Sequences, packing: Packing) -> Sequences:
+    """Sequences of at most seq_len + 1 tokens, truncated at their end or start."""
+    size, at_start = packing.seq_len + 1, packing.truncate == "start"
     starts, lengths = sequences.starts.copy(), sequences.lengths.copy()
     over = np.maximum(lengths.sum(axis=-1) - size, 0)
     for part in (0, 1) if at_start else (1, 0):
@@ -159,9 +185,9 @@ def truncated(sequences: Sequences, size: int, at_start: bool) -> Sequences:
 def row_length(form: PairForm, seq_len: int) -> int:
     """Inputs of a row, of which two sequences of seq_len + 1 tokens have room.
 
-    A sequence's last token is only predicted, except where it is read whole.
+    A sequence's last token is only predicted, except where its end is read.
     """
-    return 2 * (seq_len + form.is_whole)
+    return 2 * (seq_len + form.reads_ends)
 
 
 def blank_rows(form: PairForm, seq_len: int, count: int) -> Batch:
@@ -182,7 +208,7 @@ def blank_rows(form: PairForm, seq_len: int, count: int) -> Batch:
     return rows
 
 
-class PairRows:
+class PackedPairs:
     """Sample i holds the pairs of bin i one after the other, and then padding.
 
     The arrays are those of `objectives/pairs.py`: pair p of a row has the segments 2 p + 1 and
@@ -207,7 +233,7 @@ class PairRows:
         self._stream = Stream(documents.tokens, everything, vocab_size, documents.name)
         length = row_length(form, packing.seq_len)
         self.tokens_each: int | None = length
-        sizes = (sequences.lengths.sum(axis=-1) - (not form.is_whole)).sum(axis=-1)
+        sizes = (sequences.lengths.sum(axis=-1) - (not form.reads_ends)).sum(axis=-1)
         if packing.together and form.segments:
             self.bins = best_fit(sizes, length, most_pairs(length, form.pairs_per_row))
         else:
@@ -231,7 +257,7 @@ class PairRows:
             self._mark(row, pair, at)
             for tokens, prompt in self._read(pair):
                 predicted = len(tokens) - 1
-                count = predicted + self._form.is_whole
+                count = predicted + self._form.reads_ends
                 inside, targets = slice(at, at + count), slice(at, at + predicted)
                 row["tokens"][inside] = tokens[:count]
                 row["targets"][targets] = tokens[1:]
@@ -271,58 +297,69 @@ def pack_pairs(
     packing: Packing,
     held_out: float,
     vocab_size: int | None,
-) -> tuple[PairRows, PairRows | None, PairCounts]:
+) -> tuple[PackedPairs, PackedPairs | None, PairCounts]:
     """Training samples, held-out ones, and what became of all records.
 
     Raises:
       DataError: the records are others than the objective reads, or none can be used.
     """
-    _check_kind(documents, form)
+    check_kind(documents, form)
     apart = form.records == "unpaired"
     numbers = np.arange(len(documents.lengths) // max(documents.per_record, 1))
     train, held = hold_out_samples(len(numbers), held_out)
     fewest = 2 if apart and documents.per_record == 1 else 1  # of which completions are mismatched
     if held_out and len(held) < fewest < len(train):  # a share of few
         train, held = numbers[:-fewest], numbers[-fewest:]
-    counts = PairCounts(**{why: n for why, n in documents.dropped.items() if why in _REASONS})
-    rows = []
+    counts, rows = dropped_before(documents), []
     for records in (train, held):
-        sequences = sequences_of(documents, records, form)
-        kept, dropped = fitting(sequences, form, packing)
-        sequences = sequences.of(kept)
-        lengths = sequences.lengths.sum(axis=-1)
-        size, samples = packing.seq_len + 1, len(sequences.values)
-        untruncated, at_start = sequences, packing.truncate == "start"
-        sequences = truncated(sequences, size, at_start)
-        is_first = sequences.lengths[..., 0] == 0  # which nothing predicts
-        counts += PairCounts(
-            pairs=0 if apart else samples,
-            labelled=samples if apart else 0,
-            desirable=int((sequences.values > 0).sum()) if apart else 0,
-            tokens=int(sequences.lengths.sum()),
-            trained=int((sequences.lengths[..., 1] - is_first).sum()),
-            longest=int(lengths.max(initial=0)),
-            truncated=int(np.any(lengths > size, axis=1).sum()),
-            **dropped,
-        )
+        sequences, counted = usable(documents, records, form, packing)
+        counts += counted
         if apart:
-            if samples == 1:
+            if len(sequences.values) == 1:
                 raise DataError(
                     f"data: {documents.name}: one completion alone is left of a split, and none to "
                     "mismatch it with; more data, or another data.held_out, would do"
                 )
             assert form.kl_block is not None
-            sequences = truncated(mismatched(untruncated, form.kl_block), size, at_start)
-        rows.append(PairRows(documents, sequences, form, packing, vocab_size))
+            sequences = mismatched(sequences, form.kl_block)
+        sequences = truncated(sequences, packing)
+        rows.append(PackedPairs(documents, sequences, form, packing, vocab_size))
     if not counts.samples:
         raise DataError(f"data: {documents.name}: nothing is left: {counts}")
     return rows[0], rows[1] if held_out else None, counts
 
 
-_REASONS = ("equal", "empty")
+def usable(
+    documents: Documents, records: np.ndarray, form: PairForm, packing: Packing
+) -> tuple[Sequences, PairCounts]:
+    """The sequences of records, not yet truncated, without those that cannot be used."""
+    sequences = sequences_of(documents, records, form)
+    kept, dropped = fitting(sequences, form, packing)
+    sequences = sequences.of(kept)
+    lengths, samples = sequences.lengths.sum(axis=-1), len(sequences.values)
+    parts = truncated(sequences, packing).lengths
+    is_unpredicted = parts[..., 0] == 0  # the first token of a completion without a prompt
+    has_labels = form.records == "unpaired"
+    counts = PairCounts(
+        pairs=0 if has_labels else samples,
+        labelled=samples if has_labels else 0,
+        desirable=int((sequences.values > 0).sum()) if has_labels else 0,
+        tokens=int(parts.sum()),
+        trained=int((parts[..., 1] - is_unpredicted).sum()),
+        longest=int(lengths.max(initial=0)),
+        truncated=int(np.any(lengths > packing.seq_len + 1, axis=1).sum()),
+        **dropped,
+    )
+    return sequences, counts
 
 
-def _check_kind(documents: Documents, form: PairForm) -> None:
+def dropped_before(documents: Documents) -> PairCounts:
+    """The records that were dropped as they became tokens."""
+    return PairCounts(**{why: documents.dropped.get(why, 0) for why in ("equal", "empty")})
+
+
+def check_kind(documents: Documents, form: PairForm) -> None:
+    """Raise DataError unless documents are of the preferences that an objective reads."""
     if documents.dropped and not len(documents.tokens):
         why = ", ".join(f"{count:,} {reason}" for reason, count in documents.dropped.items())
         raise DataError(f"data: {documents.name}: nothing is left: all records are dropped ({why})")

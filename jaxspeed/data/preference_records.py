@@ -81,7 +81,7 @@ def read_preference(record: Any, kind: PreferenceFormat) -> Preference:
 
 
 def _implicit(chosen: Any, rejected: Any) -> tuple[Any, list[Any]]:
-    """The prompt that whole texts or lists of messages have in common, and the completions.
+    """The prompt that complete texts or lists of messages have in common, and the completions.
 
     TRL's rule: they part at the first difference, or at the last element of the shorter one; a
     space before it belongs to the completions.

@@ -71,8 +71,8 @@ class PreferenceEncoder:
         for completion in sample.completions:
             assert isinstance(completion, list)
             messages = [*prompt, *completion]
-            given = Conversation(messages, len(prompt), sample.tools, sample.variables)
-            self.chats.check_roles(template, given)
+            conversation = Conversation(messages, len(prompt), sample.tools, sample.variables)
+            self.chats.check_roles(template, conversation)
             texts.append(template.render(messages, **inputs).text)
         return PreferenceTexts(texts, False, sample.values)
 
