@@ -151,9 +151,7 @@ def source_of(
     The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
     loaded = load_config(config, hidden_size=hidden_size_of())
-    _, loss = resolve_model(
-        loaded, model, loss_fn
-    )  # report problems of the model before those of its data
+    _, loss = resolve_model(loaded, model, loss_fn)  # problems of the model before those of data
     kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
