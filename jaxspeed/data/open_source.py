@@ -20,14 +20,15 @@ from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
 from jaxspeed.data.pair_samples import PairCounts, pack_pairs
+from jaxspeed.data.preference_records import preference_format
 from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
 from jaxspeed.data.sources import SUFFIXES, Texts, import_source, iterations, text_source
-from jaxspeed.data.synthetic import Blots, Counting
+from jaxspeed.data.synthetic import Blots, Counting, counting_pairs
 from jaxspeed.errors import DataError
 
 TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "json", "parquet", "huggingface")
 RECORDS = ("jsonl", "json", "parquet", "arrow", "huggingface")  # in which conversations can be
-SYNTHETIC_SAMPLES = 1 << 16
+SYNTHETIC_SAMPLES, SYNTHETIC_PAIRS = 1 << 16, 1 << 12  # pairs are all in memory
 log = logging.getLogger("jaxspeed")
 _LONG_READ = 30.0  # seconds after which it is reported that an iterable is still read
 
@@ -72,7 +73,8 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if kind == "images":
         return array_sources.read_images(paths, limits)
     if kind == "synthetic":
-        return SyntheticSource(source.samples or SYNTHETIC_SAMPLES)
+        default = SYNTHETIC_SAMPLES if limits.pairs is None else SYNTHETIC_PAIRS
+        return SyntheticSource(source.samples or default)
     assert kind is not None
     return _user_iterable(kind, source, limits)
 
@@ -134,7 +136,8 @@ def _kind_of(file: Path) -> str:
     kind = next(ends, "text")
     if kind == "json":  # of records, or else a text as any other
         first = next(files.json_records(file), None)
-        is_chat = first is not None and isinstance(first.value, dict) and format_of(first.value)
+        fields = first.value if first is not None and isinstance(first.value, dict) else {}
+        is_chat = format_of(fields) or preference_format(fields)
         return "json" if is_chat else "text"
     return kind
 
@@ -253,7 +256,12 @@ def samples_of(
     Args:
       encoder: with the tokenizer, if there is one.
     """
-    if limits.pairs is not None and isinstance(opened, dict | SyntheticSource):
+    if limits.pairs is not None and isinstance(opened, SyntheticSource):
+        pairs = counting_pairs(
+            opened.samples, packing_of(data, limits).seq_len, limits.vocab_size or 256
+        )
+        opened = [token_store.in_memory("synthetic", pairs, None)]
+    if limits.pairs is not None and isinstance(opened, dict):
         raise DataError(
             f"data: source {source.source} has no preferences, which the objective reads"
         )

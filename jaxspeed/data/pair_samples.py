@@ -169,8 +169,9 @@ def mismatched(sequences: Sequences, block: int) -> Sequences:
     return Sequences(starts, lengths, sequences.values)
 
 
-def truncated(sequences: Sequences, size: int, at_start: bool) -> Sequences:
-    """Sequences of at most `size` tokens, truncated at their end or start."""
+def truncated(sequences: Sequences, packing: Packing) -> Sequences:
+    """Sequences of at most seq_len + 1 tokens, truncated at their end or start."""
+    size, at_start = packing.seq_len + 1, packing.truncate == "start"
     starts, lengths = sequences.starts.copy(), sequences.lengths.copy()
     over = np.maximum(lengths.sum(axis=-1) - size, 0)
     for part in (0, 1) if at_start else (1, 0):
@@ -302,52 +303,63 @@ def pack_pairs(
     Raises:
       DataError: the records are others than the objective reads, or none can be used.
     """
-    _check_kind(documents, form)
+    check_kind(documents, form)
     apart = form.records == "unpaired"
     numbers = np.arange(len(documents.lengths) // max(documents.per_record, 1))
     train, held = hold_out_samples(len(numbers), held_out)
     fewest = 2 if apart and documents.per_record == 1 else 1  # of which completions are mismatched
     if held_out and len(held) < fewest < len(train):  # a share of few
         train, held = numbers[:-fewest], numbers[-fewest:]
-    counts = PairCounts(**{why: n for why, n in documents.dropped.items() if why in _REASONS})
-    rows = []
+    counts, rows = dropped_before(documents), []
     for records in (train, held):
-        sequences = sequences_of(documents, records, form)
-        kept, dropped = fitting(sequences, form, packing)
-        sequences = sequences.of(kept)
-        lengths = sequences.lengths.sum(axis=-1)
-        size, samples = packing.seq_len + 1, len(sequences.values)
-        untruncated, at_start = sequences, packing.truncate == "start"
-        sequences = truncated(sequences, size, at_start)
-        is_first = sequences.lengths[..., 0] == 0  # which nothing predicts
-        counts += PairCounts(
-            pairs=0 if apart else samples,
-            labelled=samples if apart else 0,
-            desirable=int((sequences.values > 0).sum()) if apart else 0,
-            tokens=int(sequences.lengths.sum()),
-            trained=int((sequences.lengths[..., 1] - is_first).sum()),
-            longest=int(lengths.max(initial=0)),
-            truncated=int(np.any(lengths > size, axis=1).sum()),
-            **dropped,
-        )
+        sequences, counted = usable(documents, records, form, packing)
+        counts += counted
         if apart:
-            if samples == 1:
+            if len(sequences.values) == 1:
                 raise DataError(
                     f"data: {documents.name}: one completion alone is left of a split, and none to "
                     "mismatch it with; more data, or another data.held_out, would do"
                 )
             assert form.kl_block is not None
-            sequences = truncated(mismatched(untruncated, form.kl_block), size, at_start)
+            sequences = mismatched(sequences, form.kl_block)
+        sequences = truncated(sequences, packing)
         rows.append(PackedPairs(documents, sequences, form, packing, vocab_size))
     if not counts.samples:
         raise DataError(f"data: {documents.name}: nothing is left: {counts}")
     return rows[0], rows[1] if held_out else None, counts
 
 
-_REASONS = ("equal", "empty")
+def usable(
+    documents: Documents, records: np.ndarray, form: PairForm, packing: Packing
+) -> tuple[Sequences, PairCounts]:
+    """The sequences of records, not yet truncated, without those that cannot be used."""
+    sequences = sequences_of(documents, records, form)
+    kept, dropped = fitting(sequences, form, packing)
+    sequences = sequences.of(kept)
+    lengths, samples = sequences.lengths.sum(axis=-1), len(sequences.values)
+    parts = truncated(sequences, packing).lengths
+    is_unpredicted = parts[..., 0] == 0  # the first token of a completion without a prompt
+    has_labels = form.records == "unpaired"
+    counts = PairCounts(
+        pairs=0 if has_labels else samples,
+        labelled=samples if has_labels else 0,
+        desirable=int((sequences.values > 0).sum()) if has_labels else 0,
+        tokens=int(parts.sum()),
+        trained=int((parts[..., 1] - is_unpredicted).sum()),
+        longest=int(lengths.max(initial=0)),
+        truncated=int(np.any(lengths > packing.seq_len + 1, axis=1).sum()),
+        **dropped,
+    )
+    return sequences, counts
 
 
-def _check_kind(documents: Documents, form: PairForm) -> None:
+def dropped_before(documents: Documents) -> PairCounts:
+    """The records that were dropped as they became tokens."""
+    return PairCounts(**{why: documents.dropped.get(why, 0) for why in ("equal", "empty")})
+
+
+def check_kind(documents: Documents, form: PairForm) -> None:
+    """Raise DataError unless documents are of the preferences that an objective reads."""
     if documents.dropped and not len(documents.tokens):
         why = ", ".join(f"{count:,} {reason}" for reason, count in documents.dropped.items())
         raise DataError(f"data: {documents.name}: nothing is left: all records are dropped ({why})")

@@ -1,13 +1,38 @@
 """Preferences to test with, and what is in the samples of them."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from jaxspeed.data import Corpus
 from jaxspeed.data.model_limits import PairForm
+from jaxspeed.objectives import Objective
 from tests.data.chat_examples import write_lines
 from tests.data.corpora import opened
+
+
+class Ranks(Objective):
+    """An objective that reads pairs, with the keys of those that do."""
+
+    class Options(Objective.Options):
+        pairs_per_row: int | None = None
+
+    arrays: ClassVar = {"margins": "as tokens"}
+    records: ClassVar = "preference"
+    drops_long: ClassVar = True
+
+    def loss(self, model, batch):
+        raise NotImplementedError
+
+
+class Labels(Ranks):
+    """An objective that reads completions with a label."""
+
+    arrays: ClassVar = {}
+    records: ClassVar = "unpaired"
+    drops_long: ClassVar = False
+
 
 PAIRS = PairForm("preference")
 LABELS = PairForm("unpaired", kl_block=4)
