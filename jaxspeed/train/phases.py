@@ -120,7 +120,7 @@ class PhasedStep:
 
     def _until(self, name: str | None) -> Sequence[StepPhase]:
         writers = [i for i, phase in enumerate(self._phases) if name in phase.writes]
-        return self._phases[: max(writers) + 1] if name else self._phases
+        return self._phases[: max(writers, default=-1) + 1] if name else self._phases
 
     def wait(self) -> None:
         """Wait for all host work, and raise what it raised."""
