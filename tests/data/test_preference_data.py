@@ -14,10 +14,11 @@ from jaxspeed.config import Config
 from jaxspeed.data import ByteTokenizer, ModelLimits, known_shapes, load_tokenizer, tokenize
 from jaxspeed.data.complete_documents import Packing
 from jaxspeed.data.evaluation_parts import evaluation_parts
-from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.model_limits import PairForm, limits_of_run
 from jaxspeed.data.pair_samples import mismatched, pack_pairs, sequences_of
 from jaxspeed.data.preference_records import read_preference
 from jaxspeed.data.preference_tokens import PreferenceEncoder, common_prefix
+from jaxspeed.data.shown_samples import as_json, show_data
 from jaxspeed.data.token_store import Masked, RecordTokens, in_memory
 from jaxspeed.errors import DataError
 from jaxspeed.objectives.pairs import most_pairs
@@ -27,6 +28,7 @@ from tests.data.preference_examples import (
     LABELS,
     PAIRS,
     TEXTS,
+    Ranks,
     expected,
     pairs_of,
     sequences_in,
@@ -496,6 +498,56 @@ def test_a_mixture_and_evaluation_data(tmp_path):
     assert len(samples) == corpus.held_out.samples
 
 
+def test_synthetic_pairs_count_on_from_their_prompt(tmp_path):
+    corpus = opened(
+        {"source": "synthetic", "seq_len": 15, "samples": 40}, pairs=PAIRS, vocab_size=256
+    )
+    for (better, better_mask), (worse, worse_mask) in pairs_of(corpus):
+        steps = np.diff(np.frombuffer(better, np.uint8).astype(int)) % 256
+        assert len({*steps}) == 1
+        prompt = better_mask.index(1) + 1
+        assert better[:prompt] == worse[:prompt] and worse_mask.index(1) + 1 == prompt
+    assert "40 pairs" in corpus.summary
+
+
+def test_what_an_objective_reads_is_known_from_the_config(tmp_path):
+    def of(**objective):
+        return limits_of_run(Config(**gpt2, objective=objective))
+
+    gpt2 = {"model": {"family": "gpt2", "preset": "tiny"}}
+    path = "tests.data.preference_examples:"
+    assert limits_of_run(Config(**gpt2)).pairs is None
+    ranks = of(type=f"{path}Ranks", pairs_per_row=3)
+    assert ranks.pairs == PairForm("preference", 3, reads_ends=True, margins=True)
+    assert ranks.sample == "tokens"
+    assert of(type=f"{path}Labels").pairs == PairForm("unpaired")
+    own = limits_of_run(Config(**gpt2), object(), Ranks())
+    assert own.pairs == PairForm("preference", reads_ends=True, margins=True, segments=False)
+
+
+@pytest.mark.parametrize("form", [PAIRS, LABELS])
+def test_what_is_shown_is_what_the_loss_counts(tmp_path, form):
+    records = [LONG, *TEXTS[:2], {"prompt": "p", "chosen": "a", "rejected": "a"}]
+    data = {"source": "jsonl", "path": str(write_lines(tmp_path / "a.jsonl", records))}
+    section = Config(data={"seq_len": 9, **data}).data
+    shown = show_data(section, ModelLimits("tokens", pairs=form), samples=2)
+    sides = [
+        (x.side, "".join(f"<{p.text}>" if p.trained else p.text for p in x.pieces))
+        for x in shown.samples
+    ]
+    long, first = (
+        [("chosen", "pppp<cccccc>"), ("rejected", "pppp<r\0>")],
+        ("desirable", "0?<yes \0>"),
+    )
+    assert sides[:2] == long if form is PAIRS else [("desirable", "pppp<cccccc>"), first]
+    corpus = start(tmp_path, records, form, seq_len=9)
+    assert f"{shown.total}" in corpus.summary
+    masks = [split["mask"] for split in corpus.train.once(1)]
+    if form is PAIRS:
+        assert sum(int(mask.sum()) for mask in masks) == shown.total.trained
+    json.dumps(as_json(shown))
+
+
 # -- what is wrong ------------------------------------------------------------------------------
 
 BAD = [
@@ -542,8 +594,6 @@ def test_data_of_another_kind_is_one_error(tmp_path):
         start(tmp_path, TEXTS, train_on="everything")
     with pytest.raises(DataError, match=r"data.document_masks"):
         start(tmp_path, TEXTS, document_masks=False)
-    with pytest.raises(DataError, match="source synthetic has no preferences"):
-        opened({"source": "synthetic", "seq_len": 8}, pairs=PAIRS)
     with pytest.raises(DataError, match="source stdlib holds no preferences"):
         opened({"seq_len": 8}, pairs=PAIRS)
     with pytest.raises(DataError, match=r"objective.kl_block is 1"):
