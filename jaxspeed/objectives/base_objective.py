@@ -65,6 +65,11 @@ class Objective(ABC):
         """Problems of the values of its own keys together, and with those of other sections."""
         return ()
 
+    @property
+    def data_arrays(self) -> set[str]:
+        """The names of `arrays` that the data have: those that are not computed."""
+        return {*self.arrays}.difference(*(entry.writes for entry in self.computed()))
+
     def tokens(self, sample: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:
         """Number of tokens of a sample, from its arrays' shapes; None: as the data have it."""
         return None

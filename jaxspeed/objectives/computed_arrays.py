@@ -22,6 +22,8 @@ class ComputedArrays:
         without its adapters, or with those that `lora.adapter` names as they were read.
       once: whether it is computed for each sample of the data before the run, and stored; not in
         each step. Not of the model that trains.
+      by_sample: whether a sample's arrays depend on no other sample; then a step's are computed
+        by micro-batches, in less memory.
     """
 
     name: str
@@ -29,3 +31,4 @@ class ComputedArrays:
     function: Callable[[Any, Any], Mapping[str, jax.Array]]
     model: Literal["trained", "reference"] | FrozenModelSection = "trained"
     once: bool = False
+    by_sample: bool = False

@@ -22,9 +22,10 @@ from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, to
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError, DataError
-from jaxspeed.interop.pretrained import data_section
+from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
+from jaxspeed.objectives import objective_of
 from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
@@ -149,7 +150,9 @@ def source_of(
     The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
     loaded = load_config(config, hidden_size=hidden_size_of())
-    resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
+    _, loss = resolve_model(
+        loaded, model, loss_fn
+    )  # report problems of the model before those of its data
     kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
@@ -157,8 +160,9 @@ def source_of(
     folder = RunFolder(output, loaded.run.checkpoints)
     sizes = None if model is not None else family_sizes(loaded)
     reads = limits_of(sizes, targets=loaded.mesh.seq != 1)
-    if (objective := own_objective(loaded)) is not None:
-        reads = reads.with_arrays(objective.arrays)
+    objective = objective_of(loss)
+    if objective is not None and own_objective(loaded) is not None:
+        reads = reads.with_arrays(objective.data_arrays)
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 
@@ -193,6 +197,8 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             unseen,
         )
     engine = source.engine()
+    for name, frozen in engine.program.frozen.items():
+        refuse_other_tokenizer(corpus.tokenizer, frozen.model.weights, name)
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program, engine.excludes_frozen())
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.config.run_sections import FrozenModelSection
@@ -12,7 +13,8 @@ from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.xla_options import compiler_options
-from jaxspeed.train.array_program import array_function
+from jaxspeed.traced_loss.accumulate import micro_batches
+from jaxspeed.train.array_program import ArraysOf, array_function, placed
 from jaxspeed.train.frozen_model import frozen_program
 from jaxspeed.train.phases import BATCH, FIRST_ADAPTER, METRICS, STATE, StepPhase
 from jaxspeed.train.program import Program
@@ -25,6 +27,9 @@ def with_array_phases(program: Program) -> Program:
     Raises:
       ConfigError: the reference of one of them is not known, or is of other tokens.
     """
+    if not program.computed_arrays:
+        return program
+    program = replace(program, completed=with_array_shapes)
     phased = [entry for entry in program.computed_arrays if not entry.once]
     if not phased:
         return program
@@ -109,6 +114,8 @@ def _with_arrays(program: Program, entry: ComputedArrays, state: Any, batch: Any
     frozen = program.frozen.get(_state_of(entry))
     adapters = entry.model != "reference" or entry.once or _has_first_adapter(program)
     compute = array_function(frozen or program, entry.function, adapters=adapters)
+    if entry.by_sample:
+        compute = partial(_by_micro_batches, program, compute)
     arrays = compute(state, samples)
     sizes = {x.shape[0] for x in jax.tree.leaves(samples) if x.shape}
     shapes = {name: x.shape for name, x in arrays.items()}
@@ -121,6 +128,24 @@ def _with_arrays(program: Program, entry: ComputedArrays, state: Any, batch: Any
     if isinstance(batch, WithExtra):
         return WithExtra({**samples, **arrays}, batch.extra)
     return {**samples, **arrays}
+
+
+def _by_micro_batches(
+    program: Program, compute: ArraysOf, state: Any, samples: Any
+) -> dict[str, jax.Array]:
+    """The arrays of a step's samples, a micro-batch at a time; those of fewer samples at once."""
+    count, ranks = program.batch.accumulation, program.ranks
+    sizes = {x.shape[0] for x in jax.tree.leaves(samples) if x.shape}
+    if count == 1 or sizes != {program.batch.train}:
+        return compute(state, samples)
+    micro = micro_batches(samples, count, ranks)
+    arrays = jax.lax.map(partial(compute, state), micro)
+
+    def in_order(x: jax.Array) -> jax.Array:
+        parts = x.reshape(count, ranks, -1, *x.shape[2:])
+        return jnp.moveaxis(parts, 0, 1).reshape(-1, *x.shape[2:])
+
+    return placed(program, samples, jax.tree.map(in_order, arrays))
 
 
 def _has_first_adapter(program: Program) -> bool:

@@ -21,6 +21,7 @@ from jaxspeed.train_state.state import TrainState
 from jaxspeed.user_models.batches import with_extra
 
 ArrayFunction = Callable[[Any, Any], Mapping[str, jax.Array]]
+ArraysOf = Callable[[TrainState | ModelState, Any], dict[str, jax.Array]]
 
 
 def array_program(
@@ -41,7 +42,7 @@ def array_function(
     *,
     adapters: bool = True,
     once: GatherOnce | None = None,
-) -> Callable[[TrainState | ModelState, Any], dict[str, jax.Array]]:
+) -> ArraysOf:
     """`arrays = compute(state, batch)`, to be traced in the program's mesh.
 
     Parameters are gathered, transferred and sharded as in a step; the model is in evaluation mode.
@@ -67,7 +68,7 @@ def array_function(
 
     def compute(state: TrainState | ModelState, batch: Any) -> dict[str, jax.Array]:
         model_state = state if isinstance(state, ModelState) else ModelState.of(program, state)
-        return _placed(program, batch, _arrays(computed, model_state, batch))
+        return placed(program, batch, _arrays(computed, model_state, batch))
 
     return compute
 
@@ -98,7 +99,7 @@ def _arrays(computed: MicroBatchLoss, state: ModelState, batch: Any) -> dict[str
     return {name: metric.value for name, metric in loss.metrics.items()}
 
 
-def _placed(program: Program, batch: Any, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def placed(program: Program, batch: Any, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays, sharded like those of the batch."""
     named, mesh = program.config.parallel.sequence.dims, program.mesh
     _, specs = batch_specs((batch, arrays), named, mesh.shape)

@@ -13,7 +13,6 @@ import optax
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.errors import ConfigError
-from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.config_model import sizes_of
 from jaxspeed.user_models.pretrained_model import Pretrained
@@ -29,12 +28,12 @@ def frozen_program(program: Program, section: FrozenModelSection, what: str) -> 
       what: it is read for, as errors name it.
 
     Raises:
-      ConfigError: it has another vocabulary, or another tokenizer.
+      ConfigError: it has another vocabulary.
     """
     # By name, so that the package imports no model of its own.
     families = importlib.import_module("jaxspeed.models")
     model: Pretrained = families.from_pretrained(section.pretrained)
-    refuse_other_tokens(program, model, f"{what}: {section.pretrained}")
+    _refuse_other_vocabulary(program, model, f"{what}: {section.pretrained}")
     built = program.source.build(
         _config(program, section),
         model,
@@ -76,8 +75,8 @@ def _config(program: Program, section: FrozenModelSection) -> Config:
     return Config.load(keys)
 
 
-def refuse_other_tokens(program: Program, model: Pretrained, what: str) -> None:
-    """Raise ConfigError if a frozen model has another vocabulary or tokenizer than a program's."""
+def _refuse_other_vocabulary(program: Program, model: Pretrained, what: str) -> None:
+    """Raise ConfigError if a frozen model has another vocabulary than a program's."""
     source = program.source.model
     sizes = source.config if isinstance(source, Pretrained) else sizes_of(source)
     ours, theirs = (getattr(x, "vocab_size", None) for x in (sizes, model.config))
@@ -85,20 +84,4 @@ def refuse_other_tokens(program: Program, model: Pretrained, what: str) -> None:
         raise ConfigError(
             f"{what} has a vocabulary of {theirs:,} tokens, and the model that trains has "
             f"{ours:,}: both have to have the same"
-        )
-    refuse_other_tokenizer(tokenizer_of(program.model.weights), model, what)
-
-
-def refuse_other_tokenizer(tokenizer: Any, model: Pretrained, what: str) -> None:
-    """Raise ConfigError if a frozen model's folder has another tokenizer than this one."""
-    of_folder = tokenizer_of(model.weights)
-    if tokenizer is None or of_folder is None or tokenizer.to_bytes() == of_folder.to_bytes():
-        return
-    sizes = tokenizer.vocab_size, of_folder.vocab_size
-    unlike = [i for i in range(min(sizes)) if tokenizer.spell([i]) != of_folder.spell([i])]
-    if unlike or sizes[0] != sizes[1]:
-        shown = min([*unlike, *(min(sizes),) * (sizes[0] != sizes[1])])
-        raise ConfigError(
-            f"{what} has another tokenizer than the model that trains: its token {shown} is "
-            f"{of_folder.spell([shown])!r}, not {tokenizer.spell([shown])!r}"
         )

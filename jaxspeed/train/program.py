@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
+from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.errors import BatchError
 from jaxspeed.objectives import objective_of
 from jaxspeed.objectives.computed_arrays import ComputedArrays
@@ -71,6 +72,7 @@ class Program:
     source: BuildInputs
     proposal: ShardingProposal | None = None  # of the sharding over `tensor`, if inferred
     phases_of: Callable[["Program"], Sequence[StepPhase]] | None = None  # of a step of several
+    completed: Callable[["Program", Any, bool], Any] | None = None  # what `complete` computes
     # The models beside it that phases read, which are not trained, by the names of their states.
     frozen: Mapping[str, "Program"] = field(default_factory=dict)
 
@@ -151,12 +153,7 @@ class Program:
 
         Those of all arrays, or of those that are computed once and stored with the data.
         """
-        if not self.computed_arrays:
-            return batch
-        # What computes them is made of programs.
-        from jaxspeed.train.array_phases import with_array_shapes
-
-        return with_array_shapes(self, batch, stored_alone)
+        return self.completed(self, batch, stored_alone) if self.completed else batch
 
     def refuse_missing(self, batch: Any) -> None:
         """Raise BatchError if a batch lacks an array that is computed once, before a run."""
@@ -176,9 +173,11 @@ class Program:
         objective = objective_of(self.traced_loss.loss_fn)
         if objective is None:
             return ()
-        frozen = getattr(objective.options, "reference_model", None)
+        if (frozen := getattr(objective.options, "reference_model", None)) is None:
+            return tuple(objective.computed())
+        section = FrozenModelSection.model_validate(frozen)
         return tuple(
-            replace(entry, model=frozen) if frozen and entry.model == "reference" else entry
+            replace(entry, model=section) if entry.model == "reference" else entry
             for entry in objective.computed()
         )
 

@@ -36,6 +36,7 @@ class Anchored(jaxspeed.Objective):
                 reference_logprobs,
                 "trained" if reference == "trained" else "reference",
                 once=reference == "precompute",
+                by_sample=True,
             ),
             ComputedArrays("shift", ("shift",), shift),
         )

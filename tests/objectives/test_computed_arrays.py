@@ -1,5 +1,7 @@
 """Arrays that an objective computes in a phase before the step, against a plain loop of Optax."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxspeed.models import build
+from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
+from jaxspeed.cli.main import main
+from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer
 from jaxspeed.errors import BatchError, ConfigError
+from jaxspeed.interop.pretrained import refuse_other_tokenizer
+from jaxspeed.run import source_of
 from tests.adapters.lora_loop import merged
 
 HERE = "tests.objectives.anchored:Anchored"
@@ -273,3 +279,49 @@ def test_what_has_no_reference_is_refused(folder, tmp_path):
     sizes = {"model": {"family": "gpt2", "config": SIZES | {"vocab_size": 80}}}
     with pytest.raises(ConfigError, match=r"vocabulary of 64 tokens, and .* has 80"):
         jaxspeed.initialize(config=frozen_config(folder, {}, **sizes))
+
+
+def test_it_trains_and_evaluates_from_the_command_line(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    keys = config(
+        **LORA,
+        **STAGE_3,
+        mesh={"pipe": 2},
+        gradient_accumulation_steps=2,
+        data={"source": "synthetic", "seq_len": SEQ, "samples": 64, "held_out": 5 / 64},
+        run={"devices": "cpu:8", "steps": STEPS, "seed": 1, "output": str(tmp_path / "run")},
+    )
+    path.write_text(json.dumps(keys))
+    assert main(["train", str(path), "--json"]) == 0, capsys.readouterr().err
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "loss" in record]
+    corpus, engine = source_of(path).corpus(), jaxspeed.initialize(config=str(path))
+    loop = plain_loop(engine)
+
+    def with_mask(batch):
+        return {"mask": np.ones_like(batch["tokens"]), **batch}
+
+    for step, record in enumerate(steps):
+        expected = loop.step(with_mask(corpus.train.batch(step, BATCH)))
+        got = [record[name] for name in ("loss", "reference", "grad_norm")]
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert len(steps) == STEPS and corpus.held_out.samples == 5  # one batch, of 8
+
+    capsys.readouterr()
+    assert main(["eval", str(path), "--json"]) == 0, capsys.readouterr().err
+    evaluated = json.loads(capsys.readouterr().out)
+    expected = loop.loss(loop.trained, with_mask(corpus.held_out.slice(0, 5)))
+    got = [evaluated[name] for name in ("eval_loss", "reference")]
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_a_folder_with_another_tokenizer_is_refused(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    weights = from_pretrained(other).weights
+    refuse_other_tokenizer(ByteTokenizer(), weights, "x")  # it has none
+    trained = BPETokenizer.train(["some words, some more words"] * 9, 270)
+    (other / "tokenizer.json").write_bytes(trained.to_bytes())
+    refuse_other_tokenizer(trained, weights, "x")
+    with pytest.raises(ConfigError, match="another tokenizer than the model that trains"):
+        refuse_other_tokenizer(ByteTokenizer(), weights, "x")
