@@ -60,12 +60,12 @@ def _natural(text: str) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     config = loaded(args)
-    from jaxspeed.data import limits_of, read_tokenizer
+    from jaxspeed.data import read_tokenizer
+    from jaxspeed.data.model_limits import limits_of_run
     from jaxspeed.data.shown_samples import as_json, show_data
     from jaxspeed.interop.pretrained import data_section
-    from jaxspeed.user_models.config_model import family_sizes
 
-    limits = limits_of(family_sizes(config))
+    limits = limits_of_run(config)
     tokenizer = read_tokenizer(args.output) if args.output else None
     shown = show_data(data_section(config), limits, tokenizer, args.n)
     if args.json:
@@ -87,9 +87,12 @@ def _print_samples(shown: "ShownData") -> None:
     plain = not console.is_terminal or console.no_color
     if plain and shown.samples:
         console.print("what the loss counts is between {+ and +}", markup=False)
-    for number, sample in enumerate(shown.samples, 1):
+    number = 0
+    for sample in shown.samples:
+        number += sample.side != "rejected"  # which is that of the pair before
+        named = f"{number}, {sample.side}" if sample.side else number
         counts = f"{sample.tokens:,} tokens, {sample.trained:,} trained"
-        console.print(f"--- {number}: {counts} ---", markup=False, highlight=False)
+        console.print(f"--- {named}: {counts} ---", markup=False, highlight=False)
         text = Text()
         for piece in sample.pieces:
             if plain:
@@ -99,13 +102,20 @@ def _print_samples(shown: "ShownData") -> None:
             else:
                 text.append(harmless(piece.text), style="" if piece.trained else "dim")
         console.print(text, highlight=False)
+    if not isinstance(shown.total, DocumentCounts):
+        for name, pair_counts in shown.counts.items():
+            console.print(f"{harmless(name)}: {pair_counts}", markup=False, highlight=False)
+        if shown.seq_len is not None:
+            size = f"a prompt with a completion has at most {shown.seq_len + 1:,} tokens"
+            console.print(f"{size} (data.seq_len + 1)", markup=False, highlight=False)
+        return
     table = Table(box=None)
     table.add_column("")
     for name in vars(DocumentCounts()):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [*shown.counts.items()]
     if len(rows) > 1:
-        rows.append(("all", sum(shown.counts.values(), DocumentCounts())))
+        rows.append(("all", shown.total))
     for name, source_counts in rows:
         table.add_row(
             Text(harmless(name)), *(f"{value:,}" for value in vars(source_counts).values())
@@ -118,14 +128,19 @@ def _print_samples(shown: "ShownData") -> None:
 
 def _tokenize(args: argparse.Namespace) -> int:
     config = loaded(args)
-    from jaxspeed.data import limits_of, read_tokenizer, tokenize
+    from jaxspeed.data import read_tokenizer, tokenize
+    from jaxspeed.data.model_limits import limits_of_run
     from jaxspeed.interop.pretrained import data_section
-    from jaxspeed.user_models.config_model import family_sizes
 
-    sizes = family_sizes(config)
+    limits = limits_of_run(config)
     tokenizer = read_tokenizer(args.output) if args.output else None
-    size = limits_of(sizes).vocab_size
-    summary = tokenize(data_section(config), args.out, tokenizer=tokenizer, vocab_size=size)
+    summary = tokenize(
+        data_section(config),
+        args.out,
+        tokenizer=tokenizer,
+        vocab_size=limits.vocab_size,
+        pairs=limits.pairs,
+    )
     if args.json:
         print_json(asdict(summary))
     else:

@@ -72,11 +72,7 @@ def read_record(record: Any, kind: ChatFormat) -> Conversation | Completion:
             if other
             else f"no field {' or '.join(map(shown, missing))}; its fields: {has}"
         )
-    more: dict[str, Any] = {"tools": _tools(there.get("tools"))}
-    if variables := there.get("chat_template_kwargs"):
-        if not isinstance(variables, Mapping):
-            raise DataError("chat_template_kwargs is no object")
-        more["variables"] = variables
+    more = template_inputs(there)
     if kind == "alpaca":
         instruction, output = (_text(there[name], name) for name in FIELDS[kind])
         entered = there.get("input") or ""
@@ -89,13 +85,21 @@ def read_record(record: Any, kind: ChatFormat) -> Conversation | Completion:
             return Completion(prompt, _text(completion, "completion"))
         if isinstance(prompt, str) or isinstance(completion, str):
             raise DataError("prompt and completion must both be texts, or both lists of messages")
-        before = _messages(prompt, "prompt")
-        return Conversation([*before, *_messages(completion, "completion")], len(before), **more)
-    messages = _messages(there[kind], kind)
+        before = messages_of(prompt, "prompt")
+        return Conversation([*before, *messages_of(completion, "completion")], len(before), **more)
+    messages = messages_of(there[kind], kind)
     if kind == "conversations" and there.get("system") and messages[0]["role"] != "system":
         system = _text(there["system"], "system")
         messages = [{"role": "system", "content": system}, *messages]
     return Conversation(messages, **more)
+
+
+def template_inputs(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record gives a template beside messages: `tools` and `variables`."""
+    variables = record.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise DataError("chat_template_kwargs is no object")
+    return {"tools": _tools(record.get("tools")), "variables": variables}
 
 
 def _tools(tools: Any) -> list[Any] | None:
@@ -118,7 +122,12 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _messages(raw: Any, name: str) -> list[Message]:
+def messages_of(raw: Any, name: str) -> list[Message]:
+    """A list of messages with `role` and `content`.
+
+    Raises:
+      DataError: it is none, or a message of it is none.
+    """
     if not isinstance(raw, Sequence) or isinstance(raw, str):
         raise DataError(f"{name} is a {type(raw).__name__}, not a list of messages")
     read = [_message(message, f"message {i}") for i, message in enumerate(raw, 1)]

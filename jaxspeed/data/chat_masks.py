@@ -145,7 +145,7 @@ class ChatEncoder:
             return Text(text, [(start, len(text))], ends=True)
         self.rendered += 1
         template = self.template(kind)
-        self._check_roles(template, sample)
+        self.check_roles(template, sample)
         return Text(*text_and_spans(template, sample, self.data.train_on), ends=False)
 
     def encode(self, texts: Sequence[Text]) -> Iterator[Masked | str]:
@@ -165,7 +165,7 @@ class ChatEncoder:
                 why = "all are masked" if text.spans else "the assistant has no message in it"
                 yield f"no token of it is trained: {why} (data.untrained: drop leaves it out)"
 
-    def _check_roles(self, template: ChatTemplate, conversation: Conversation) -> None:
+    def check_roles(self, template: ChatTemplate, conversation: Conversation) -> None:
         """Refuse roles that the template does not know: it renders nothing of their messages."""
         for i, message in enumerate(conversation.messages):
             role = message["role"]
@@ -193,7 +193,7 @@ class ChatEncoder:
         return before == after
 
 
-def remember_template(encoder: ChatEncoder, formats: Iterable[ChatFormat]) -> None:
+def remember_template(encoder: ChatEncoder, formats: Iterable[str]) -> None:
     """Put the template that conversations are rendered with beside the tokenizer.
 
     So it is saved with the run, and exported, where it is not the tokenizer's own.

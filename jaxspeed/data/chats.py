@@ -9,15 +9,20 @@ from typing import Any
 
 from jaxspeed.config.run_sections import ChatFormat, SourceSection
 from jaxspeed.data import files
+from jaxspeed.data import preference_records as preferences
 from jaxspeed.data.chat_formats import NAMES, OPTIONAL, format_of, read_record
-from jaxspeed.data.chat_masks import ChatEncoder, Text
+from jaxspeed.data.chat_masks import ChatEncoder
 from jaxspeed.data.chat_template import MissingTemplateError
 from jaxspeed.data.files import Record
-from jaxspeed.data.token_store import Masked
+from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.preference_records import PreferenceFormat, preference_format, read_preference
+from jaxspeed.data.preference_tokens import PreferenceEncoder
+from jaxspeed.data.token_store import Masked, RecordTokens
 from jaxspeed.errors import DataError
 
 log = logging.getLogger("jaxspeed")
-COLUMNS = (*NAMES, *OPTIONAL)  # what is read of records
+# What is read of records.
+COLUMNS = (*{*NAMES, *OPTIONAL, *preferences.NAMES, *preferences.OPTIONAL},)
 SHOWN = 10  # problems of a file that are listed
 _AT_ONCE = 64  # texts, which the library encodes in parallel
 
@@ -32,11 +37,14 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class Chats:
-    """Conversations; `format` is that of the first file, and of all if the config names it."""
+    """Conversations, or preferences of them or of texts.
+
+    `format` is that of the first file, and of all if the config names it, or of preferences.
+    """
 
     name: str
     files: Sequence[RecordFile]
-    format: ChatFormat
+    format: ChatFormat | PreferenceFormat
     is_named: bool
 
     def __iter__(self) -> Iterator[str]:
@@ -44,37 +52,43 @@ class Chats:
         for file in self.files:
             for record in file.read():
                 if isinstance(record.value, dict):
-                    yield from _texts([record.value.get(name) for name in NAMES])
+                    names = preferences.NAMES if self.format in preferences.FIELDS else NAMES
+                    yield from _texts([record.value.get(name) for name in names])
 
-    def formats(self) -> set[ChatFormat]:
+    def formats(self) -> set[str]:
         return {self._format_of(file) for file in self.files}
 
-    def encoded(self, encoder: ChatEncoder) -> Iterator[Masked]:
-        """The tokens of each conversation.
+    def encoded(self, encoder: ChatEncoder) -> Iterator[Masked | RecordTokens]:
+        """The tokens of each conversation, or preference.
 
         Raises:
           DataError: records of a file cannot be used, once all of the file is read.
         """
+        of_preferences = PreferenceEncoder(encoder)
         for file in self.files:
             kind = self._format_of(file)
             problems: dict[int, str] = {}
             count, records = 0, enumerate(file.read())
             while chunk := [*itertools.islice(records, _AT_ONCE)]:
                 count += len(chunk)
-                texts: list[tuple[int, str, Text]] = []
+                texts: list[tuple[int, str, Any]] = []
                 for i, (where, value, problem) in chunk:
                     try:
                         if problem:
                             raise DataError(problem)
-                        conversation = read_record(value, kind)
-                        texts.append((i, where, encoder.render(conversation, kind)))
+                        if kind in preferences.FIELDS:
+                            text: Any = of_preferences.render(read_preference(value, kind))
+                        else:
+                            text = encoder.render(read_record(value, kind), kind)
+                        texts.append((i, where, text))
                     except MissingTemplateError:  # no record is at fault
                         raise
                     except DataError as error:
                         problems[i] = f"{where}: {error}"
-                encodings = encoder.encode([text for *_, text in texts])
+                encode: Any = encoder if kind not in preferences.FIELDS else of_preferences
+                encodings = encode.encode([text for *_, text in texts])
                 for (i, where, _), encoding in zip(texts, encodings):
-                    if isinstance(encoding, Masked):
+                    if not isinstance(encoding, str):
                         yield encoding
                     elif encoding:
                         problems[i] = f"{where}: {encoding}"
@@ -82,7 +96,7 @@ class Chats:
                 in_order = [problems[i] for i in sorted(problems)]
                 raise DataError(_listed(file.name, in_order, count))
 
-    def _format_of(self, file: RecordFile) -> ChatFormat:
+    def _format_of(self, file: RecordFile) -> Any:
         return self.format if self.is_named else first_format(file) or self.format
 
 
@@ -128,15 +142,22 @@ def chats_in(
     name: str,
     record_files: Sequence[RecordFile],
     names: Iterable[str] | None = None,
+    pairs: PairForm | None = None,
 ) -> Chats | None:
     """The conversations of files, if the config says so, or else the first record has no text.
 
     Args:
       names: the fields of the first file's records, if they are known.
+      pairs: of an objective that reads preferences; all files have the first one's format.
+
+    Raises:
+      DataError: they hold no preferences, but the objective reads some.
     """
-    if source.format is not None:
+    if source.format is not None and pairs is None:
         return Chats(name, record_files, source.format, True)
     there = first_names(record_files[0]) if names is None else [*names]
+    if pairs is not None:
+        return Chats(name, record_files, _preferences(name, there or [], source, pairs), True)
     kind = None if there is None else format_of(there)
     if there is None or kind is None:
         return None
@@ -150,3 +171,27 @@ def chats_in(
         )
         return None
     return Chats(name, record_files, kind, False)
+
+
+def _preferences(
+    name: str, names: Sequence[str], source: SourceSection, pairs: PairForm
+) -> PreferenceFormat:
+    if source.format is not None:
+        raise DataError(
+            f"data.format: {source.format}, but the objective reads preferences, which show in the "
+            "fields of records; leave it out"
+        )
+    kind = preference_format(names)
+    wanted = "prompt, chosen and rejected, or chosen and rejected"
+    if kind == "unpaired" and pairs.records == "preference":
+        raise DataError(
+            f"data: {name} holds completions with a label, but the objective reads pairs: {wanted};"
+            ' "kto" reads labels'
+        )
+    if kind is None:
+        labels = "" if pairs.records == "preference" else "; or prompt, completion and label"
+        raise DataError(
+            f"data: {name} holds no preferences, which the objective reads: {wanted}{labels}; the "
+            f"fields of its first record: {', '.join(map(str, names)) or 'none'}"
+        )
+    return kind

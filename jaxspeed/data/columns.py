@@ -18,6 +18,7 @@ import numpy as np
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files, token_records, token_store
 from jaxspeed.data.chats import COLUMNS, Chats, RecordFile, chats_in
+from jaxspeed.data.model_limits import PairForm
 from jaxspeed.data.sources import SUFFIXES, Texts, needs_extra
 from jaxspeed.errors import DataError
 
@@ -73,8 +74,13 @@ def _json_of(file: Path, key: str, of: str | None = None, default: Any = None) -
     raise DataError(f"data: {str(file)!r} cannot be read: {problem}")
 
 
-def open_columns(source: SourceSection, kind: str) -> Texts | Chats | list[token_store.Documents]:
-    """The texts in the column `text_field`, or documents in `tokens` or `input_ids`, or chats."""
+def open_columns(
+    source: SourceSection, kind: str, pairs: PairForm | None = None
+) -> Texts | Chats | list[token_store.Documents]:
+    """The texts in the column `text_field`, or documents in `tokens` or `input_ids`, or chats.
+
+    With `pairs` they are preferences, for an objective that reads them.
+    """
     paths = files.given_paths(source.path, source.paths)
     column_paths = [file for name in paths for file in column_files(name, kind, source.split)]
     tables = []
@@ -83,9 +89,9 @@ def open_columns(source: SourceSection, kind: str) -> Texts | Chats | list[token
             tables.append(names)
     shown, field = f"{kind} {', '.join(paths)}", source.text_field
     ids = token_records.token_field(tables[0])
-    if source.format is not None or ids is None or field in tables[0]:
+    if pairs or source.format is not None or ids is None or field in tables[0]:
         records = [RecordFile(str(f), partial(_records, f, kind)) for f in column_paths]
-        if chats := chats_in(source, shown, records, tables[0]):
+        if chats := chats_in(source, shown, records, tables[0], pairs):
             return chats
     if all(field in names for names in tables):
         return Texts(

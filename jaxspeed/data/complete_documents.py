@@ -147,8 +147,11 @@ def fit(documents: Documents, packing: Packing) -> tuple[Spans, DocumentCounts]:
     return Spans(starts[kept], lengths[kept]), counts
 
 
-def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Assign documents to bins of `size` tokens: the longest first, each to the fullest it fits."""
+def best_fit(lengths: np.ndarray, size: int, most: int | None = None) -> list[list[int]]:
+    """Assign documents to bins of `size` tokens: the longest first, each to the fullest it fits.
+
+    A bin has at most `most` of them.
+    """
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # bins by the number of tokens that fit
     rooms: list[int] = []  # the keys of `with_room`, ascending
@@ -164,7 +167,7 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
             if not with_room[room]:
                 del with_room[rooms.pop(at)]
         bins[chosen].append(document)
-        if left := room - length:
+        if (left := room - length) and len(bins[chosen]) != most:
             if left not in with_room:
                 bisect.insort(rooms, left)
             with_room.setdefault(left, []).append(chosen)

@@ -18,9 +18,17 @@ from jaxspeed.data.chats import Chats
 from jaxspeed.data.choose_tokenizer import choose_tokenizer
 from jaxspeed.data.complete_documents import DocumentCounts
 from jaxspeed.data.evaluation_parts import evaluation_parts
-from jaxspeed.data.model_limits import Kind, ModelLimits
-from jaxspeed.data.open_source import OpenSource, encoded, is_chat, open_source, samples_of
+from jaxspeed.data.model_limits import Kind, ModelLimits, PairForm
+from jaxspeed.data.open_source import (
+    OpenSource,
+    encoded,
+    is_chat,
+    open_source,
+    packing_of,
+    samples_of,
+)
 from jaxspeed.data.packing import entropy
+from jaxspeed.data.pair_samples import PairCounts, blank_rows, checked
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.split import Split
@@ -38,8 +46,9 @@ class Corpus:
     fingerprint: str  # changes with the data or its order; a run resumes only with the same one
     unigram_entropy: float | None  # nats per training token
     summary: str  # one line for people
-    conversations: DocumentCounts | None = None  # of all, training and held-out
+    conversations: DocumentCounts | PairCounts | None = None  # of all, training and held-out
     plain_prompts: bool = False  # they are prompts and completions, without a template
+    context: int | None = None  # tokens that a document can have
 
 
 def build(
@@ -51,6 +60,7 @@ def build(
     image_shape: tuple[int, int, int] | None = None,
     classes: int | None = None,
     targets: bool = False,
+    pairs: PairForm | None = None,
     seed: int,
     tokenizer: Tokenizer | None = None,
     batch_size: int | None = None,
@@ -61,6 +71,7 @@ def build(
       data: the section of the config.
       sample, seq_len, vocab_size, image_shape, classes, targets: known limits of the model
         (`ModelLimits`).
+      pairs: of an objective that reads preferences.
       seed: of the order, if `data.seed` is unset.
       tokenizer: that of a resumed run; then none is trained or read.
       batch_size: minimum number of training samples.
@@ -68,7 +79,9 @@ def build(
     Raises:
       DataError: the data cannot be read, is too small or does not fit the model.
     """
-    limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes, targets)
+    if pairs is not None:
+        pairs = checked(pairs, data, targets, batch_size)
+    limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes, targets, pairs)
     sources = data.sources
     opened = [open_source(source, limits) for source in sources]
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
@@ -83,10 +96,11 @@ def build(
     if encoder is not None:
         remember_template(encoder, [kind for content in chats for kind in content.formats()])
     counted = [part.conversations for part in parts if part.conversations is not None]
-    _check_keys(data, bool(counted))
+    if pairs is None:
+        _check_keys(data, bool(counted))
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
-    how: dict[str, Any] = {"seed": seed, "targets": targets}
+    how: dict[str, Any] = {"seed": seed, "targets": targets and pairs is None}  # which have them
     train = Split([p.train for p in parts], shuffle=data.shuffle, weights=weights, **how)
     held = [p.held_out for p in parts if p.held_out is not None]
     if data.eval is not None:
@@ -102,6 +116,9 @@ def build(
     }
     if counted:
         identity["conversations"] = [data.truncate, data.packing]
+    if pairs is not None:
+        identity["pairs"] = vars(pairs)
+    context = train.tokens_each if pairs is None else packing_of(data, limits).seq_len
     return Corpus(
         train,
         held_out,
@@ -109,9 +126,17 @@ def build(
         hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest(),
         _entropy(parts, weights),
         _summary(parts, weights, train, held_out, tokenizer),
-        sum(counted, DocumentCounts(dropped=encoder.untrained)) if counted and encoder else None,
+        _sum_of(counted, encoder),
         encoder is not None and encoder.plain > 0 and not encoder.rendered,
+        context,
     )
+
+
+def _sum_of(counted: Sequence[Any], encoder: ChatEncoder | None) -> Any:
+    if not counted or encoder is None:
+        return None
+    of_pairs = isinstance(counted[0], PairCounts)
+    return sum(counted, PairCounts() if of_pairs else DocumentCounts(dropped=encoder.untrained))
 
 
 # Keys that only conversations have an effect of.
@@ -157,13 +182,14 @@ def tokenize(
     *,
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
+    pairs: PairForm | None = None,
 ) -> Tokenized:
     """Write the text of `data` as token files, to be read by source `tokens`.
 
     Documents are encoded one at a time: memory does not limit the size of the corpus. `vocab_size`
-    is the model's, if known.
+    is the model's, if known; `pairs` of an objective that reads preferences.
     """
-    texts = [open_source(source, ModelLimits()) for source in data.sources]
+    texts = [open_source(source, ModelLimits(pairs=pairs)) for source in data.sources]
     if not all(isinstance(source, Texts | Chats) for source in texts):
         raise DataError("data tokenize: the source holds no text")
     chosen = tokenizer or choose_tokenizer(data, ModelLimits(vocab_size=vocab_size), texts, None)
@@ -173,7 +199,7 @@ def tokenize(
         raise DataError("data tokenize: some sources hold texts and others conversations")
     name = ", ".join(source.name for source in sources)
     encoder = ChatEncoder(chosen, data)
-    documents: Iterable[np.ndarray | token_store.Masked] = itertools.chain.from_iterable(
+    documents: Iterable[token_store.Encoded] = itertools.chain.from_iterable(
         encoded(source, encoder) for source in sources
     )
     remember_template(
@@ -272,6 +298,11 @@ def known_shapes(
 
     None for a user's own data source or model, where a sample has to be read.
     """
+    if reads.pairs is not None:
+        if data.seq_len is None and reads.seq_len is None:
+            return None
+        rows = blank_rows(reads.pairs, packing_of(data, reads).seq_len, 1)
+        return {n: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for n, x in rows.items()}
     user_source = any(":" in (section.source or "") for section in data.sources)
     if user_source or reads.sample is None:
         return None

@@ -1,11 +1,14 @@
 """Data to evaluate on: every sample of each file, once and in order, apart from training data."""
 
+from dataclasses import replace
+
 from jaxspeed.config.run_sections import Data, SourceSection
 from jaxspeed.data.chat_masks import ChatEncoder
 from jaxspeed.data.chats import Chats
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, tokenizer_of_section
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import by_file, encoded_in_memory, open_source, samples_of
+from jaxspeed.data.pair_samples import checked
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.tokenizer import Tokenizer
@@ -13,7 +16,11 @@ from jaxspeed.errors import DataError
 
 
 def evaluation_parts(
-    data: Data, source: SourceSection, limits: ModelLimits, tokenizer: Tokenizer | None
+    data: Data,
+    source: SourceSection,
+    limits: ModelLimits,
+    tokenizer: Tokenizer | None,
+    batch_size: int | None = None,
 ) -> dict[str, Samples | None]:
     """The samples of each file of a source, by its path; None for a file with nothing to predict.
 
@@ -21,10 +28,14 @@ def evaluation_parts(
       data: the section of the config, for what is no source: the length of samples, document masks.
       source: what is read, all of it.
       tokenizer: that of the model's training.
+      batch_size: the default of `kl_block`.
 
     Raises:
       DataError: a file cannot be read or does not fit the model, or there is nothing to predict.
     """
+    if limits.pairs is not None:
+        pairs = checked(limits.pairs, data, limits.targets, batch_size)
+        limits = replace(limits, pairs=pairs)
     sections = by_file(source)
     opened = {name: open_source(section, limits) for name, section in sections.items()}
     if limits.sample != "images":  # for which `samples_of` refuses texts

@@ -4,6 +4,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jaxspeed.config import Config
+from jaxspeed.config.objective_keys import OBJECTIVES, objective_class
+from jaxspeed.objectives import Objective, objective_of
+from jaxspeed.user_models.config_model import family_sizes
+
 Kind = Literal["tokens", "images"]
 _ARRAYS: dict[Kind, set[str]] = {
     "tokens": {"tokens", "targets", "segment_ids", "positions", "mask"},
@@ -12,11 +17,35 @@ _ARRAYS: dict[Kind, set[str]] = {
 
 
 @dataclass(frozen=True)
+class PairForm:
+    """What an objective reads of records of preferences.
+
+    Attributes:
+      records: pairs of a chosen and a rejected completion; or completions with a label, each with
+        the mismatched completion of another record.
+      pairs_per_row: at most so many are packed in a row (`objectives.pairs.most_pairs`).
+      kl_block: of completions with a label: the records among which completions are mismatched.
+      reads_ends: sequences are read to their end, as for a score: longer ones are left out, and the
+        last token of each is an input too.
+      margins: whether batches have the margins of pairs.
+      segments: whether pairs are packed; otherwise a sample is a pair [2, seq_len + 1].
+    """
+
+    records: Literal["preference", "unpaired"]
+    pairs_per_row: int | None = None
+    kl_block: int | None = None
+    reads_ends: bool = False
+    margins: bool = False
+    segments: bool = True
+
+
+@dataclass(frozen=True)
 class ModelLimits:
     """Shapes and ranges that a model can read; None is unknown, and no limit.
 
     `targets` is whether samples of tokens are inputs and targets [seq], which an axis can shard
-    evenly and a loss can mask, instead of tokens [seq + 1].
+    evenly and a loss can mask, instead of tokens [seq + 1]. `pairs` is of an objective that reads
+    preferences.
     """
 
     sample: Kind | None = None
@@ -25,6 +54,7 @@ class ModelLimits:
     image_shape: tuple[int, int, int] | None = None  # height, width, channels
     classes: int | None = None
     targets: bool = False
+    pairs: PairForm | None = None
 
     def with_arrays(self, names: Collection[str]) -> "ModelLimits":
         """The limits for batches of these arrays.
@@ -55,3 +85,33 @@ def limits_of(sizes: Any, targets: bool = False) -> ModelLimits:
             return ModelLimits(None, *limits)
         return ModelLimits("tokens", *limits, targets=targets or bool(corrupts))
     return ModelLimits()
+
+
+def limits_of_run(config: Config, model: Any = None, loss_fn: Any = None) -> ModelLimits:
+    """What the model of a config, or one beside it, can read, and its objective reads."""
+    sizes = None if model is not None else family_sizes(config)
+    limits = limits_of(sizes, targets=config.mesh.seq != 1)
+    objective, section = objective_of(loss_fn) if loss_fn is not None else None, config.objective
+    if objective is not None:
+        cls, options = type(objective), objective.options
+    elif section is not None:
+        cls = objective_class(section.type)
+        options = cls.Options.model_validate(section.own_keys)
+    else:
+        return limits
+    if cls.records != "documents":
+        return replace(limits, pairs=_pair_form(cls, options, segments=sizes is not None))
+    is_own = objective is None and section is not None and section.type not in OBJECTIVES
+    return limits.with_arrays(cls(options).data_arrays) if is_own else limits
+
+
+def _pair_form(cls: type[Objective], options: Any, segments: bool) -> PairForm:
+    keys = {name: getattr(options, name, None) for name in ("pairs_per_row", "kl_block")}
+    assert cls.records != "documents"
+    return PairForm(
+        cls.records,
+        **keys,
+        reads_ends=cls.drops_long,
+        margins="margins" in cls.arrays,
+        segments=segments,
+    )

@@ -19,14 +19,16 @@ from jaxspeed.data.complete_documents import DocumentCounts, Packing, pack_docum
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
+from jaxspeed.data.pair_samples import PairCounts, pack_pairs
+from jaxspeed.data.preference_records import preference_format
 from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
 from jaxspeed.data.sources import SUFFIXES, Texts, import_source, iterations, text_source
-from jaxspeed.data.synthetic import Blots, Counting
+from jaxspeed.data.synthetic import Blots, Counting, counting_pairs
 from jaxspeed.errors import DataError
 
 TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "json", "parquet", "huggingface")
 RECORDS = ("jsonl", "json", "parquet", "arrow", "huggingface")  # in which conversations can be
-SYNTHETIC_SAMPLES = 1 << 16
+SYNTHETIC_SAMPLES, SYNTHETIC_PAIRS = 1 << 16, 1 << 12  # pairs are all in memory
 log = logging.getLogger("jaxspeed")
 _LONG_READ = 30.0  # seconds after which it is reported that an iterable is still read
 
@@ -51,7 +53,7 @@ class OpenSource:
     digest: str
     counts: np.ndarray | None  # of each id in the training tokens, or proportional to it
     summary: str
-    conversations: DocumentCounts | None = None
+    conversations: DocumentCounts | PairCounts | None = None
 
 
 def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
@@ -61,9 +63,9 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if kind == "huggingface" and paths and all(map(columns.is_saved, paths)):
         kind = "arrow"
     if kind in ("arrow", "parquet"):
-        return columns.open_columns(source, kind)
+        return columns.open_columns(source, kind, limits.pairs)
     if kind in TEXT_SOURCES:
-        return text_source(source)
+        return text_source(source, limits.pairs)
     if source.format is not None and (kind in ("tokens", "images", "synthetic")):
         raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "tokens":
@@ -71,7 +73,8 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if kind == "images":
         return array_sources.read_images(paths, limits)
     if kind == "synthetic":
-        return SyntheticSource(source.samples or SYNTHETIC_SAMPLES)
+        default = SYNTHETIC_SAMPLES if limits.pairs is None else SYNTHETIC_PAIRS
+        return SyntheticSource(source.samples or default)
     assert kind is not None
     return _user_iterable(kind, source, limits)
 
@@ -133,7 +136,8 @@ def _kind_of(file: Path) -> str:
     kind = next(ends, "text")
     if kind == "json":  # of records, or else a text as any other
         first = next(files.json_records(file), None)
-        is_chat = first is not None and isinstance(first.value, dict) and format_of(first.value)
+        fields = first.value if first is not None and isinstance(first.value, dict) else {}
+        is_chat = format_of(fields) or preference_format(fields)
         return "json" if is_chat else "text"
     return kind
 
@@ -172,6 +176,10 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
     field = source.text_field
     if first is None:
         raise DataError(f"data.source: {path!r} has no items")
+    records = [numbered(path, begin, "item")]
+    if limits.pairs is not None:
+        names = first if isinstance(first, Mapping) else ()
+        return chats_in(source, path, records, names, limits.pairs) or Texts(path, begin)
     if isinstance(first, str):
         return Texts(path, begin)
     if isinstance(first, Mapping) and isinstance(first.get(field), str):
@@ -181,7 +189,7 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
         )
     if isinstance(first, Mapping) or source.format is not None:
         names = first if isinstance(first, Mapping) else ()
-        if chats := chats_in(source, path, [numbered(path, begin, "item")], names):
+        if chats := chats_in(source, path, records, names):
             return chats
     items = _all_of(begin(), path)
     if isinstance(first, Mapping):
@@ -248,12 +256,21 @@ def samples_of(
     Args:
       encoder: with the tokenizer, if there is one.
     """
+    if limits.pairs is not None and isinstance(opened, SyntheticSource):
+        pairs = counting_pairs(
+            opened.samples, packing_of(data, limits).seq_len, limits.vocab_size or 256
+        )
+        opened = [token_store.in_memory("synthetic", pairs, None)]
+    if limits.pairs is not None and isinstance(opened, dict):
+        raise DataError(
+            f"data: source {source.source} has no preferences, which the objective reads"
+        )
     if isinstance(opened, dict):
         if limits.sample == "tokens":
             raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
         return arrays_part(opened, data.held_out, source.path or str(source.source))
     if isinstance(opened, SyntheticSource):
-        packing = None if limits.sample != "tokens" else _packing(data, limits)
+        packing = None if limits.sample != "tokens" else packing_of(data, limits)
         return made_part(opened, limits, packing, data.held_out)
     if limits.sample == "images":
         kind = source.source or "stdlib"
@@ -265,14 +282,16 @@ def samples_of(
         assert encoder is not None
         opened = [encoded_in_memory(opened, encoder)]
     for documents in opened:
-        if not len(documents.tokens):
+        if not len(documents.tokens) and not documents.dropped:
             raise DataError(f"data: {documents.name} holds no text")
         if limits.vocab_size and documents.largest >= limits.vocab_size:
             raise DataError(
                 f"data: {documents.name} has ids up to {documents.largest:,}, but the model's "
                 f"vocabulary has {limits.vocab_size:,}"
             )
-    return documents_part(opened, _packing(data, limits), data.held_out, limits.vocab_size)
+    if limits.pairs is not None:
+        return pairs_part(opened, data, limits)
+    return documents_part(opened, packing_of(data, limits), data.held_out, limits.vocab_size)
 
 
 def encoded_in_memory(opened: Texts | Chats, encoder: ChatEncoder) -> token_store.Documents:
@@ -282,20 +301,28 @@ def encoded_in_memory(opened: Texts | Chats, encoder: ChatEncoder) -> token_stor
 
 def encoded(
     opened: Texts | Chats, encoder: ChatEncoder
-) -> Iterable[np.ndarray] | Iterable[token_store.Masked]:
+) -> Iterable[np.ndarray] | Iterable[token_store.Masked | token_store.RecordTokens]:
     if isinstance(opened, Texts):
         return token_store.encode_all(opened, encoder.tokenizer)
     return opened.encoded(encoder)
 
 
-def _packing(data: Data, limits: ModelLimits) -> Packing:
-    seq_len = data.seq_len or limits.seq_len
+def packing_of(data: Data, limits: ModelLimits) -> Packing:
+    """How documents become samples.
+
+    Raises:
+      DataError: their length is unknown, or the model has fewer positions.
+    """
+    positions, also = limits.seq_len, ""
+    if positions and limits.pairs is not None and limits.pairs.reads_ends:
+        positions, also = positions - 1, ", and a score is read at the last of seq_len + 1 tokens"
+    seq_len = data.seq_len or positions
     if seq_len is None:
         raise DataError("data.seq_len: must be set, because the model's positions are unknown")
-    if limits.seq_len and seq_len > limits.seq_len:
+    if positions and seq_len > positions:
         raise DataError(
-            f"data.seq_len is {seq_len:,}, but the model has {limits.seq_len:,} positions; "
-            f"{limits.seq_len:,} or less would do"
+            f"data.seq_len is {seq_len:,}, but the model has {limits.seq_len:,} positions{also}; "
+            f"{positions:,} or less would do"
         )
     return Packing(seq_len, data.document_masks, data.truncate, data.packing)
 
@@ -314,6 +341,11 @@ def documents_part(
     held: list[Samples] = []
     counts, conversations = np.zeros(0, np.int64), DocumentCounts()
     for part in documents:
+        if part.per_record:
+            raise DataError(
+                f"data: {part.name} holds preferences, but the objective reads documents; dpo, for "
+                "one, reads preferences"
+            )
         known = vocab_size or part.largest + 1
         if part.trained is not None:
             kept, out, ids, counted_documents = pack_documents(part, packing, held_out, known)
@@ -343,6 +375,31 @@ def documents_part(
         counts,
         f"{name}: {conversations if has_chats else counted}",
         conversations if has_chats else None,
+    )
+
+
+def pairs_part(
+    documents: Sequence[token_store.Documents], data: Data, limits: ModelLimits
+) -> OpenSource:
+    """Pack pairs of preferences into rows, split into training and held-out."""
+    assert limits.pairs is not None
+    packing, counts = packing_of(data, limits), PairCounts()
+    train: list[Samples] = []
+    held: list[Samples] = []
+    for part in documents:
+        known = limits.vocab_size or part.largest + 1
+        kept, out, counted = pack_pairs(part, limits.pairs, packing, data.held_out, known)
+        train.append(kept)
+        held += [] if out is None else [out]
+        counts += counted
+    name = ", ".join(part.name for part in documents)
+    return OpenSource(
+        Chain(train),
+        Chain(held) if held else None,
+        " ".join(part.digest for part in documents),
+        None,
+        f"{name}: {counts}",
+        counts,
     )
 
 

@@ -1,5 +1,7 @@
 """What a corpus holds, for people: its first documents with what the loss counts, and sums."""
 
+import functools
+import operator
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +14,10 @@ from jaxspeed.data.chat_masks import ChatEncoder
 from jaxspeed.data.chats import Chats
 from jaxspeed.data.choose_tokenizer import choose_tokenizer
 from jaxspeed.data.complete_documents import DocumentCounts, Packing, fit
-from jaxspeed.data.model_limits import ModelLimits
+from jaxspeed.data.model_limits import ModelLimits, PairForm
 from jaxspeed.data.open_source import encoded_in_memory, open_source
 from jaxspeed.data.packing import Spans
+from jaxspeed.data.pair_samples import PairCounts, check_kind, dropped_before, truncated, usable
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.token_store import Documents
 from jaxspeed.data.tokenizer import Tokenizer
@@ -30,11 +33,15 @@ class ShownPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A document as it is trained on."""
+    """A document as it is trained on; of preferences a completion after its prompt.
+
+    `side` is chosen and then rejected of a pair; desirable or undesirable by its label.
+    """
 
     tokens: int
     trained: int
     pieces: list[ShownPart]
+    side: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,13 @@ class ShownData:
     """The first documents, and the sums of each source by its name."""
 
     samples: list[ShownSample]
-    counts: dict[str, DocumentCounts]
+    counts: dict[str, DocumentCounts] | dict[str, PairCounts]
     seq_len: int | None
+
+    @property
+    def total(self) -> Any:
+        counts: list[Any] = [*self.counts.values()]
+        return functools.reduce(operator.add, counts)
 
 
 def show_data(
@@ -64,7 +76,7 @@ def show_data(
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
     seq_len = data.seq_len or limits.seq_len
     shown: list[ShownSample] = []
-    counts: dict[str, DocumentCounts] = {}
+    counts: dict[str, Any] = {}
     for source, content in zip(data.sources, opened):
         if isinstance(content, Texts | Chats):
             assert tokenizer is not None
@@ -77,6 +89,13 @@ def show_data(
             what = "ids without a tokenizer" if isinstance(content, list) else "no text"
             raise DataError(f"data show: source {source.source} has {what}")
         for part in documents:
+            if limits.pairs is not None:
+                first_pairs, pair_counts = _pairs(
+                    part, data, limits.pairs, seq_len, samples, tokenizer
+                )
+                shown += first_pairs
+                counts[part.name] = counts.get(part.name, PairCounts()) + pair_counts
+                continue
             spans, number = _fitting(part, data, seq_len)
             counts[part.name] = counts.get(part.name, DocumentCounts()) + number + dropped
             first = zip(spans.starts[:samples], spans.lengths[:samples])
@@ -87,6 +106,35 @@ def show_data(
                 for i, (start, length) in enumerate(first)
             ]
     return ShownData(shown, counts, seq_len)
+
+
+def _pairs(
+    documents: Documents,
+    data: Data,
+    form: PairForm,
+    seq_len: int | None,
+    samples: int,
+    tokenizer: Tokenizer,
+) -> tuple[list[ShownSample], PairCounts]:
+    """The sequences of the first pairs, or of completions with a label; not mismatched ones."""
+    check_kind(documents, form)
+    packing = Packing(seq_len or int(documents.lengths.max()), True, data.truncate)
+    records = np.arange(len(documents.lengths) // documents.per_record)
+    sequences, counts = usable(documents, records, form, packing)
+    shown = []
+    for starts, lengths, value in zip(
+        *truncated(sequences.of(np.arange(len(sequences.values))[:samples]), packing)
+    ):
+        sides = ["chosen", "rejected"]
+        if form.records == "unpaired":
+            sides = ["desirable" if value > 0 else "undesirable"]
+        for side, (start, _), (prompt, completion) in zip(sides, starts, lengths):
+            count = int(prompt + completion)
+            ids = documents.tokens[int(start) : int(start) + count].tolist()
+            trained = np.arange(count) >= max(prompt, 1)  # nothing predicts the first
+            pieces = [*_pieces(ids, trained, tokenizer)]
+            shown.append(ShownSample(count, int(trained.sum()), pieces, side))
+    return shown, counts + dropped_before(documents)
 
 
 def _fitting(documents: Documents, data: Data, seq_len: int | None) -> tuple[Spans, DocumentCounts]:
@@ -139,13 +187,12 @@ def harmless(text: str) -> str:
 
 
 def as_json(shown: ShownData) -> dict[str, Any]:
-    total = sum(shown.counts.values(), DocumentCounts())
     return {
         "samples": [
             {**vars(sample), "pieces": [piece._asdict() for piece in sample.pieces]}
             for sample in shown.samples
         ],
         "seq_len": shown.seq_len,
-        "counts": vars(total),
+        "counts": vars(shown.total),
         "sources": {name: vars(counts) for name, counts in shown.counts.items()},
     }

@@ -17,6 +17,7 @@ from jaxspeed.config.objective_keys import imported
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
 from jaxspeed.data.chats import Chats, chats_in, json_file, numbered
+from jaxspeed.data.model_limits import PairForm
 from jaxspeed.errors import DataError
 
 # How the files of a folder end that a kind of source reads; the kind `text` reads all.
@@ -55,10 +56,15 @@ class Texts:
         return self.read()
 
 
-def text_source(source: SourceSection) -> Texts | Chats:
-    """The documents of `stdlib`, `text`, `jsonl`, `json` or `huggingface`."""
+def text_source(source: SourceSection, pairs: PairForm | None = None) -> Texts | Chats:
+    """The documents of `stdlib`, `text`, `jsonl`, `json` or `huggingface`.
+
+    With `pairs` they are preferences, for an objective that reads them.
+    """
     paths = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if paths else "stdlib")
+    if kind in ("stdlib", "text") and pairs is not None:
+        raise DataError(f"data: source {kind} holds no preferences, which the objective reads")
     if kind in ("stdlib", "text") and source.format is not None:
         raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "stdlib":
@@ -71,7 +77,7 @@ def text_source(source: SourceSection) -> Texts | Chats:
     if kind == "huggingface":
         hub = [(name, lambda name=name: _hub_records(name, source.split)) for name in paths]
         records = [numbered(name, read, "record") for name, read in hub]
-        return chats_in(source, shown, records) or Texts(
+        return chats_in(source, shown, records, pairs=pairs) or Texts(
             shown,
             lambda: (
                 files.text_of(record, field, f"{name}, record {i}")
@@ -80,7 +86,7 @@ def text_source(source: SourceSection) -> Texts | Chats:
             ),
         )
     source_files = files.find_files(paths, SUFFIXES[kind])
-    return chats_in(source, shown, [*map(json_file, source_files)]) or Texts(
+    return chats_in(source, shown, [*map(json_file, source_files)], pairs=pairs) or Texts(
         shown,
         lambda: itertools.chain.from_iterable(
             files.read_json_texts(f, field) for f in source_files

@@ -1,8 +1,11 @@
 """Synthetic samples with learnable structure: sample i is a function of i."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from jaxspeed.data.samples import ALL, Batch
+from jaxspeed.data.token_store import Masked, RecordTokens
 
 NOISE = 0.1
 SEED = 0x73796E
@@ -34,6 +37,22 @@ class Counting:
             tokens[row] = np.where(rng.random(places.size) < NOISE, random, counted)
         tokens = tokens[:, positions]
         return {"tokens": tokens} | {name: np.ones_like(tokens) for name in self._also}
+
+
+def counting_pairs(samples: int, seq_len: int, vocab_size: int) -> Iterator[RecordTokens]:
+    """Pairs whose chosen completion continues to count from the prompt on; the rejected is noise.
+
+    Sequences have from half of seq_len + 1 tokens to all.
+    """
+    for sample in range(samples):
+        rng = np.random.default_rng([SEED, sample])
+        first, step = rng.integers(vocab_size), rng.integers(1, 8)
+        chosen, rejected = rng.integers(max(seq_len // 2, 2), seq_len + 1, size=2) + 1
+        counted = (first + step * np.arange(chosen)) % vocab_size
+        prompt = int(min(chosen, rejected)) // 2
+        noise = rng.integers(vocab_size, size=rejected - prompt)
+        sequences = counted, np.append(counted[:prompt], noise)
+        yield RecordTokens(tuple(Masked(x, np.arange(len(x)) >= prompt) for x in sequences))
 
 
 class Blots:

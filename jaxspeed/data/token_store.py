@@ -12,8 +12,9 @@ import logging
 import os
 import shutil
 import typing
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,9 @@ from jaxspeed.data.tokenizer import FILES, Tokenizer, files_of, read_tokenizer, 
 from jaxspeed.errors import DataError
 
 log = logging.getLogger("jaxspeed")
-# The format of folders with a mask has a number of its own: earlier versions would ignore the mask.
-FORMAT, MASKED_FORMAT = 1, 2
+# Formats that earlier versions would misread have numbers: with a mask, and of preferences.
+FORMAT, MASKED_FORMAT, PREFERENCE_FORMAT = FORMATS = 1, 2, 3
+VALUES = ("label", "margin")  # of records, each in a file of its name
 HEADER, TOKENS, OFFSETS, TRAINED = "header.json", "tokens.npy", "offsets.npy", "trained.npy"
 VERIFIED = ".verified.json"
 _BLOCK = 1 << 24  # tokens that are hashed at once
@@ -40,9 +42,26 @@ class Masked(NamedTuple):
     trained: np.ndarray  # bool [tokens]
 
 
+class RecordTokens(NamedTuple):
+    """The documents of a record of preferences: its prompt with each completion, which is masked.
+
+    `dropped` is why it has none.
+    """
+
+    documents: tuple[Masked, ...]
+    values: Mapping[str, float] = {}
+    dropped: str = ""
+
+
+Encoded = np.ndarray | Masked | RecordTokens
+
+
 @dataclass(frozen=True)
 class Documents:
-    """Document i is tokens[offsets[i] : offsets[i + 1]]."""
+    """Document i is tokens[offsets[i] : offsets[i + 1]].
+
+    Of preferences record r has the documents from r * `per_record` on.
+    """
 
     name: str
     tokens: np.ndarray  # unsigned [tokens]
@@ -51,6 +70,9 @@ class Documents:
     largest: int  # the largest id
     tokenizer: Tokenizer | None
     trained: np.ndarray | None = None  # bool [tokens]: those that the loss counts; None: all
+    per_record: int = 0  # documents: 2 of a pair, 1 of a completion with a label; 0: no preferences
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)  # fp32 [records]
+    dropped: Mapping[str, int] = field(default_factory=dict)  # records, by reason
 
     @property
     def lengths(self) -> np.ndarray:
@@ -62,11 +84,38 @@ def id_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
-def in_memory(
-    name: str, documents: Iterable[np.ndarray | Masked], tokenizer: Tokenizer | None
-) -> Documents:
+@dataclass
+class _Records:
+    """What records of preferences have beside their documents, collected as these are read."""
+
+    per_record: int = 0
+    values: list[Mapping[str, float]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def documents(self, encoded: Iterable[Encoded]) -> Iterator[np.ndarray | Masked]:
+        for record in encoded:
+            if not isinstance(record, RecordTokens):
+                yield record
+            elif record.dropped:
+                self.dropped[record.dropped] += 1
+            else:
+                self.per_record = self.per_record or len(record.documents)
+                if len(record.documents) != self.per_record:
+                    raise DataError("data: some records are pairs, others completions with a label")
+                self.values.append(record.values)
+                yield from record.documents
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The values, 0 where a record has none."""
+        names = [name for name in VALUES if any(name in values for values in self.values)]
+        return {n: np.array([x.get(n, 0) for x in self.values], np.float32) for n in names}
+
+
+def in_memory(name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer | None) -> Documents:
     """Concatenate encoded documents in memory; empty ones are dropped."""
-    filled = [document for document in documents if len(_ids_of(document))]
+    records = _Records()
+    filled = [document for document in records.documents(encoded) if len(_ids_of(document))]
     ids = [*map(_ids_of, filled)]
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     largest = max((int(document_ids.max()) for document_ids in ids), default=0)
@@ -76,8 +125,10 @@ def in_memory(
         tokens[at : at + len(document_ids)] = document_ids
     masks = [document.trained for document in filled if isinstance(document, Masked)]
     trained = np.concatenate(masks) if masks else None
-    digest = _digest_of(tokens, offsets, trained)
-    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained)
+    values = records.arrays
+    digest = _digest_of(tokens, offsets, trained, values)
+    beside = records.per_record, values, records.dropped
+    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained, *beside)
 
 
 def _ids_of(document: np.ndarray | Masked) -> np.ndarray:
@@ -100,26 +151,37 @@ class _Digest:
     def add(self, tokens: np.ndarray) -> None:
         self._hash.update(np.ascontiguousarray(tokens).data)
 
-    def end(self, offsets: np.ndarray, trained: np.ndarray | None = None) -> str:
+    def end(
+        self,
+        offsets: np.ndarray,
+        trained: np.ndarray | None = None,
+        values: Mapping[str, np.ndarray] | None = None,
+    ) -> str:
         self._hash.update(np.ascontiguousarray(offsets, np.int64).data)
         if trained is not None:
             self._hash.update(np.packbits(trained).data)
+        for name, array in sorted((values or {}).items()):
+            self._hash.update(name.encode())
+            self._hash.update(np.ascontiguousarray(array).data)
         return self._hash.hexdigest()
 
 
-def _digest_of(tokens: np.ndarray, offsets: np.ndarray, trained: np.ndarray | None = None) -> str:
+def _digest_of(
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    trained: np.ndarray | None = None,
+    values: Mapping[str, np.ndarray] | None = None,
+) -> str:
     digest = _Digest(tokens.dtype)
     for start in range(0, tokens.size, _BLOCK):
         digest.add(tokens[start : start + _BLOCK])
-    return digest.end(offsets, trained)
+    return digest.end(offsets, trained, values)
 
 
 # -- files --------------------------------------------------------------------------------------
 
 
-def write(
-    out: Path, name: str, documents: Iterable[np.ndarray | Masked], tokenizer: Tokenizer
-) -> Documents:
+def write(out: Path, name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer) -> Documents:
     """Write documents one at a time into a new folder, which appears when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"data tokenize: {str(out)!r} already exists; name a new folder")
@@ -127,7 +189,7 @@ def write(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _write_files(temporary, name, documents, tokenizer)
+        _write_files(temporary, name, encoded, tokenizer)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -138,15 +200,13 @@ def write(
     return _read_folder(out)
 
 
-def _write_files(
-    folder: Path, name: str, documents: Iterable[np.ndarray | Masked], tokenizer: Tokenizer
-) -> None:
-    dtype = id_dtype(tokenizer.vocab_size)
+def _write_files(folder: Path, name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer) -> None:
+    dtype, records = id_dtype(tokenizer.vocab_size), _Records()
     digest, largest, ends = _Digest(dtype), 0, [0]
     masks: list[np.ndarray] = []
     with (folder / TOKENS).open("wb") as file:
         _npy_header(file, dtype, 0)
-        for document in documents:
+        for document in records.documents(encoded):
             if len(ids := _ids_of(document)):
                 if isinstance(document, Masked):
                     masks.append(document.trained)
@@ -159,12 +219,16 @@ def _write_files(
         # NumPy pads the header such that the first dim can grow.
         _npy_header(file, dtype, ends[-1])
     if len(ends) == 1:
-        raise DataError(f"data tokenize: {name} holds no text")
+        left = " that is left: all records are dropped" if records.dropped else ""
+        raise DataError(f"data tokenize: {name} holds no text{left}")
     offsets = np.asarray(ends, np.int64)
     np.save(folder / OFFSETS, offsets)
     trained = np.concatenate(masks) if masks else None
     if trained is not None:
         np.save(folder / TRAINED, trained)
+    values = records.arrays
+    for value_name, array in values.items():
+        np.save(folder / f"{value_name}.npy", array)
     for written, content in files_of(tokenizer).items():
         (folder / written).write_bytes(content)
     header = {
@@ -175,8 +239,15 @@ def _write_files(
         "tokens": ends[-1],
         "dtype": dtype.str,
         "largest": largest,
-        "digest": digest.end(offsets, trained),
+        "digest": digest.end(offsets, trained, values),
     }
+    if records.per_record:
+        header |= {
+            "format": PREFERENCE_FORMAT,
+            "per_record": records.per_record,
+            "values": [*values],
+            "dropped": records.dropped,
+        }
     (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n")
 
 
@@ -220,15 +291,18 @@ def _read_folder(folder: Path) -> Documents:
         )
     try:
         header = json.loads((folder / HEADER).read_text())
-        if header["format"] not in (FORMAT, MASKED_FORMAT):
+        if header["format"] not in FORMATS:
             raise DataError(
                 f"data: {str(folder)!r} has format {header['format']}; this version of jaxspeed "
-                f"reads {FORMAT} and {MASKED_FORMAT}"
+                f"reads {', '.join(map(str, FORMATS))}"
             )
-        is_masked = header["format"] == MASKED_FORMAT
+        is_masked, per_record = header["format"] != FORMAT, int(header.get("per_record", 0))
+        names = [name for name in VALUES if name in header.get("values", ())]
+        dropped = {str(why): int(count) for why, count in header.get("dropped", {}).items()}
         try:
             tokens, offsets = read_array(folder / TOKENS), read_array(folder / OFFSETS)
             trained = read_array(folder / TRAINED) if is_masked else None
+            values = {name: read_array(folder / f"{name}.npy") for name in names}
         except DataError as error:
             raise ValueError(str(error).removeprefix("data: ")) from None
         file = tokenizer_file(folder)
@@ -238,13 +312,28 @@ def _read_folder(folder: Path) -> Documents:
         problem = _problem(folder, header, tokens, offsets) if file else f"it has no {FILES[0]}"
         if trained is not None and (trained.dtype, trained.shape) != (np.bool_, tokens.shape):
             problem = f"{TRAINED} holds {trained.dtype}{list(trained.shape)}, not bool [tokens]"
+        if header["format"] == PREFERENCE_FORMAT and not problem:
+            problem = _record_problem(per_record, values, len(offsets) - 1)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         problem = str(error)
     if problem:
         raise DataError(f"data: {str(folder)!r} is damaged: {problem}")
-    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained)
+    beside = per_record, values, dropped
+    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained, *beside)
+
+
+def _record_problem(per_record: int, values: Mapping[str, np.ndarray], documents: int) -> str:
+    """What is wrong with the records of preferences, or ""."""
+    if per_record not in (1, 2) or documents % per_record:
+        return f"{documents} documents are no records of {per_record}"
+    if per_record == 1 and "label" not in values:
+        return "its completions have no label"
+    for name, array in values.items():
+        if (array.dtype, array.shape) != (np.float32, (documents // per_record,)):
+            return f"{name}.npy holds {array.dtype}{list(array.shape)}, not float32 [records]"
+    return ""
 
 
 def _problem(folder: Path, header: Any, tokens: np.ndarray, offsets: np.ndarray) -> str:
@@ -282,7 +371,7 @@ def _check_digest(folder: Path, documents: Documents) -> None:
     before = _stamp(folder, documents)
     if documents.tokens.nbytes >= _LONG:
         log.info("%s: comparing all tokens with the digest, which is done once", folder)
-    computed = _digest_of(documents.tokens, documents.offsets, documents.trained)
+    computed = _digest_of(documents.tokens, documents.offsets, documents.trained, documents.values)
     if computed != documents.digest:
         raise DataError(
             f"data: {str(folder)!r} is damaged: its tokens or offsets are not those that were "
@@ -314,7 +403,8 @@ def _is_verified(folder: Path, documents: Documents) -> bool:
 
 def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
     """What changes with the folder's files: digest, sizes and times of modification."""
-    names = (TOKENS, OFFSETS) if documents.trained is None else (TOKENS, OFFSETS, TRAINED)
+    names = [TOKENS, OFFSETS, *[TRAINED] * (documents.trained is not None)]
+    names += [f"{name}.npy" for name in documents.values]
     stats = {name: (folder / name).stat() for name in names}
     files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     return {"digest": documents.digest, **files}

@@ -145,6 +145,13 @@ class LibraryTokenizer:
             for x in encodings
         ]
 
+    def added(self) -> tuple[list[int], list[int]]:
+        """What the library's post-processor puts before and after a text."""
+        encoded = self._tokenizer.encode("a", add_special_tokens=True)
+        text = np.flatnonzero(np.equal(encoded.special_tokens_mask, 0))
+        begin, end = (text[0], text[-1] + 1) if len(text) else (len(encoded.ids),) * 2
+        return encoded.ids[:begin], encoded.ids[end:]
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._text(ids, without_special=True)
 
@@ -269,6 +276,14 @@ class BPETokenizer(LibraryTokenizer):
         spelled = (map(_printable().__getitem__, _utf8(text[a:b])) for _, (a, b) in words)
         tokens = (self._tokenizer.model.tokenize("".join(word)) for word in spelled)
         return np.asarray([token.id for word in tokens for token in word], np.uint32)
+
+
+def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer.json puts before and after a text, as transformers does.
+
+    `encode` adds none.
+    """
+    return tokenizer.added() if isinstance(tokenizer, LibraryTokenizer) else ([], [])
 
 
 # Text is encoded in parts: the library takes about 120 bytes of memory for each character of one.

@@ -8,7 +8,8 @@ import jax
 
 from jaxspeed.axes import SEQ
 from jaxspeed.config import Config
-from jaxspeed.data import known_shapes, limits_of
+from jaxspeed.data import known_shapes
+from jaxspeed.data.model_limits import limits_of_run
 from jaxspeed.engine.oom_help import device_limit, remedies
 from jaxspeed.hardware import chip_of_kind
 from jaxspeed.placement.batch_dims import check_sequence_dims
@@ -97,10 +98,9 @@ def of_a_step(batch: Any, samples: int) -> Any:
 
 def shapes_by_config(config: Config) -> Any:
     """Shapes of a batch if the config names its model and sets `data.seq_len`, otherwise None."""
-    sizes = family_sizes(config)
-    if sizes is None or config.data.seq_len is None:
+    if family_sizes(config) is None or config.data.seq_len is None:
         return None
-    return known_shapes(config.data, limits_of(sizes, config.mesh.seq != 1), samples=1)
+    return known_shapes(config.data, limits_of_run(config), samples=1)
 
 
 def _message(program: Program, memory: Memory, room: int) -> str:

@@ -29,6 +29,8 @@ class Objective(ABC):
         its own samples.
       records: of which form its data are: documents, or pairs of completions from the records of
         preferences, or of completions with a label. Pairs are in a batch as `pairs.py` has them.
+      drops_long: whether sequences of pairs are read in full, as for a score: those longer than
+        data.seq_len + 1 are left out, not truncated, and the last token of each is an input too.
       in_fp32: names of arrays that are not converted to the compute dtype.
       dropout: whether the model and its adapters have dropout in training.
       without_weight: optionally a method (batch, padding) -> batch, in which samples have no weight
@@ -43,6 +45,7 @@ class Objective(ABC):
     arrays: ClassVar[Mapping[str, str]] = {}
     entire_batch: ClassVar[bool] = False
     records: ClassVar[Literal["documents", "preference", "unpaired"]] = "documents"
+    drops_long: ClassVar[bool] = False
     in_fp32: ClassVar[tuple[str, ...]] = ()
     without_weight: WithoutWeight | None = None
 

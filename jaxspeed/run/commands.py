@@ -69,7 +69,8 @@ def evaluate_run(
     if apart is not None:
         most, extra = None, {}
         tokenizer = source.tokenizer(checkpoint.files())
-        for name, samples in evaluation_parts(section, apart, source.reads, tokenizer).items():
+        limits, batch = source.reads, source.batch_size()
+        for name, samples in evaluation_parts(section, apart, limits, tokenizer, batch).items():
             parts[name] = Split([samples], seed=0, shuffle=False) if samples else None
     else:
         corpus = source.corpus()

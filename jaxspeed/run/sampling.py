@@ -175,7 +175,7 @@ class FinalSample:
             return None
 
     def _texts(self) -> Iterator[tuple[int, str]]:
-        corpus, context = self._corpus, self._corpus.train.tokens_each
+        corpus, context = self._corpus, self._corpus.context
         run, data = self._engine.config.run, self._engine.config.data
         if corpus.conversations is not None and corpus.tokenizer is not None:
             options: dict[str, Any] = {

@@ -18,6 +18,7 @@ from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
+from jaxspeed.data.model_limits import limits_of_run
 from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, tokenizer_in
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
@@ -25,7 +26,6 @@ from jaxspeed.errors import CheckpointError, ConfigError, DataError
 from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
-from jaxspeed.objectives import objective_of
 from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
@@ -150,19 +150,13 @@ def source_of(
     The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
     loaded = load_config(config, hidden_size=hidden_size_of())
-    _, loss = resolve_model(
-        loaded, model, loss_fn
-    )  # report problems of the model before those of its data
+    resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
     kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     output = loaded.run.output or Path("runs") / Path(name).stem
     folder = RunFolder(output, loaded.run.checkpoints)
-    sizes = None if model is not None else family_sizes(loaded)
-    reads = limits_of(sizes, targets=loaded.mesh.seq != 1)
-    objective = objective_of(loss)
-    if objective is not None and own_objective(loaded) is not None:
-        reads = reads.with_arrays(objective.data_arrays)
+    reads = limits_of_run(loaded, model, loss_fn)
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 

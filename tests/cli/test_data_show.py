@@ -91,3 +91,26 @@ def test_texts_are_shown_too_and_what_has_none_is_refused(config, capsys, tmp_pa
     assert "data show: source synthetic has no text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["data", "show", config(), "-n", "-1"])
+
+
+def test_both_sides_of_a_pair_are_shown_with_their_masks(tmp_path, capsys):
+    records = [{"prompt": "a", "chosen": f"b{i}", "rejected": "c"} for i in range(2)]
+    file = write_lines(tmp_path / "a.jsonl", [*records, records[0] | {"chosen": "c"}])
+    config = {
+        "data": {"source": "jsonl", "path": str(file), "seq_len": 20},
+        "objective": {"type": "tests.data.preference_examples:Ranks"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["data", "show", str(tmp_path / "config.json")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "--- 1, chosen: 4 tokens, 3 trained --- a{+b0\\x00+} --- 1, rejected: 3 tokens, 2 trained",
+        "--- 2, chosen: 4 tokens, 3 trained --- a{+b1\\x00+} --- 2, rejected",
+        "2 pairs, 14 tokens, 10 trained, 1 dropped (1 with equal completions)",
+        "at most 21 tokens (data.seq_len + 1)",
+    ):
+        assert part in shown
+    assert main(["data", "show", str(tmp_path / "config.json"), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert [x["side"] for x in tree["samples"]] == ["chosen", "rejected"] * 2
+    assert (tree["counts"]["pairs"], tree["counts"]["equal"]) == (2, 1)

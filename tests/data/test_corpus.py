@@ -305,8 +305,8 @@ def test_damaged_token_files_are_named(folder, tmp_path):
         opened(source)
     (out / "tokens.npy").write_bytes(whole)
     header = (out / "header.json").read_text()
-    (out / "header.json").write_text(header.replace('"format": 1', '"format": 3'))
-    with pytest.raises(DataError, match="has format 3; this version of jaxspeed reads 1 and 2"):
+    (out / "header.json").write_text(header.replace('"format": 1', '"format": 4'))
+    with pytest.raises(DataError, match="has format 4; this version of jaxspeed reads 1, 2, 3"):
         opened(source)
     (out / "header.json").write_text(header[:20])
     with pytest.raises(DataError, match="out' is damaged"):

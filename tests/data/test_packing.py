@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxspeed.models.language import IGNORED, split_batch
 
 from jaxspeed.data.complete_documents import CompleteDocuments, Packing
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
@@ -15,6 +14,7 @@ from jaxspeed.data.samples import ArrayRows, Chain, Marked, Windows
 from jaxspeed.data.split import Split
 from jaxspeed.data.synthetic import Counting
 from jaxspeed.data.token_store import Documents
+from jaxspeed.ops.next_tokens import IGNORED, split_batch
 
 documents_ = st.lists(
     st.lists(st.integers(1, 250), min_size=1, max_size=40), min_size=1, max_size=12

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jaxspeed.models.language import IGNORED, split_batch
 
 from jaxspeed.config import Config
 from jaxspeed.data import known_shapes, limits_of
@@ -17,6 +16,7 @@ from jaxspeed.data.samples import with_targets
 from jaxspeed.data.split import Split
 from jaxspeed.errors import BatchError
 from jaxspeed.objectives import without_weight
+from jaxspeed.ops.next_tokens import IGNORED, split_batch
 from jaxspeed.placement.batch_dims import batch_specs, check_sequence_dims, sequence_dims
 from tests.data.corpora import opened
 from tests.data.test_processes import free_port

@@ -1,0 +1,375 @@
+"""Samples of preferences: pairs of sequences, several of them packed in a row.
+
+Each completion has a copy of its prompt, and both are a segment. A pair is never split among rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxspeed.config.run_sections import Data
+from jaxspeed.data.complete_documents import Packing, best_fit
+from jaxspeed.data.holdout import hold_out_samples
+from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.packing import Spans, Stream
+from jaxspeed.data.samples import ALL, Batch
+from jaxspeed.data.token_store import Documents
+from jaxspeed.errors import DataError
+from jaxspeed.objectives.padding import IGNORED
+from jaxspeed.objectives.pairs import most_pairs
+
+DIVIDED_AT_ONCE = 1000  # pairs, whose chosen completions are before their rejected ones, as in TRL
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """Pairs, or completions with a label, and what became of those that cannot be used."""
+
+    pairs: int = 0
+    labelled: int = 0
+    desirable: int = 0  # of these
+    tokens: int = 0  # of the sequences, each a prompt and a completion
+    trained: int = 0  # tokens that the loss counts
+    longest: int = 0  # tokens of the longest sequence, before it was truncated
+    truncated: int = 0  # pairs, or completions with a label
+    equal: int = 0
+    empty: int = 0
+    filled: int = 0  # the prompt fills the context
+    long: int = 0
+
+    @property
+    def samples(self) -> int:
+        return self.pairs + self.labelled
+
+    def __str__(self) -> str:
+        shown = [f"{self.pairs:,} pair{'' if self.pairs == 1 else 's'}"]
+        if self.labelled:
+            plural = "" if self.labelled == 1 else "s"
+            shown = [f"{self.labelled:,} completion{plural} ({self.desirable:,} desirable)"]
+        shown += [f"{self.tokens:,} tokens", f"{self.trained:,} trained"]
+        shown += [f"{self.truncated:,} truncated"] * bool(self.truncated)
+        reasons = {
+            "with equal completions": self.equal,
+            "with an empty completion": self.empty,
+            "whose prompt fills the context": self.filled,
+            "too long": self.long,
+        }
+        why = ", ".join(f"{count:,} {name}" for name, count in reasons.items() if count)
+        dropped = sum(reasons.values())
+        return ", ".join(shown) + (f", {dropped:,} dropped ({why})" if dropped else "")
+
+    def __add__(self, other: "PairCounts") -> "PairCounts":
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return PairCounts(**sums | {"longest": max(self.longest, other.longest)})
+
+
+def checked(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) -> PairForm:
+    """The form with its `kl_block`; DataError for keys that preferences do not have."""
+    for key, why in (
+        ("train_on", "the loss of a preference counts its completions"),
+        ("untrained", "records without a completion are dropped and counted"),
+        ("document_masks", "pairs are segments of a row"),
+    ):
+        if getattr(data, key) != Data.model_fields[key].default:
+            raise DataError(f"data.{key}: has no effect on preferences: {why}; leave it out")
+    if targets and not pairs.segments:
+        raise DataError(
+            "mesh.seq: only families read pairs as segments of a row, which seq shards; 1 would do"
+        )
+    if pairs.records != "unpaired":
+        return pairs
+    block = pairs.kl_block or batch_size
+    if block is None or block < 2:
+        raise DataError(
+            f"objective.kl_block is {block}: completions are mismatched among so many records; 2 or"
+            " more would do (train_batch_size by default)"
+        )
+    return replace(pairs, kl_block=block)
+
+
+class Sequences(NamedTuple):
+    """Prompts with a completion each: spans of the documents' tokens, and the records' values."""
+
+    starts: np.ndarray  # int64 [pairs, sequences, 2]: of prompt and completion
+    lengths: np.ndarray  # likewise
+    values: np.ndarray  # fp32 [pairs]: margins; of completions with a label 1 or -1
+
+    def of(self, chosen: np.ndarray) -> "Sequences":
+        return Sequences(*(array[chosen] for array in self))
+
+
+def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> Sequences:
+    """The sequences of records; of pairs where single completions are read, these in TRL's order.
+
+    Raises:
+      DataError: they are none of preferences, or of another kind than the objective reads.
+    """
+    assert documents.trained is not None
+    count, pairs_wanted = documents.per_record, form.records == "preference"
+    before = np.append(0, np.cumsum(documents.trained, dtype=np.int64))
+    offsets = np.asarray(documents.offsets)
+    completions = np.diff(before[offsets])
+    prompts = (documents.lengths - completions).reshape(-1, count)[records]
+    starts = offsets[:-1].reshape(-1, count)[records]
+    ends = offsets[1:].reshape(-1, count)[records]
+    none = np.zeros(len(documents.lengths) // count, np.float32)
+    if pairs_wanted:
+        prompts = np.repeat(prompts.min(axis=1, keepdims=True), count, axis=1)
+        values = documents.values.get("margin", none)[records]
+    elif count == 2:
+        blocks = np.arange(len(records)) // DIVIDED_AT_ONCE
+        order = np.lexsort([np.tile([0, 1], len(records)), np.repeat(blocks, 2)])
+        # lexsort is stable: within a block the chosen ones come first, in the order of the records
+        prompts, starts, ends = (x.reshape(-1, 1)[order] for x in (prompts, starts, ends))
+        values = np.tile(np.array([1, -1], np.float32), len(records))[order]
+    else:
+        values = np.where(documents.values["label"][records] > 0, 1, -1).astype(np.float32)
+    middles = starts + prompts
+    return Sequences(
+        np.stack([starts, middles], axis=-1),
+        np.stack([prompts, ends - middles], axis=-1),
+        values,
+    )
+
+
+def fitting(
+    sequences: Sequences, form: PairForm, packing: Packing
+) -> tuple[np.ndarray, dict[str, int]]:
+    """Which pairs are kept: bool [pairs]; and how many are not, by reason."""
+    size, (prompts, completions) = packing.seq_len + 1, np.moveaxis(sequences.lengths, -1, 0)
+    is_long = np.any(prompts + completions > size, axis=1)
+    reasons = {"long": is_long & (form.reads_ends | (packing.truncate == "drop"))}
+    reasons["filled"] = np.any(prompts >= size, axis=1) & (packing.truncate == "end")
+    # Nothing predicts the first token of a sequence.
+    lonely = np.any((prompts == 0) & (completions == 1), axis=1)
+    reasons["empty"] = lonely & (not form.reads_ends)
+    kept, counts = np.ones(len(is_long), bool), {}
+    for reason, dropped in reasons.items():
+        counts[reason] = int((kept & dropped).sum())
+        kept &= ~dropped
+    return kept, counts
+
+
+def mismatched(sequences: Sequences, block: int) -> Sequences:
+    """Each sequence, and beside it its prompt with the completion of the one before in its block.
+
+    The first of a block has the last one's. A single sequence at the end belongs to the last block.
+    """
+    count = len(sequences.values)
+    partners, firsts = np.arange(count) - 1, np.arange(0, count, block)
+    if len(firsts) > 1 and count - firsts[-1] == 1:
+        firsts = firsts[:-1]
+    partners[firsts] = np.append(firsts[1:], count) - 1
+    starts, lengths = (
+        np.stack([x[:, 0], np.stack([x[:, 0, 0], x[partners, 0, 1]], axis=-1)], axis=1)
+        for x in (sequences.starts, sequences.lengths)
+    )
+    return Sequences(starts, lengths, sequences.values)
+
+
+def truncated(sequences: Sequences, packing: Packing) -> Sequences:
+    """Sequences of at most seq_len + 1 tokens, truncated at their end or start."""
+    size, at_start = packing.seq_len + 1, packing.truncate == "start"
+    starts, lengths = sequences.starts.copy(), sequences.lengths.copy()
+    over = np.maximum(lengths.sum(axis=-1) - size, 0)
+    for part in (0, 1) if at_start else (1, 0):
+        less = np.minimum(over, lengths[..., part])
+        starts[..., part] += less * at_start
+        lengths[..., part] -= less
+        over = over - less
+    return Sequences(starts, lengths, sequences.values)
+
+
+def row_length(form: PairForm, seq_len: int) -> int:
+    """Inputs of a row, of which two sequences of seq_len + 1 tokens have room.
+
+    A sequence's last token is only predicted, except where its end is read.
+    """
+    return 2 * (seq_len + form.reads_ends)
+
+
+def blank_rows(form: PairForm, seq_len: int, count: int) -> Batch:
+    """Rows of padding: inputs and targets [rows, length], or sequences [rows, 2, seq_len + 1]."""
+    names = ["tokens", "mask"]
+    if form.segments:
+        shape: tuple[int, ...] = count, row_length(form, seq_len)
+        names += ["targets", "segment_ids", "positions"]
+    else:
+        shape = count, 2, seq_len + 1
+    rows = {name: np.zeros(shape, np.int32) for name in names}
+    if form.segments:
+        rows["targets"][:] = IGNORED
+    if form.margins:
+        rows["margins"] = np.zeros(shape, np.float32)
+    if form.records == "unpaired":
+        rows["desirable"] = np.zeros(shape, np.int32)
+    return rows
+
+
+class PackedPairs:
+    """Sample i holds the pairs of bin i one after the other, and then padding.
+
+    The arrays are those of `objectives/pairs.py`: pair p of a row has the segments 2 p + 1 and
+    2 p + 2. They are inputs and targets, so that the last token of a sequence takes no room.
+
+    Args:
+      documents: of preferences.
+      sequences: two of each pair, in the documents, of at most seq_len + 1 tokens.
+      vocab_size: ids beyond are refused as they are read.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        sequences: Sequences,
+        form: PairForm,
+        packing: Packing,
+        vocab_size: int | None,
+    ) -> None:
+        self._sequences, self._form, self._seq_len = sequences, form, packing.seq_len
+        everything = Spans(np.zeros(1, np.int64), np.array([len(documents.tokens)]))
+        self._stream = Stream(documents.tokens, everything, vocab_size, documents.name)
+        length = row_length(form, packing.seq_len)
+        self.tokens_each: int | None = length
+        sizes = (sequences.lengths.sum(axis=-1) - (not form.reads_ends)).sum(axis=-1)
+        if packing.together and form.segments:
+            self.bins = best_fit(sizes, length, most_pairs(length, form.pairs_per_row))
+        else:
+            self.bins = [[i] for i in range(len(sizes))]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def read(self, ids: np.ndarray, positions: slice = ALL) -> Batch:
+        batch = blank_rows(self._form, self._seq_len, len(ids))
+        for row, sample in enumerate(ids):
+            if self._form.segments:
+                self._fill({name: x[row] for name, x in batch.items()}, self.bins[int(sample)])
+            else:
+                self._fill_apart({n: x[row] for n, x in batch.items()}, self.bins[int(sample)][0])
+        return {name: x[:, positions] for name, x in batch.items()}
+
+    def _fill(self, row: Batch, pairs: Sequence[int]) -> None:
+        at, segment = 0, 1
+        for pair in pairs:
+            self._mark(row, pair, at)
+            for tokens, prompt in self._read(pair):
+                predicted = len(tokens) - 1
+                count = predicted + self._form.reads_ends
+                inside, targets = slice(at, at + count), slice(at, at + predicted)
+                row["tokens"][inside] = tokens[:count]
+                row["targets"][targets] = tokens[1:]
+                row["mask"][targets] = np.arange(1, len(tokens)) >= prompt
+                row["segment_ids"][inside] = segment
+                row["positions"][inside] = np.arange(count)
+                at, segment = at + count, segment + 1
+
+    def _fill_apart(self, row: Batch, pair: int) -> None:
+        self._mark({name: x[0] for name, x in row.items()}, pair, 0)
+        for side, (tokens, prompt) in enumerate(self._read(pair)):
+            row["tokens"][side, : len(tokens)] = tokens
+            row["mask"][side, : len(tokens)] = np.arange(len(tokens)) >= prompt
+
+    def _mark(self, row: Batch, pair: int, at: int) -> None:
+        """Put the pair's value where it begins."""
+        value = self._sequences.values[pair]
+        if "desirable" in row:
+            row["desirable"][at] = value
+        if "margins" in row:
+            row["margins"][at] = value
+
+    def _read(self, pair: int) -> Iterator[tuple[np.ndarray, int]]:
+        """The tokens of both sequences, and how many are of the prompt."""
+        for starts, lengths in zip(self._sequences.starts[pair], self._sequences.lengths[pair]):
+            parts = [
+                self._stream.read(int(start), int(start + length))
+                for start, length in zip(starts, lengths)
+                if length
+            ]
+            yield np.concatenate(parts), int(lengths[0])
+
+
+def pack_pairs(
+    documents: Documents,
+    form: PairForm,
+    packing: Packing,
+    held_out: float,
+    vocab_size: int | None,
+) -> tuple[PackedPairs, PackedPairs | None, PairCounts]:
+    """Training samples, held-out ones, and what became of all records.
+
+    Raises:
+      DataError: the records are others than the objective reads, or none can be used.
+    """
+    check_kind(documents, form)
+    apart = form.records == "unpaired"
+    numbers = np.arange(len(documents.lengths) // max(documents.per_record, 1))
+    train, held = hold_out_samples(len(numbers), held_out)
+    fewest = 2 if apart and documents.per_record == 1 else 1  # of which completions are mismatched
+    if held_out and len(held) < fewest < len(train):  # a share of few
+        train, held = numbers[:-fewest], numbers[-fewest:]
+    counts, rows = dropped_before(documents), []
+    for records in (train, held):
+        sequences, counted = usable(documents, records, form, packing)
+        counts += counted
+        if apart:
+            if len(sequences.values) == 1:
+                raise DataError(
+                    f"data: {documents.name}: one completion alone is left of a split, and none to "
+                    "mismatch it with; more data, or another data.held_out, would do"
+                )
+            assert form.kl_block is not None
+            sequences = mismatched(sequences, form.kl_block)
+        sequences = truncated(sequences, packing)
+        rows.append(PackedPairs(documents, sequences, form, packing, vocab_size))
+    if not counts.samples:
+        raise DataError(f"data: {documents.name}: nothing is left: {counts}")
+    return rows[0], rows[1] if held_out else None, counts
+
+
+def usable(
+    documents: Documents, records: np.ndarray, form: PairForm, packing: Packing
+) -> tuple[Sequences, PairCounts]:
+    """The sequences of records, not yet truncated, without those that cannot be used."""
+    sequences = sequences_of(documents, records, form)
+    kept, dropped = fitting(sequences, form, packing)
+    sequences = sequences.of(kept)
+    lengths, samples = sequences.lengths.sum(axis=-1), len(sequences.values)
+    parts = truncated(sequences, packing).lengths
+    is_unpredicted = parts[..., 0] == 0  # the first token of a completion without a prompt
+    has_labels = form.records == "unpaired"
+    counts = PairCounts(
+        pairs=0 if has_labels else samples,
+        labelled=samples if has_labels else 0,
+        desirable=int((sequences.values > 0).sum()) if has_labels else 0,
+        tokens=int(parts.sum()),
+        trained=int((parts[..., 1] - is_unpredicted).sum()),
+        longest=int(lengths.max(initial=0)),
+        truncated=int(np.any(lengths > packing.seq_len + 1, axis=1).sum()),
+        **dropped,
+    )
+    return sequences, counts
+
+
+def dropped_before(documents: Documents) -> PairCounts:
+    """The records that were dropped as they became tokens."""
+    return PairCounts(**{why: documents.dropped.get(why, 0) for why in ("equal", "empty")})
+
+
+def check_kind(documents: Documents, form: PairForm) -> None:
+    """Raise DataError unless documents are of the preferences that an objective reads."""
+    if documents.dropped and not len(documents.tokens):
+        why = ", ".join(f"{count:,} {reason}" for reason, count in documents.dropped.items())
+        raise DataError(f"data: {documents.name}: nothing is left: all records are dropped ({why})")
+    if not documents.per_record:
+        raise DataError(
+            f"data: {documents.name} holds no preferences, which the objective reads: records of "
+            "prompt, chosen and rejected, or of prompt, completion and label"
+        )
+    if documents.per_record == 1 and form.records == "preference":
+        raise DataError(
+            f"data: {documents.name} holds completions with a label, but the objective reads pairs:"
+            ' chosen and rejected; "kto" reads labels'
+        )
