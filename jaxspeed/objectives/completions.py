@@ -11,7 +11,7 @@ from jax.lax import stop_gradient
 
 from jaxspeed.objectives.model_logprobs import ModelLogprobs, model_logprobs
 from jaxspeed.objectives.pairs import PairRows, pair_rows
-from jaxspeed.objectives.terms_and_metrics import Mean, Terms
+from jaxspeed.objectives.terms_and_metrics import Mean, Metric, Terms
 from jaxspeed.ops.next_tokens import IGNORED, split_batch
 
 
@@ -75,19 +75,19 @@ class Completions:
 
     @cached_property
     def pairs(self) -> jax.Array:
-        """The number of pairs, a scalar."""
-        return jnp.sum(self.is_pair.astype(jnp.float32))
+        """The weights of a loss of pairs: 1 for each, [batch, pairs]."""
+        return self.is_pair.astype(jnp.float32)
 
-    def over_pairs(self, values: jax.Array) -> jax.Array:
-        """The sum of values [batch, pairs] over the pairs that are there."""
-        return jnp.sum(jnp.where(self.is_pair, values, 0))
+    def of_pairs(self, values: jax.Array) -> jax.Array:
+        """Values [batch, pairs], 0 where there is no pair."""
+        return jnp.where(self.is_pair, values, 0)
 
     @property
     def likelihood(self) -> tuple[jax.Array, jax.Array]:
-        """(sum, weight) of the negative log-likelihood of the scored tokens of chosen ones."""
+        """(values, weights) of the negative log-likelihood of the scored tokens of chosen ones."""
         scored = self.sums(self.scored.counted.astype(jnp.float32))[..., 0]
         total = self.sums(self.scored.of_tokens.logprobs)[..., 0]
-        return -self.over_pairs(total), self.over_pairs(scored)
+        return -self.of_pairs(total), self.of_pairs(scored)
 
     def shared_weights(self, beyond: float) -> jax.Array:
         """Weights [rows, seq] of tokens: 1, and `beyond` for those after the shorter completion."""
@@ -100,10 +100,27 @@ class Completions:
         end = first + jnp.broadcast_to(shorter, first.shape)  # a completion is contiguous
         return jnp.where(places < self.rows.spread(end), 1.0, beyond)
 
-    def with_auxiliary(self, terms: Terms) -> Terms:
-        """The terms of a loss, with that of a mixture's routers."""
-        auxiliary = self.scored.auxiliary
-        return terms if auxiliary is None else Terms(terms, aux_loss=(auxiliary, None))
+    def summed(
+        self, terms: Mapping[str, tuple[Any, ...]], metrics: Mapping[str, Metric]
+    ) -> tuple[Terms, dict[str, Any]]:
+        """The result of a loss function, with those of a mixture's routers.
+
+        Args:
+          terms, metrics: whose sums and weights are still of each pair, [batch, pairs].
+        """
+        of_terms = {name: parts[:2] for name, parts in terms.items()}
+        leaves, tree = jax.tree.flatten((of_terms, dict(metrics)))
+        with_gradient = set(map(id, jax.tree.leaves(of_terms)))
+        unlike = {id(x): x if id(x) in with_gradient else stop_gradient(x) for x in leaves}
+        # One sum, so that devices all-reduce all at once. (Two independent collectives can deadlock
+        # the simulated devices of XLA:CPU.)
+        sums = dict(zip(unlike, jnp.sum(jnp.stack([*unlike.values()]), axis=(1, 2)), strict=True))
+        of_terms, means = jax.tree.unflatten(tree, [sums[id(x)] for x in leaves])
+        loss = Terms({name: (*of_terms[name], *parts[2:]) for name, parts in terms.items()})
+        if self.scored.auxiliary is not None:
+            loss["aux_loss"] = self.scored.auxiliary, None
+        of_router = {n: x for n, x in self.scored.metrics.items() if n != "auxiliary_loss"}
+        return loss, {**means, **of_router}
 
 
 def completions(
@@ -136,17 +153,17 @@ def of_texts(batch: Mapping[str, jax.Array]) -> jax.Array:
     return jax.lax.cummax(batch["mask"], axis=1, reverse=True) != 0
 
 
-def token_metrics(c: Completions, chosen: jax.Array, rejected: jax.Array) -> dict[str, Any]:
-    """Means over tokens, by TRL's names; of a mixture, its own too.
+def token_metrics(c: Completions, chosen: jax.Array, rejected: jax.Array) -> dict[str, Metric]:
+    """Means over tokens, by TRL's names, for `Completions.summed`.
 
     Args:
       chosen, rejected: which completions are: bool [batch, pairs, 2].
     """
 
-    def mean(values: Any, which: jax.Array) -> Any:
-        of_completions = c.sums(jnp.where(c.counted, stop_gradient(values), 0).astype(jnp.float32))
-        total = jnp.sum(jnp.where(which, of_completions, 0))
-        return Mean(total, jnp.sum(jnp.where(which, c.tokens, 0)))
+    def mean(values: Any, which: jax.Array) -> Metric:
+        of_completions = c.sums(jnp.where(c.counted, values, 0).astype(jnp.float32))
+        both = (jnp.where(which, x, 0).sum(-1) for x in (of_completions, c.tokens))
+        return Mean(*both)
 
     of_tokens = c.scored.of_tokens
     return {
@@ -154,5 +171,4 @@ def token_metrics(c: Completions, chosen: jax.Array, rejected: jax.Array) -> dic
         "logits/rejected": mean(of_tokens.mean_logit, rejected),
         "mean_token_accuracy": mean(of_tokens.is_top, chosen),
         "entropy": mean(of_tokens.entropy, chosen | rejected),
-        **{name: x for name, x in c.scored.metrics.items() if name != "auxiliary_loss"},
     }

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.lax import stop_gradient
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
@@ -41,7 +40,7 @@ from jaxspeed.objectives.pair_losses import (
     log_odds_ratio,
 )
 from jaxspeed.objectives.pairs import pair_rows
-from jaxspeed.objectives.terms_and_metrics import Mean, Terms
+from jaxspeed.objectives.terms_and_metrics import Mean, Metric
 
 REFERENCE = "reference_logprobs"
 CHOSEN, REJECTED = 0, 1
@@ -212,14 +211,14 @@ class Dpo(AgainstReference):
         ratios = c.log_ratios(batch[REFERENCE], weights)
         score = DIVERGENCES[o.f_divergence_type](ratios, o.f_alpha_divergence_coef)
         pairs = Pairs(*(_side(x, side) for x in (ratios, score, c.tokens) for side in (0, 1)))
-        terms = Terms()
+        terms = dict[str, tuple[Any, ...]]()
         for name, weight in zip(o.loss_type, o.loss_weights or [1.0] * len(o.loss_type)):
             if name == "sft":
                 terms[name] = *c.likelihood, weight
             else:
-                terms[name] = c.over_pairs(PAIR_LOSSES[name](pairs, o)), c.pairs, weight
+                terms[name] = c.of_pairs(PAIR_LOSSES[name](pairs, o)), c.pairs, weight
         logps = c.sums(weights * c.logprobs) if o.ld_alpha is not None else c.logps
-        return c.with_auxiliary(terms), preference_metrics(c, o.beta * ratios, logps)
+        return c.summed(terms, preference_metrics(c, o.beta * ratios, logps))
 
 
 class Cpo(OfCompletions):
@@ -252,11 +251,11 @@ class Cpo(OfCompletions):
         c = completions(model, batch, o.pairs_per_row, train)
         logps = c.logps_by_token if o.loss_type in ("ipo", "simpo") else c.logps
         losses = CPO_LOSSES[o.loss_type](_side(logps, CHOSEN) - _side(logps, REJECTED), o)
-        terms = Terms(
-            preference_loss=(c.over_pairs(losses), c.pairs),
-            nll_loss=(*c.likelihood, o.cpo_alpha),
-        )
-        return c.with_auxiliary(terms), preference_metrics(c, o.beta * logps, logps)
+        terms = {
+            "preference_loss": (c.of_pairs(losses), c.pairs),
+            "nll_loss": (*c.likelihood, o.cpo_alpha),
+        }
+        return c.summed(terms, preference_metrics(c, o.beta * logps, logps))
 
 
 class Orpo(OfCompletions):
@@ -270,14 +269,15 @@ class Orpo(OfCompletions):
         logps = jnp.where(c.tokens > 0, c.logps_by_token, -1.0)
         log_odds = log_odds_ratio(_side(logps, CHOSEN), _side(logps, REJECTED))
         ratio = jax.nn.log_sigmoid(log_odds)
-        terms = Terms(
-            nll_loss=c.likelihood, preference_loss=(-o.beta * c.over_pairs(ratio), c.pairs)
-        )
-        metrics = {
-            "log_odds_ratio": Mean(c.over_pairs(ratio), c.pairs),
-            "log_odds_chosen": Mean(c.over_pairs(log_odds), c.pairs),
+        terms = {
+            "nll_loss": c.likelihood,
+            "preference_loss": (-o.beta * c.of_pairs(ratio), c.pairs),
         }
-        return c.with_auxiliary(terms), metrics | preference_metrics(c, o.beta * logps, logps)
+        metrics = {
+            "log_odds_ratio": Mean(c.of_pairs(ratio), c.pairs),
+            "log_odds_chosen": Mean(c.of_pairs(log_odds), c.pairs),
+        }
+        return c.summed(terms, metrics | preference_metrics(c, o.beta * logps, logps))
 
 
 def _side(x: jax.Array, side: int) -> jax.Array:
@@ -285,13 +285,13 @@ def _side(x: jax.Array, side: int) -> jax.Array:
     return x[..., side]
 
 
-def preference_metrics(c: Completions, rewards: jax.Array, logps: jax.Array) -> dict[str, Any]:
-    """Metrics of pairs, by TRL's names.
+def preference_metrics(c: Completions, rewards: jax.Array, logps: jax.Array) -> dict[str, Metric]:
+    """Metrics of pairs, by TRL's names, for `Completions.summed`.
 
     Args:
       rewards, logps: [batch, pairs, 2].
     """
-    chosen, rejected = (_side(stop_gradient(rewards), side) for side in (CHOSEN, REJECTED))
+    chosen, rejected = (_side(rewards, side) for side in (CHOSEN, REJECTED))
     is_chosen = jnp.broadcast_to(jnp.arange(2) == CHOSEN, rewards.shape)
     of_pairs = {
         "rewards/chosen": chosen,
@@ -302,6 +302,6 @@ def preference_metrics(c: Completions, rewards: jax.Array, logps: jax.Array) -> 
         "logps/rejected": _side(logps, REJECTED),
     }
     return {
-        **{name: Mean(c.over_pairs(x), c.pairs) for name, x in of_pairs.items()},
+        **{name: Mean(c.of_pairs(x), c.pairs) for name, x in of_pairs.items()},
         **token_metrics(c, is_chosen, ~is_chosen),
     }

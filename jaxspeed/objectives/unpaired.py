@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.lax import stop_gradient
 from pydantic import Field
 
 from jaxspeed.config.types import Count, NonNegative
@@ -13,7 +12,7 @@ from jaxspeed.objectives.completions import completions, token_metrics
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.pair_losses import kto
 from jaxspeed.objectives.preference import REFERENCE, AgainstReference
-from jaxspeed.objectives.terms_and_metrics import Mean, Terms
+from jaxspeed.objectives.terms_and_metrics import Mean, Metric
 
 
 class Kto(AgainstReference):
@@ -63,22 +62,20 @@ class Kto(AgainstReference):
         kl = batch["kl"][:, None] if with_kl else jnp.zeros((len(sign), 1))
         weight = jnp.where(sign > 0, o.desirable_weight, o.undesirable_weight)
 
-        def total(values: jax.Array, which: jax.Array = counts) -> jax.Array:
-            return jnp.sum(jnp.where(which, values, 0))
+        def mean(values: jax.Array, which: jax.Array = counts) -> Metric:
+            return Mean(jnp.where(which, values, 0), which.astype(jnp.float32))
 
-        ones = jnp.ones_like(ratio)
-        terms = Terms(kto=(total(weight * kto(ratio, sign, kl, o.beta)), total(ones)))
-        rewards, logps = o.beta * stop_gradient(ratio), c.logps[..., 0]
+        loss = mean(weight * kto(ratio, sign, kl, o.beta))
         sides = {"chosen": counts & (sign > 0), "rejected": counts & (sign < 0)}
         metrics = {
-            f"{name}/{side}": Mean(total(values, which), total(ones, which))
-            for name, values in (("rewards", rewards), ("logps", logps))
+            f"{name}/{side}": mean(values, which)
+            for name, values in (("rewards", o.beta * ratio), ("logps", c.logps[..., 0]))
             for side, which in sides.items()
         }
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         if with_kl:
-            metrics["kl"] = Mean(total(kl * ones), total(ones))
+            metrics["kl"] = mean(jnp.broadcast_to(kl, ratio.shape))
         labelled = jnp.arange(2) == 0  # and not the mismatched completion
         of_tokens = token_metrics(c, *(which[..., None] & labelled for which in sides.values()))
         del of_tokens["mean_token_accuracy"]  # half of the completions are not to be imitated
-        return c.with_auxiliary(terms), metrics | of_tokens
+        return c.summed({"kto": (loss.value, loss.weight)}, metrics | of_tokens)

@@ -482,8 +482,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_they_are_those_of_the_logits[pipe 2, ZeRO 1]",
     ),
     (
-        "c.over_pairs(PAIR_LOSSES[name](pairs, o)), c.pairs, weight",
-        "c.over_pairs(PAIR_LOSSES[name](pairs, o)) / c.pairs, 1.0, weight",
+        "c.of_pairs(PAIR_LOSSES[name](pairs, o)), c.pairs, weight",
+        "c.of_pairs(PAIR_LOSSES[name](pairs, o)), c.pairs / c.pairs.sum(), weight",
         "test_a_step_of_preferences_equals_plain_optax[mixed-stage 3, accumulation 4]",
     ),
     (
