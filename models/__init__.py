@@ -245,8 +245,9 @@ def _check_classifier(name: str, kinds: Iterable[str]) -> None:
     """Raise ValueError unless one of these model types has a classifier of sequences."""
     if DECODERS.keys().isdisjoint(kinds):
         raise ValueError(
-            f"{name} has no scores of sequences, in place of its head (num_labels): these are of "
-            f"decoders that transformers has a sequence classifier of: {', '.join(DECODERS)}"
+            f"{name} has no scores of sequences in place of its head, as reward models have: they "
+            "are of decoders that transformers has a sequence classifier of: "
+            f"{', '.join(DECODERS)}"
         )
 
 

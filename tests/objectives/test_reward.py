@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxspeed.models import build
+from flax import nnx
+from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
+from jaxspeed.errors import JaxspeedError
 from jaxspeed.objectives.reward import Reward
+from jaxspeed.user_models.config_model import resolve_model
+from tests.adapters.lora_loop import merged
 from tests.moe.small_models import MIXTRAL
 from tests.objectives.plain_preferences import ROWS, SEQ, SIZES, PlainLoop, batch_of_pairs, sides_of
 from tests.support.reference import slice_of_each_rank
@@ -165,8 +169,6 @@ def parsed(returned):
 
 def make():
     built = build("gpt2", None, GPT2["config"], 1)
-    from flax import nnx
-
     return built, built.factory(nnx.Rngs(0))
 
 
@@ -184,8 +186,6 @@ class RewardLoop(PlainLoop):
         self.opt = self.optimizer.init(self.trained)
 
     def loss(self, trained, batch, _, micro):
-        from tests.adapters.lora_loop import merged
-
         values = self.fixed | trained
         model = self.model(merged(values, self.scale) if self.scale else values)
         chosen, rejected, margins = sides(batch)

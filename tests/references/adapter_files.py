@@ -65,3 +65,16 @@ def parameters(base: str, folder: str | None) -> Tensors:
     if folder is not None:
         model = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
     return dict(model.state_dict())
+
+
+@torch.no_grad()
+def scores(
+    folder: str, tokens: torch.Tensor, adapter: str | None = None, pad: int | None = None
+) -> torch.Tensor:
+    """The scores of a classifier of sequences in a folder, or of an adapter with a new one."""
+    if adapter is None:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    else:
+        model = peft.AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=1)
+        model.config.pad_token_id = pad
+    return model.float().eval()(input_ids=tokens).logits
