@@ -9,12 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxspeed.models import build, from_pretrained
+from jaxspeed.models import build
 
 import jaxspeed
-from jaxspeed.errors import JaxspeedError
 from jaxspeed.objectives.reward import Reward
-from jaxspeed.user_models.config_model import resolve_model
 from tests.adapters.lora_loop import merged
 from tests.moe.small_models import MIXTRAL
 from tests.objectives.plain_preferences import ROWS, SEQ, SIZES, PlainLoop, batch_of_pairs, sides_of
