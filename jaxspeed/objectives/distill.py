@@ -57,7 +57,11 @@ class Distill(Objective):
         ]
 
     def loss(
-        self, model: Any, batch: Mapping[str, jax.Array], extra: Any = None, train: bool | None = None
+        self,
+        model: Any,
+        batch: Mapping[str, jax.Array],
+        extra: Any = None,
+        train: bool | None = None,
     ) -> Any:
         if not hasattr(model, "head_weight"):
             raise ModelError(

@@ -26,6 +26,7 @@ from jaxspeed.errors import CheckpointError, ConfigError, DataError
 from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
+from jaxspeed.objectives import objective_of
 from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
