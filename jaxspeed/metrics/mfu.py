@@ -13,6 +13,7 @@ import jax
 
 from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import count_products, program_flops
+from jaxspeed.traced_loss.loss import parse_loss
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.batches import call_loss, with_extra
 from jaxspeed.user_models.config_model import family_sizes, own_objective
@@ -61,7 +62,8 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
 
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return call_loss(program.traced_loss.loss_fn, bound, batch, variables, 0, 0, train=False)
+        loss_fn = program.traced_loss.loss_fn
+        return parse_loss(call_loss(loss_fn, bound, batch, variables, 0, 0, train=False))[0]
 
     parameters = {
         path: jax.ShapeDtypeStruct(program.table.shape_of(path), rows[0].read.dtype)

@@ -139,9 +139,8 @@ class AgainstReference(OfCompletions):
 
     def computed(self) -> Sequence[ComputedArrays]:
         once = self.options.reference == "precompute"
-        return [
-            ComputedArrays("reference", (REFERENCE,), reference_logprobs, "reference", once=once)
-        ]
+        how: dict[str, Any] = {"model": "reference", "once": once, "by_sample": True}
+        return [ComputedArrays("reference", (REFERENCE,), reference_logprobs, **how)]
 
 
 def reference_logprobs(model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -14,6 +14,8 @@ from jaxspeed.objectives.pair_losses import kto
 from jaxspeed.objectives.preference import REFERENCE, AgainstReference
 from jaxspeed.objectives.terms_and_metrics import Mean, Metric
 
+MISMATCHED = "mismatched_ratios"
+
 
 class Kto(AgainstReference):
     """Kahneman-Tversky optimization: log-ratios of single completions against the mean of all."""
@@ -36,21 +38,25 @@ class Kto(AgainstReference):
         "segment_ids": "as tokens: 2 p + 1 is the labelled completion of record p, 2 p + 2 the "
         "mismatched one, each after the prompt; 0 is padding",
         "desirable": "as tokens: 1 or -1 at the first token of a record; 0 elsewhere",
+        MISMATCHED: "[batch, 2] fp32: sum of the log-ratios of mismatched ones, and their number; "
+        "computed if it is absent",
         "kl": "[batch] fp32: the step's estimate of the KL; computed if it is absent",
     }
-    in_fp32: ClassVar[tuple[str, ...]] = (REFERENCE, "kl")
+    in_fp32: ClassVar[tuple[str, ...]] = (REFERENCE, MISMATCHED, "kl")
     records: ClassVar[Literal["unpaired"]] = "unpaired"
 
     def computed(self) -> Sequence[ComputedArrays]:
-        kl = ComputedArrays("kl", ("kl",), self.kl)
-        return [*super().computed(), *([kl] if self.options.loss_type == "kto" else [])]
+        kl = (
+            ComputedArrays("mismatched", (MISMATCHED,), self.mismatched, by_sample=True),
+            ComputedArrays("kl", ("kl",), kl_of_batch),
+        )
+        return [*super().computed(), *(kl if self.options.loss_type == "kto" else ())]
 
-    def kl(self, model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """max(0, the mean over records of log pi(y' | x) - log ref(y' | x)), y' mismatched."""
+    def mismatched(self, model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Sum of log pi(y' | x) - log ref(y' | x) and number of the mismatched y' of each row."""
         c = completions(model, batch, self.options.pairs_per_row, False, statistics=False)
         ratios, records = c.log_ratios(batch[REFERENCE])[..., 1], c.tokens[..., 1] > 0
-        mean = jnp.sum(ratios) / jnp.maximum(jnp.sum(records), 1)
-        return {"kl": jnp.full(len(batch["tokens"]), jnp.maximum(mean, 0))}
+        return {MISMATCHED: jnp.stack([ratios.sum(-1), records.sum(-1)], axis=-1)}
 
     def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
         o = self.options
@@ -79,3 +85,10 @@ class Kto(AgainstReference):
         of_tokens = token_metrics(c, *(which[..., None] & labelled for which in sides.values()))
         del of_tokens["mean_token_accuracy"]  # half of the completions are not to be imitated
         return c.summed({"kto": (loss.value, loss.weight)}, metrics | of_tokens)
+
+
+def kl_of_batch(model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The mean log-ratio of the mismatched completions of the global batch, at least 0."""
+    total, records = jnp.sum(batch[MISMATCHED], axis=0)
+    mean = total / jnp.maximum(records, 1)
+    return {"kl": jnp.full(len(batch["tokens"]), jnp.maximum(mean, 0))}

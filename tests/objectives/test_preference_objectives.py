@@ -40,6 +40,7 @@ KINDS["all types"] = {
 }  # fmt: skip
 KINDS["js"] = {"type": "dpo", "f_divergence_type": "js_divergence", "loss_type": "ipo"}
 KINDS["cpo"] = {"type": "cpo"}
+KL = {"kl": np.zeros(ROWS, np.float32), "mismatched_ratios": np.zeros((ROWS, 2), np.float32)}
 
 
 @pytest.mark.default_cases("all types", "kto", "orpo", "simpo")
@@ -47,7 +48,7 @@ KINDS["cpo"] = {"type": "cpo"}
 def test_the_loss_is_proved_to_be_a_sum_over_rows(kind):
     loaded = Config.load(config(KINDS[kind], gradient_accumulation_steps=2))
     program = build_program(loaded, *resolve_model(loaded))
-    batch = batch_of_pairs(unpaired=kind == "kto") | {"kl": np.zeros(ROWS, np.float32)}
+    batch = batch_of_pairs(unpaired=kind == "kto") | KL
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     found = program.in_mesh(
         lambda: program.gradients.reduction(program.state.variables, shapes, 0)

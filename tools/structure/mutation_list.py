@@ -497,8 +497,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_step_of_preferences_equals_plain_optax[kto-adapters]",
     ),
     (
-        "mean = jnp.sum(ratios) / jnp.maximum(jnp.sum(records), 1)",
-        "mean = jnp.mean(ratios)",
+        "mean = total / jnp.maximum(records, 1)",
+        "mean = total / len(batch[MISMATCHED])",
         "test_a_step_of_preferences_equals_plain_optax[kto-pipe 2]",
     ),
     (
