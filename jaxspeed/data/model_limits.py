@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxspeed.config import Config
 from jaxspeed.config.objective_keys import OBJECTIVES, objective_class
-from jaxspeed.objectives import Objective, objective_of
+from jaxspeed.objectives import Objective
 from jaxspeed.user_models.config_model import family_sizes
 
 Kind = Literal["tokens", "images"]
@@ -87,31 +87,27 @@ def limits_of(sizes: Any, targets: bool = False) -> ModelLimits:
     return ModelLimits()
 
 
-def limits_of_run(config: Config, model: Any = None, loss_fn: Any = None) -> ModelLimits:
+def limits_of_run(
+    config: Config, model: Any = None, objective: Objective | None = None
+) -> ModelLimits:
     """What the model of a config, or one beside it, can read, and its objective reads."""
-    sizes = None if model is not None else family_sizes(config)
+    sizes, section = None if model is not None else family_sizes(config), config.objective
     limits = limits_of(sizes, targets=config.mesh.seq != 1)
-    objective, section = objective_of(loss_fn) if loss_fn is not None else None, config.objective
-    if objective is not None:
-        cls, options = type(objective), objective.options
-    elif section is not None:
+    if objective is None and section is not None:
         cls = objective_class(section.type)
-        options = cls.Options.model_validate(section.own_keys)
-    else:
+        if section.type not in OBJECTIVES or cls.records != "documents":
+            objective = cls(cls.Options.model_validate(section.own_keys))
+    if objective is None:
         return limits
-    if cls.records != "documents":
-        return replace(limits, pairs=_pair_form(cls, options, segments=sizes is not None))
-    is_own = objective is None and section is not None and section.type not in OBJECTIVES
-    return limits.with_arrays(cls(options).data_arrays) if is_own else limits
-
-
-def _pair_form(cls: type[Objective], options: Any, segments: bool) -> PairForm:
-    keys = {name: getattr(options, name, None) for name in ("pairs_per_row", "kl_block")}
-    assert cls.records != "documents"
-    return PairForm(
-        cls.records,
+    if objective.records == "documents":
+        is_own = section is not None and section.type not in OBJECTIVES
+        return limits.with_arrays(objective.data_arrays) if is_own else limits
+    keys = {name: getattr(objective.options, name, None) for name in ("pairs_per_row", "kl_block")}
+    pairs = PairForm(
+        objective.records,
         **keys,
-        reads_ends=cls.drops_long,
-        margins="margins" in cls.arrays,
-        segments=segments,
+        reads_ends=objective.drops_long,
+        margins="margins" in objective.arrays,
+        segments=sizes is not None,
     )
+    return replace(limits, pairs=pairs)

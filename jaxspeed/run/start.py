@@ -26,6 +26,7 @@ from jaxspeed.errors import CheckpointError, ConfigError, DataError
 from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
+from jaxspeed.objectives import objective_of
 from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
@@ -150,13 +151,13 @@ def source_of(
     The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
     loaded = load_config(config, hidden_size=hidden_size_of())
-    resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
+    _, loss = resolve_model(loaded, model, loss_fn)  # problems of the model before those of data
     kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     output = loaded.run.output or Path("runs") / Path(name).stem
     folder = RunFolder(output, loaded.run.checkpoints)
-    reads = limits_of_run(loaded, model, loss_fn)
+    reads = limits_of_run(loaded, model, objective_of(loss))
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 

@@ -499,7 +499,9 @@ def test_a_mixture_and_evaluation_data(tmp_path):
 
 
 def test_synthetic_pairs_count_on_from_their_prompt(tmp_path):
-    corpus = opened({"source": "synthetic", "seq_len": 15, "samples": 40}, pairs=PAIRS, vocab_size=256)
+    corpus = opened(
+        {"source": "synthetic", "seq_len": 15, "samples": 40}, pairs=PAIRS, vocab_size=256
+    )
     for (better, better_mask), (worse, worse_mask) in pairs_of(corpus):
         steps = np.diff(np.frombuffer(better, np.uint8).astype(int)) % 256
         assert len({*steps}) == 1
@@ -519,7 +521,7 @@ def test_what_an_objective_reads_is_known_from_the_config(tmp_path):
     assert ranks.pairs == PairForm("preference", 3, reads_ends=True, margins=True)
     assert ranks.sample == "tokens"
     assert of(type=f"{path}Labels").pairs == PairForm("unpaired")
-    own = limits_of_run(Config(**gpt2), object(), Ranks().loss)
+    own = limits_of_run(Config(**gpt2), object(), Ranks())
     assert own.pairs == PairForm("preference", reads_ends=True, margins=True, segments=False)
 
 
