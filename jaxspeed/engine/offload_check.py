@@ -75,7 +75,7 @@ def transfer_in(step: Step) -> TransferReport | None:
         raise JaxspeedError(_bug("the traced step", idle))
     if not transfers.bytes:
         return None
-    flops = device_flops(step.scope, step.sizes.mesh)
+    flops = sum(device_flops(phase.scope, phase.mesh) for phase in step.phases)
     return TransferReport(transfers, program.mesh.devices.flat[0].device_kind, flops)
 
 
@@ -127,16 +127,15 @@ def _idle(step: Step, transfers: HostTransfers) -> Iterator[str]:
         for row in rows
         for name in parts_of(f"params/{row.path}", program.table.stored(row, row.source).arrays)
     }
-    read = {value for op in step.operations.ops for value in op.values}
-    state = jax.tree_util.tree_flatten_with_path(program.state)[0]
-    for (path, leaf), value in zip(state, step.operations.ins[: step.state], strict=True):
+    read = {path for phase in step.phases for path in phase.state_read()}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(program.state)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not in_host(leaf.sharding) or name in frozen:
             continue  # the loss may not read frozen parameters
         by_host = transfers.by_host.get(name)
         stored = transfers.stored | dict.fromkeys(transfers.written, 1)
         # A parameter that the loss does not read is made of its master alone.
-        unread = name.startswith("params/") and value not in read
+        unread = name.startswith("params/") and name not in read
         for direction, moved in (("to", transfers.fetched), ("from", stored)):
             if not moved.get(name) and not by_host and not (direction == "to" and unread):
                 yield f"{name} is offloaded, but is never copied {direction} the device"
@@ -154,5 +153,6 @@ def _idle(step: Step, transfers: HostTransfers) -> Iterator[str]:
             # In a pipeline an activation may have the shape of a gradient.
             if not (moved.get(ACTIVATIONS) or (program.pipeline and moved.get(GRADIENTS))):
                 yield f"{key}: no activation is copied {direction} host memory"
-    if recompute and not any(op.rematerialized for op in all_ops(step.operations)):
+    ops = (op for phase in step.phases for op in all_ops(phase.operations))
+    if recompute and not any(op.rematerialized for op in ops):
         yield NO_REMAT

@@ -145,6 +145,40 @@ def _arrived(value: Any) -> Any:
     return value() if isinstance(value, partial) else value
 
 
+def over_programs(
+    phases: Sequence[StepPhase],
+    values: Mapping[str, Any],
+    results: Callable[[StepPhase, Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
+) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """Go over the programs of a step, without running any.
+
+    Args:
+      values: the shapes of those with which the step begins.
+      results: called for each program with (phase, all values, those of them that are in memory
+        meanwhile and that it does not read); it returns the shapes of what the program writes.
+
+    Returns:
+      The shapes of all values at the end; {host work: (bytes that it reads, that it writes)}.
+    """
+    known, on_host = dict(values), dict[str, tuple[int, int]]()
+    for i, phase in enumerate(phases):
+        if phase.on_host:
+            written: Mapping[str, Any] = phase.shapes_written(known)
+            read = [known[name] for name in phase.reads]
+            on_host[phase.name] = _bytes(read), _bytes(written)
+        else:
+            read_later = {name for later in phases[i + 1 :] for name in later.reads}
+            needed = (values.keys() | read_later) - {*phase.reads}
+            held = {name: shapes for name, shapes in known.items() if name in needed}
+            written = results(phase, known, held)
+        known |= written
+    return known, on_host
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def shapes_after(compiled: Any, traced: Any) -> Any:
     """The shapes of a compiled program's results, with their shardings."""
     return jax.tree.map(

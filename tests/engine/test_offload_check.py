@@ -298,7 +298,7 @@ def test_offloaded_state_that_is_not_fetched_is_an_error(monkeypatch):
     batch = program.abstract_batch(
         {"tokens": jax.ShapeDtypeStruct((program.batch.train, SEQ + 1), np.int32)}
     )
-    vars(program)["step"] = jax.jit(lambda state, batch: state)
+    vars(program)["step"] = jax.jit(lambda state, batch: (state, {}))
     with pytest.raises(JaxspeedError, match="is offloaded, but is never copied to the device"):
         transfer_of(program, batch)
 

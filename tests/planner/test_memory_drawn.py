@@ -92,8 +92,9 @@ def test_each_part_of_the_model_has_a_point_that_needs_it(name):
 )
 def test_tables_are_as_many_as_in_the_buffer_assignment(name, tables):
     step, chip = step_of(name), target_of(POINTS[name].target).chip
-    sizes = dataclasses.replace(step.sizes, chip=chip)
-    device, _ = peaks(step.scope, sizes, step.scope.ins[: step.state])
+    (phase,) = step.phases
+    sizes = dataclasses.replace(phase.sizes, chip=chip)
+    device, _ = peaks(phase.scope, sizes, phase.donated)
     assert 0.65 * tables <= device.chip.tuples <= 1.2 * tables
 
 

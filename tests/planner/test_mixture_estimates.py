@@ -70,7 +70,7 @@ def step(expert: int, remat: str = "none", stage: int = 0, platform: str = "tpu"
 
 def exchanged(found: Any) -> Counter[int]:
     """{elements of a device: runs} of the all-to-alls over the expert axis."""
-    moved = infer_collectives(found.scope, found.sizes, found.kinds, found.state)
+    moved = infer_collectives(*found.phases)
     runs: Counter[int] = Counter()
     for one in (m.communication for m in moved):
         if one.kind == "all-to-all" and one.axes == ("expert",):
@@ -96,7 +96,7 @@ def test_rows_are_exchanged_twice_forward_and_three_times_backward(platform, sen
 
 def test_the_experts_flops_are_those_of_their_tokens():
     """Forward, backward twice, and over `expert` the first two products again."""
-    found = step(4)
+    (found,) = step(4).phases
     of_a_product = 2 * PAIRS * EMBED * INNER
     grouped = [op for op in all_ops(found.scope) if op.name in GROUPED_PRODUCTS]
     for op in grouped:
@@ -109,10 +109,11 @@ def test_the_experts_flops_are_those_of_their_tokens():
         for row in found.program.table
         if "experts" not in row.leaf.names and len(row.leaf.shape) > 1
     )
-    rest = device_flops(found.scope, found.sizes.mesh) - LAYERS * (9 + 2) * of_a_product
+    rest = device_flops(found.scope, found.mesh) - LAYERS * (9 + 2) * of_a_product
     # Attention's projections, the router and the head; and attention itself, less than them.
     assert 0.8 * 6 * others * MICRO * SEQ < rest < 2 * 6 * others * MICRO * SEQ
-    alone = device_flops(step(1).scope, step(1).sizes.mesh)
+    (dense,) = step(1).phases
+    alone = device_flops(dense.scope, dense.mesh)
     assert alone == pytest.approx(rest + LAYERS * 9 * of_a_product, rel=0.02)
 
 
@@ -136,7 +137,7 @@ def test_the_links_of_the_expert_axis_carry_its_exchanges():
 
 def test_experts_gradients_are_reduced_over_the_other_data_axes():
     found = step(4, stage=3)
-    moved = infer_collectives(found.scope, found.sizes, found.kinds, found.state)
+    moved = infer_collectives(*found.phases)
     experts = LAYERS * 3 * EXPERTS // 4 * EMBED * INNER
     scattered = sum(
         m.communication.elements * m.communication.runs

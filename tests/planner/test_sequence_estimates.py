@@ -37,9 +37,9 @@ def test_only_ulysses_and_parameters_are_exchanged_where_a_sequence_is_in_tiles(
     """As XLA:TPU's program of a Llama of 2 layers has it."""
     tiled = {"remat": "full", "sequence_tiles": 2, "sequence": {"kind": "ulysses"}}
     built, batch = program({"seq": 4, "data": 2}, parallel=tiled)
-    step = read_step(built, batch, "tpu")
-    assert not any("eval_jaxpr" in op.name for op in all_ops(step.scope))  # its loops are seen
-    moved = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
+    (phase,) = read_step(built, batch, "tpu").phases
+    assert not any("eval_jaxpr" in op.name for op in all_ops(phase.scope))  # its loops are seen
+    moved = infer_collectives(phase)
     found = [each.communication for each in moved if each.communication.purpose == "activations"]
     small = SAMPLES * SEQ * 4  # bytes of the tokens of a micro-batch
     assert not [c for c in found if c.kind == "all-gather" and c.bytes > small]

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import DictKey, SequenceKey
+from jax.tree_util import DictKey
 
 from jaxspeed.offload.transfer_report import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.planner.time import device_flops, host_transfers
-from jaxspeed.planner.trace import Step
+from jaxspeed.planner.trace import Step, TracedPhase
 from jaxspeed.planner.trace.trace_ir import open_program
+from jaxspeed.train.phases import BATCH, METRICS, STATE
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 SIZES = {"pipe": 1, "data": 4, "tensor": 2}
@@ -38,11 +39,20 @@ def step_of(function, *args, state=()):
     """The step of a function whose first arguments, and results, are the state of these paths."""
     scope = open_program(jax.jit(function).trace(*args).jaxpr, "cpu")
     program = SimpleNamespace(mesh=SimpleNamespace(shape=SIZES), table=())
-    names = [*state, *["batch"] * (len(args) - len(state))]
-    paths = [(SequenceKey(0), DictKey(name)) for name in names]
-    specs = [x.sharding.spec for x in args]
-    on_host = [in_host(x.sharding) for x in args]
-    return Step(program, None, "cpu", scope, len(state), paths, specs, on_host)
+    others = len(args) - len(state)
+    phase = TracedPhase(
+        program,
+        "step",
+        SIZES,
+        "cpu",
+        scope,
+        ins=[*[STATE] * len(state), *[BATCH] * others],
+        outs=[*[STATE] * len(state), *[METRICS] * (len(scope.outs) - len(state))],
+        paths=[(DictKey(name),) for name in [*state, *["batch"] * others]],
+        specs=[x.sharding.spec for x in args],
+        in_host=[in_host(x.sharding) for x in args],
+    )
+    return Step(program, None, (phase,))
 
 
 def of(function, *args, state=()):
@@ -62,7 +72,7 @@ def test_a_loop_over_layers_moves_each_once_and_a_device_its_shard(mesh):
     assert found.to_device == {PARAMETERS: 6 * 32 * 32 * 4 // 8}
     assert found.fetched == {"params/w": 6 * 32 * 32 * 4 // 8}
     assert found.to_host == found.stored == {}
-    assert device_flops(step.scope, SIZES) == 6 * 2 * 8 * 32 * 32 / 8
+    assert device_flops(step.phases[0].scope, SIZES) == 6 * 2 * 8 * 32 * 32 / 8
 
 
 def test_loops_in_loops_multiply(mesh):

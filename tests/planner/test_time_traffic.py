@@ -82,8 +82,8 @@ def program(way):
 
 @functools.cache
 def read(way):
-    step = read_step(*program(way), "cpu")
-    found = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
+    (phase,) = read_step(*program(way), "cpu").phases
+    found = infer_collectives(phase)
     return [each.communication for each in found]
 
 

@@ -65,7 +65,7 @@ def test_bytes_are_those_of_the_activations_shapes(accumulation):
 def test_bytes_are_those_of_a_shard_of_each_sequence(seq):
     """As the traced step has them: what its forward loop stacks, by the shardings in it."""
     made = program({"save": ["query", "mlp_up"]}, mesh={"seq": seq, "data": DEVICES // seq})
-    step = read_step(made, batch_of(made))
+    (step,) = read_step(made, batch_of(made)).phases
     stacked = [
         out
         for op in all_ops(step.scope)

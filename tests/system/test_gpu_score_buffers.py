@@ -64,7 +64,7 @@ def score_buffers(name, capability, packed):
         program = build_program(config, *resolve_model(config), devices=jax.devices()[:8])
         rows = jax.ShapeDtypeStruct((program.batch.train, seq + 1), jnp.int32)
         batch = {"tokens": rows} | ({"segment_ids": rows} if packed else {})
-        step = read_step(program, batch, "cuda")
+        (step,) = read_step(program, batch, "cuda").phases
     ops = list(all_ops(step.scope))
     assert (capability >= (8, 0)) == any(op.name.startswith(KERNELS) for op in ops)
     return [v.shape for op in ops for v in op.outs if v.shape.count(seq) > 1]

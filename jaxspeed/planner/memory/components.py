@@ -1,7 +1,8 @@
 """Memory per component of a device (parameters, optimizer, saved activations, ...): a report."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from rich.console import Group
 from rich.text import Text
@@ -47,6 +48,7 @@ class Memory:
       early: bytes of a pipeline's last round that XLA may allocate when the step begins.
       on_chip: bytes that are assumed in on-chip memory, and are in the device's if XLA decides so.
       assumes: what it takes for granted of the run's data.
+      phases: that of each program, of a step of several; this is then the largest.
     """
 
     components: tuple[Component, ...]
@@ -54,6 +56,7 @@ class Memory:
     early: int = 0
     on_chip: int = 0
     assumes: str = ""
+    phases: Mapping[str, "Memory"] = field(default_factory=dict)
 
     def _sum(self, host: bool, lasting: bool | None = None) -> int:
         return sum(
@@ -82,6 +85,9 @@ class Memory:
 
     def on(self, device_bytes: int) -> Verdict:
         """Compare with the device's memory; "fits" only with a margin for the estimate's error."""
+        if self.phases:
+            verdicts = {phase.on(device_bytes) for phase in self.phases.values()}
+            return max(verdicts, key=get_args(Verdict).index)
         streamed = any(c.host and c.lasting and c.name == "parameters" for c in self.components)
         below = MAY_BE_BELOW_WITH_TRANSFERS if streamed else MAY_BE_BELOW
         most = self.device + self.recomputed + self.early + self.on_chip
@@ -93,7 +99,10 @@ class Memory:
         """JSON-serializable figures."""
         sums = {n: getattr(self, n) for n in ("device", "state", "temporary", "host")}
         components = [vars(c) for c in self.components]
-        return {**sums, "components": components, "assumes": self.assumes}
+        figures = {**sums, "components": components, "assumes": self.assumes}
+        if self.phases:
+            figures["phases"] = {name: phase.device for name, phase in self.phases.items()}
+        return figures
 
     def __rich__(self) -> Group:
         table = titled("memory per device (estimate)", "component", ">bytes", "arrays")
@@ -104,6 +113,9 @@ class Memory:
         if self.host:
             table.add_row("sum", bytes_text(self.host), "in host memory", style="bold")
         lines = ["estimated from the traced step; not compiled", self.assumes]
+        if self.phases:
+            sizes = (f"{name} {bytes_text(m.device)}" for name, m in self.phases.items())
+            lines.append(f"the largest of the step's phases: {', '.join(sizes)}")
         return Group(table, Text("\n".join(filter(None, lines))))
 
     def __str__(self) -> str:

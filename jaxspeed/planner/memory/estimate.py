@@ -1,28 +1,32 @@
 """Estimate of a step's peak memory per device by component, from the traced step, uncompiled."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import jax
 
 from jaxspeed.communication import dtype_text
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.components import Component, Memory
 from jaxspeed.planner.memory.liveness import LiveArray, Peak, peaks
 from jaxspeed.planner.trace.classify import KINDS, Kinds
 from jaxspeed.planner.trace.materialization import ScopeAnalysis
 from jaxspeed.planner.trace.tiles import Sizes, array_text, local_shape, nbytes
-from jaxspeed.planner.trace.trace_ir import Op, Value
-from jaxspeed.planner.trace.traced_step import Step, read_step
+from jaxspeed.planner.trace.trace_ir import Op
+from jaxspeed.planner.trace.traced_step import Step, TracedPhase, read_step
+from jaxspeed.train.phases import STATE
 from jaxspeed.train.program import Program
 
 MOST_TERMS = 4  # of a formula; the rest is summed
 # {field of a TrainState: its component's name}.
-STATE = {"params": "parameters", "master": "masters", "opt": "optimizer", "ema": "average"}
-REST, BATCH = "other state", "batch"
+FIELDS = {"params": "parameters", "master": "masters", "opt": "optimizer", "ema": "average"}
+REST, BETWEEN = "other state", "values of earlier phases"
 
 
 def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memory:
@@ -37,13 +41,28 @@ def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memo
 
 
 def memory_in(step: Step, chip: Chip | None = None) -> Memory:
-    """As `memory_of`, for a step that is already traced, and a chip with on-chip memory."""
-    scope, kinds = step.scope, step.kinds
-    sizes = replace(step.sizes, chip=chip)
-    names = [_name(path) for path in step.paths]
-    device, host = peaks(scope, sizes, scope.ins[: step.state])
+    """As `memory_of`, for a step that is already traced, and a chip with on-chip memory.
+
+    Of several phases it is the largest, with what the step holds meanwhile.
+    """
+    phases = {phase.name: _of_phase(phase, chip) for phase in step.phases}
+    if len(phases) == 1:
+        return phases.popitem()[1]
+    largest = max(phases.values(), key=lambda memory: memory.device)
+    with_host = max(phases.values(), key=lambda memory: memory.host)
+    components = (
+        *(component for component in largest.components if not component.host),
+        *(component for component in with_host.components if component.host),
+    )
+    return replace(largest, components=components, assumes=step.assumes, phases=phases)
+
+
+def _of_phase(phase: TracedPhase, chip: Chip | None) -> Memory:
+    scope, kinds = phase.scope, phase.kinds
+    sizes = replace(phase.sizes, chip=chip)
+    device, host = peaks(scope, sizes, phase.donated)
     components = [
-        *_state(names, scope.ins, step.in_host, sizes),
+        *_arguments(phase, sizes),
         *_temporary(device, kinds, sizes, False),
         *_temporary(host, kinds, sizes, True),
     ]
@@ -51,7 +70,7 @@ def memory_in(step: Step, chip: Chip | None = None) -> Memory:
     loops = [op for op in scope.ops if op.name == "scan"]
     recomputed = max((_recomputed(op, sizes) for op in loops), default=0)
     early = sum(_early(op, sizes) for op in loops)
-    return Memory(tuple(ordered), recomputed, early, device.chip.bytes, step.assumes)
+    return Memory(tuple(ordered), recomputed, early, device.chip.bytes, phase.assumes)
 
 
 def _early(loop: Op, sizes: Sizes) -> int:
@@ -81,26 +100,36 @@ def _recomputed(loop: Op, sizes: Sizes) -> int:
     return inner or recomputed * (sizes.tiled and forward)
 
 
-def _name(path: Sequence[Any]) -> str:
-    field = getattr(path[1], "name", None) if path[0].idx == 0 else None
-    return BATCH if path[0].idx else STATE.get(str(field), REST)
+def _arguments(phase: TracedPhase, sizes: Sizes) -> Iterator[Component]:
+    """Components that are there when the program starts: its inputs, and what the step holds."""
+    total: dict[tuple[bool, str, bool], int] = defaultdict(int)
+    by_dtype: dict[tuple[bool, str, bool], Counter[str]] = defaultdict(Counter)
 
+    def add(owner: str, path: Any, shape: tuple[int, ...], dtype: Any, host: bool) -> None:
+        size = nbytes(shape, dtype, sizes.tiled and not host)
+        key = host, _name(owner, path, phase.lasting), owner in phase.lasting
+        total[key] += size
+        by_dtype[key][f"{dtype_text(dtype)}"] += size
 
-def _state(
-    names: Sequence[str], values: Sequence[Value], in_host: Sequence[bool], sizes: Sizes
-) -> Iterator[Component]:
-    """Components that persist between steps."""
-    total: dict[tuple[bool, str], int] = defaultdict(int)
-    terms: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
-    for name, value, host in zip(names, values, in_host, strict=True):
-        shape = local_shape(value, sizes.mesh)
-        size = nbytes(shape, value.dtype, sizes.tiled and not host)
-        total[host, name] += size
-        terms[host, name][f"{dtype_text(value.dtype)}"] += size
-    for (host, name), size in total.items():
+    inputs = zip(phase.ins, phase.paths, phase.scope.ins, phase.in_host, strict=True)
+    for owner, path, value, host in inputs:
+        add(owner, path, local_shape(value, sizes.mesh), value.dtype, host)
+    for owner, shapes in phase.held.items():
+        for path, x in jax.tree_util.tree_flatten_with_path(shapes)[0]:
+            shape = x.sharding.shard_shape(x.shape)
+            add(owner, path, shape, x.dtype, in_host(x.sharding))
+    for key, size in total.items():
         if size:
-            formula = " + ".join(f"{bytes_text(n)} {d}" for d, n in terms[host, name].items())
-            yield Component(name, size, formula, host, lasting=True)
+            host, name, lasting = key
+            formula = " + ".join(f"{bytes_text(n)} {d}" for d, n in by_dtype[key].items())
+            yield Component(name, size, formula, host, lasting)
+
+
+def _name(owner: str, path: Sequence[Any], lasting: Collection[str]) -> str:
+    """The component of an array: a field of the state, or the name of its value."""
+    if owner == STATE:
+        return FIELDS.get(str(getattr(path[0], "name", None)), REST)
+    return owner if owner in lasting else BETWEEN
 
 
 def _temporary(peak: Peak, kinds: Kinds, sizes: Sizes, host: bool) -> Iterator[Component]:

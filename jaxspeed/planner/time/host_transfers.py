@@ -8,7 +8,7 @@ the device and outputs to it are `HOST_UPDATE`.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import jax
@@ -25,24 +25,29 @@ from jaxspeed.offload.transfer_report import (
 from jaxspeed.planner.time.infer_collectives import CollectiveOp
 from jaxspeed.planner.trace.tiles import local_shape
 from jaxspeed.planner.trace.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
-from jaxspeed.planner.trace.traced_step import Step
+from jaxspeed.planner.trace.traced_step import Step, TracedPhase
+from jaxspeed.train.phases import BATCH, STATE
 
 _COMPUTE_ON = "compute_on"
 _SAME = ("reshape", "device_put")
 
 
-def host_moves(step: Step) -> list[CollectiveOp]:
-    """The host transfers of a step, in the order of the program."""
-    return _TransferCounter(step).sent() if step.uses_host else []
+def host_moves(phase: TracedPhase) -> list[CollectiveOp]:
+    """The host transfers of a program, in its order."""
+    return _TransferCounter(phase).sent() if phase.uses_host else []
 
 
 def host_transfers(step: Step) -> HostTransfers:
-    """The same, with the bytes that the host's cores read in place."""
-    if not step.uses_host:
-        return HostTransfers((), {})
-    walk = _TransferCounter(step)
-    moves = tuple(move.communication for move in walk.sent())
-    return HostTransfers(moves, walk.by_host(), walk.written())
+    """The same of all programs of a step, with the bytes that the host's cores read in place."""
+    counters = [_TransferCounter(phase) for phase in step.phases if phase.uses_host]
+    by_host: Counter[str] = Counter()
+    for counter in counters:
+        by_host.update(counter.by_host())
+    return HostTransfers(
+        tuple(move.communication for counter in counters for move in counter.sent()),
+        dict(by_host),
+        frozenset().union(*(counter.written() for counter in counters)),
+    )
 
 
 @dataclass(eq=False)
@@ -56,24 +61,26 @@ class _Transfer:
 
 
 class _TransferCounter:
-    def __init__(self, step: Step) -> None:
-        self.sizes, self.kinds = step.sizes, step.kinds
+    def __init__(self, phase: TracedPhase) -> None:
+        self.sizes, self.kinds = phase.sizes, phase.kinds
         self.moves: list[_Transfer] = []
         self.works: list[tuple[Value, int]] = []  # read in place by the host's cores, and runs
-        self.run(step.scope, 1)
-        scope, state = step.scope, step.state
+        scope = phase.scope
+        self.run(scope, 1)
         steps = [flow for flow in flows(scope) if flow[1].host and flow[2].host]
         # Slices, updates and carries of one array, in both directions.
         alike = [(v, out) for op, v, out in steps if op.name != _COMPUTE_ON]
-        alike += [
-            (v, out) for v, out in zip(scope.ins, scope.outs[:state]) if out and v.host and out.host
-        ]
+        replaced = zip(phase.donated, scope.outs, strict=True)
+        alike += [(v, out) for v, out in replaced if v and out and v.host and out.host]
         alike += [(out, v) for v, out in alike]
         self.gradients = reach((v for v in self.kinds.gradients if v.host), alike)
+        others = phase.lasting - {STATE, BATCH}  # frozen models
+        self.of_parameters = ("params/", *(f"{name}/" for name in sorted(others)))
         self.paths = {
-            same: jax.tree_util.keystr(path[1:], simple=True, separator="/")
-            for v, path in zip(scope.ins[:state], step.paths)
-            if v.host
+            same: ("" if owner == STATE else f"{owner}/")
+            + jax.tree_util.keystr(path, simple=True, separator="/")
+            for v, owner, path in zip(scope.ins, phase.ins, phase.paths, strict=True)
+            if v.host and owner in phase.lasting - {BATCH}
             for same in reach([v], alike)
         }
         # What the host's cores read or compute, and other shapes of it.
@@ -119,7 +126,7 @@ class _TransferCounter:
     def _sent(self, move: _Transfer) -> CollectiveOp:
         value, path = move.sent, self.paths.get(move.node, "")
         if path:
-            purpose = PARAMETERS if path.startswith("params/") else OPTIMIZER
+            purpose = PARAMETERS if path.startswith(self.of_parameters) else OPTIMIZER
         elif move.node in self.handed:
             purpose = HOST_UPDATE
         else:

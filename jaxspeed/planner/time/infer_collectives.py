@@ -34,6 +34,7 @@ from jaxspeed.planner.trace.classify import Kinds
 from jaxspeed.planner.trace.partitioning import merged_dims, relations_of, ties_of
 from jaxspeed.planner.trace.tiles import Sizes
 from jaxspeed.planner.trace.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
+from jaxspeed.planner.trace.traced_step import TracedPhase
 
 _PASS = {CONSTRAINT, *RESHAPES, "convert_element_type", "name", "transpose", "neg"}
 _PARTIAL = {"dot_general", "gather", *REDUCTIONS, *SCATTERS}  # give partial sums of sharded dims
@@ -59,15 +60,11 @@ class CollectiveOp:
     before: bool
 
 
-def infer_collectives(scope: Scope, sizes: Sizes, kinds: Kinds, state: int) -> list[CollectiveOp]:
-    """The communications of a step, in program order.
-
-    Args:
-      state: number of inputs that are the state, and of outputs that are the next one.
-    """
-    inference = _Inference(scope, sizes, kinds, 1)
+def infer_collectives(phase: TracedPhase) -> list[CollectiveOp]:
+    """The communications of a program, in its order."""
+    inference = _Inference(phase.scope, phase.sizes, phase.kinds, 1)
     inference.run()
-    inference.reshard_state(state)
+    inference.reshard_state(phase.donated)
     return inference.found
 
 
@@ -294,10 +291,10 @@ class _Inference:
                 best = within.found
         self.found += best
 
-    def reshard_state(self, state: int) -> None:
-        """Reshard the next state as the current one."""
-        for v, place in zip(self.scope.outs[:state], self.scope.ins[:state], strict=True):
-            if v in self.producers and v is not None:
+    def reshard_state(self, donated: Sequence[Value | None]) -> None:
+        """Reshard the next state as the current one, which it replaces."""
+        for v, place in zip(self.scope.outs, donated, strict=True):
+            if place is not None and v in self.producers and v is not None:
                 self._reshard(v, place.spec, self.producers[v], before=False)
 
     def _reshard_inputs(self, op: Op, within: "_Inference") -> None:

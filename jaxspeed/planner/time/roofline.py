@@ -1,7 +1,8 @@
 """Step time on a target: a roofline per operation, plus communication that is not overlapped."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspeed.axes import PIPE
@@ -19,7 +20,7 @@ from jaxspeed.planner.trace.materialization import ScopeAnalysis
 from jaxspeed.planner.trace.op_cost import works
 from jaxspeed.planner.trace.tiles import array_text
 from jaxspeed.planner.trace.trace_ir import Scope, Value
-from jaxspeed.planner.trace.traced_step import Step, on_chip, read_step
+from jaxspeed.planner.trace.traced_step import Step, TracedPhase, on_chip, read_step
 from jaxspeed.train.program import Program
 
 COMBINED = 1 << 20  # bytes below which collectives of the same kind and axes are combined
@@ -37,25 +38,53 @@ def time_of(program: Program, batch: Any, target: Target) -> Time:
 
 
 def time_in(step: Step, target: Target) -> Time:
-    """As `time_of`, for a step that is already traced."""
-    clock = _Clock(step, target)
-    clock.run(ScopeAnalysis(step.scope, step.sizes, (), 0, {}), 1)
-    return clock.time()
+    """As `time_of`, for a step that is already traced.
+
+    Programs run one after the other, so their times are summed. That of host work is unknown.
+    """
+    program, several = step.program, len(step.phases) > 1
+    clocks = [_Clock(phase, target) for phase in step.phases]
+    exchanges = [[*clock.exchanges(named=several)] for clock in clocks]
+    seconds = [
+        clock.compute + clock.memory + clock.bubble + sum(e.exposed for e in exchanged)
+        for clock, exchanged in zip(clocks, exchanges)
+    ]
+    flops, tokens = program_model_flops(program, step.batch), program.batch.train
+    if flops.item == "token":
+        tokens *= step.batch["tokens"].shape[1] - ("targets" not in step.batch)
+    return Time(
+        compute=sum(clock.compute for clock in clocks),
+        memory=sum(clock.memory for clock in clocks),
+        exchanges=tuple(itertools.chain(*exchanges)),
+        bubble=sum(clock.bubble for clock in clocks),
+        step=sum(seconds),
+        devices=target.count,
+        tokens=tokens,
+        unit=f"{flops.item}s",
+        model_flops=flops.per_item * tokens,
+        formula=flops.formula,
+        peak=_peak(program, target),
+        assumes=step.assumes,
+        phases={phase.name: s for phase, s in zip(step.phases, seconds)} if several else {},
+        on_host=step.on_host,
+    )
 
 
 class _Clock:
-    def __init__(self, step: Step, target: Target) -> None:
-        self.step, self.target = step, target
-        self.links = Links(target, dict(step.program.mesh.shape))
+    """The times of one program, by cause."""
+
+    def __init__(self, phase: TracedPhase, target: Target) -> None:
+        self.phase, self.target = phase, target
+        self.links = Links(target, phase.mesh)
         self.at: dict[tuple[int, int], list[CollectiveOp]] = defaultdict(list)
-        collectives = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
-        collectives += host_moves(step)
+        collectives = infer_collectives(phase) + host_moves(phase)
         self.seconds = _alone(collectives, self.links)
         self.moved = collectives
         for moved in collectives:
             self.at[id(moved.scope), id(moved.op)].append(moved)
         self.exposed: dict[int, float] = defaultdict(float)
         self.compute = self.memory = self.bubble = 0.0
+        self.run(ScopeAnalysis(phase.scope, phase.sizes, (), 0, {}), 1)
 
     # -- scope by scope --------------------------------------------------------------------------
 
@@ -75,7 +104,7 @@ class _Clock:
         chip, scope = self.target.chip, analysis.scope
         tasks: list[list[TimedTask]] = []
         ahead: dict[int, list[TimedTask]] = {}
-        op_works = works(analysis, self.step.sizes, chip)
+        op_works = works(analysis, self.phase.sizes, chip)
         for i, (op, work) in enumerate(zip(scope.ops, op_works, strict=True)):
             at = self.at.get((id(scope), id(op)), [])
             sends = {True: [], False: []}  # type: ignore[var-annotated]
@@ -115,7 +144,7 @@ class _Clock:
             trips = max(op.trips, 1)
             if op.name == "scan":
                 analysis.pass_origins(op.ins, body.ins)
-            inner = ScopeAnalysis(body, self.step.sizes, (), analysis.depth + 1, analysis.origins)
+            inner = ScopeAnalysis(body, self.phase.sizes, (), analysis.depth + 1, analysis.origins)
             slices = body.ins[sum(consts_and_carry(op)) :] if op.name == "scan" else []
             seconds = self.run(inner, runs * trips, busy, slices if trips > 1 else []) * trips
             if busy < 1 and self._idle([body]):
@@ -138,7 +167,7 @@ class _Clock:
 
     def _idle(self, bodies: Iterable[Scope]) -> float:
         """The bubble fraction, if the bodies are a pipeline's loop over ticks."""
-        pipeline = self.step.program.pipeline
+        pipeline = self.phase.program.pipeline
         if pipeline is None:
             return 0.0
         ticks = any(
@@ -146,31 +175,27 @@ class _Clock:
             for body in bodies
             for op in body.ops
         )
-        return pipeline.schedule(self.step.program.batch.accumulation).bubble if ticks else 0.0
+        return pipeline.schedule(self.phase.program.batch.accumulation).bubble if ticks else 0.0
 
     # -- the result ------------------------------------------------------------------------------
 
-    def time(self) -> Time:
-        exchanges = tuple(_grouped(self.moved, self.seconds, self.exposed, self.links, self.step))
-        exposed = sum(e.exposed for e in exchanges)
-        program, target = self.step.program, self.target
-        flops, tokens = program_model_flops(program, self.step.batch), program.batch.train
-        if flops.item == "token":
-            tokens *= self.step.batch["tokens"].shape[1] - ("targets" not in self.step.batch)
-        return Time(
-            compute=self.compute,
-            memory=self.memory,
-            exchanges=exchanges,
-            bubble=self.bubble,
-            step=self.compute + self.memory + self.bubble + exposed,
-            devices=target.count,
-            tokens=tokens,
-            unit=f"{flops.item}s",
-            model_flops=flops.per_item * tokens,
-            formula=flops.formula,
-            peak=_peak(program, target),
-            assumes=self.step.assumes,
-        )
+    def exchanges(self, named: bool) -> Iterator[CommunicationGroup]:
+        """Its communications by kind, axes and purpose; `named` after the phase."""
+        groups: dict[Any, list[CollectiveOp]] = defaultdict(list)
+        for moved in self.moved:
+            communication = moved.communication
+            link = self.links.link(communication)
+            key = communication.kind, communication.axes, communication.purpose, link
+            groups[key].append(moved)
+        for (*_, link), group in groups.items():
+            yield CommunicationGroup(
+                tuple(moved.communication for moved in group),
+                link,
+                seconds=sum(self.seconds[id(m)] * m.communication.runs for m in group),
+                exposed=sum(self.exposed.get(id(m), 0.0) for m in group),
+                formula=_formula(group, self.phase.mesh),
+                phase=self.phase.name if named else "",
+            )
 
 
 def _alone(collectives: Sequence[CollectiveOp], links: Links) -> dict[int, float]:
@@ -191,29 +216,6 @@ def _alone(collectives: Sequence[CollectiveOp], links: Links) -> dict[int, float
         pays = alone or moved is largest[key(moved)]
         seconds[id(moved)] = links.seconds(communication, latency=pays)
     return seconds
-
-
-def _grouped(
-    collectives: Sequence[CollectiveOp],
-    seconds: Mapping[int, float],
-    exposed: Mapping[int, float],
-    links: Links,
-    step: Step,
-) -> Iterable[CommunicationGroup]:
-    groups: dict[Any, list[CollectiveOp]] = defaultdict(list)
-    for moved in collectives:
-        communication = moved.communication
-        groups[
-            communication.kind, communication.axes, communication.purpose, links.link(communication)
-        ].append(moved)
-    for (*_, link), group in groups.items():
-        yield CommunicationGroup(
-            tuple(moved.communication for moved in group),
-            link,
-            seconds=sum(seconds[id(m)] * m.communication.runs for m in group),
-            exposed=sum(exposed.get(id(m), 0.0) for m in group),
-            formula=_formula(group, step.sizes.mesh),
-        )
 
 
 def _formula(group: Sequence[CollectiveOp], mesh: Mapping[str, int]) -> str:

@@ -1,6 +1,7 @@
 """Report of the estimated step time: compute, memory, exposed communication, bubble; MFU."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group
@@ -24,6 +25,7 @@ class CommunicationGroup:
       seconds: of all runs, alone on the link.
       exposed: seconds of these that do not overlap with compute.
       formula: runs and shapes, the largest first.
+      phase: the name of the program, if a step is several.
     """
 
     communications: tuple[Communication, ...]
@@ -31,6 +33,7 @@ class CommunicationGroup:
     seconds: float
     exposed: float
     formula: str
+    phase: str = ""
 
     @property
     def kind(self) -> str:
@@ -68,6 +71,7 @@ class CommunicationGroup:
             "seconds": self.seconds,
             "exposed": self.exposed,
             "formula": self.formula,
+            **({"phase": self.phase} if self.phase else {}),
         }
 
 
@@ -86,6 +90,8 @@ class Time:
       formula: the formula of model_flops.
       peak: peak FLOP/s per device, for `mfu`.
       assumes: what it takes for granted of the run's data.
+      phases: seconds of each program, if a step is several.
+      on_host: {host work of the step: bytes that it reads, bytes that it writes}.
     """
 
     compute: float
@@ -100,6 +106,8 @@ class Time:
     formula: str
     peak: float
     assumes: str = ""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    on_host: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def exchanged(self) -> float:
@@ -127,6 +135,8 @@ class Time:
         return {
             **{name: getattr(self, name) for name in (*plain, *more)},
             "exchanges": [e.figures() for e in self.exchanges],
+            **({"phases": dict(self.phases)} if self.phases else {}),
+            **({"on_host": dict(self.on_host)} if self.on_host else {}),
         }
 
     def __rich__(self) -> Group:
@@ -140,6 +150,8 @@ class Time:
             if seconds:
                 parts.add_row(name, seconds_text(seconds), f"{seconds / self.step:4.0%}  {of}")
         parts.add_row("step", seconds_text(self.step), "", style="bold")
+        for name, seconds in self.phases.items():
+            parts.add_row(name, seconds_text(seconds), f"{seconds / self.step:4.0%}  of its phases")
         rate = (
             f"{self.tokens_per_second:,.0f} {self.unit}/s, "
             f"{self.tokens_per_second / self.devices:,.0f} per device; MFU {self.mfu:.1%}"
@@ -147,6 +159,13 @@ class Time:
         lines: list[Any] = [parts, Text(rate), Text(f"  MFU by {self.formula}")]
         if self.assumes:
             lines.append(Text(f"  {self.assumes}"))
+        lines += [
+            Text(
+                f"  on the host, {name}: reads {bytes_text(read)}, writes {bytes_text(written)}; "
+                "its time is not in the estimate"
+            )
+            for name, (read, written) in self.on_host.items()
+        ]
         if self.exchanges:
             lines += [Text(), self._links()]
         return Group(*lines)
@@ -159,7 +178,7 @@ class Time:
             over += " (network)" if e.link == "network" else ""
             table.add_row(
                 e.kind,
-                e.purpose,
+                f"{e.purpose}, {e.phase}" if e.phase else e.purpose,
                 over,
                 str(e.runs),
                 bytes_text(e.bytes),

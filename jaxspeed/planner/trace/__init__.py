@@ -6,6 +6,6 @@ whether it has a buffer (`materialization`) and what it is (`classify`), of each
 costs (`op_cost`).
 """
 
-from jaxspeed.planner.trace.traced_step import Step, read_step
+from jaxspeed.planner.trace.traced_step import Step, TracedPhase, read_step
 
-__all__ = ["Step", "read_step"]
+__all__ = ["Step", "TracedPhase", "read_step"]

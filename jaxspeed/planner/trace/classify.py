@@ -9,7 +9,7 @@
   backward pass; any other activation belongs to the **working set**.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from jaxspeed.jaxpr.primitives import (
     GROUPED_PRODUCTS,
@@ -42,16 +42,23 @@ class Kinds:
     """Classifier of a step's arrays.
 
     Args:
-      scope: the step.
-      state: number of inputs that are the state, and of outputs that are the next one.
+      scope: the program.
+      state: the inputs that are the state, of any model.
+      next_state: the outputs that are the next one, or gradients.
       vocabularies: the inputs with a vocabulary dim.
     """
 
-    def __init__(self, scope: Scope, state: int, vocabularies: Iterable[Value]) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        state: Collection[Value],
+        next_state: Iterable[Value | None],
+        vocabularies: Iterable[Value],
+    ) -> None:
         steps = list(flows(scope))
         pairs = [(v, out) for _, v, out in steps]
-        self.of_batch = reach(scope.ins[state:], pairs)
-        self.of_state = reach(scope.ins[:state], pairs)
+        self.of_state = reach(state, pairs)
+        self.of_batch = reach({*scope.ins} - {*state}, pairs)
         tables = reach(vocabularies, ((v, out) for op, v, out in steps if _copies(op)))
         self.logits = reach(
             (out for op in all_ops(scope) for out in op.outs if self._is_logits(op, tables)),
@@ -62,7 +69,7 @@ class Kinds:
             ((v, out) for op, v, out in steps if _passes(op) or v.size == out.size),
         )
         self.gradients = reach(
-            (v for v in scope.outs[:state] if v is not None),
+            (v for v in next_state if v is not None),
             ((out, v) for op, v, out in steps if _passes(op) or v in _sources(op, out, stacked)),
         )
 

@@ -1,18 +1,20 @@
 """The traced and partitioned step that the estimates of memory and time read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Config
 from jaxspeed.hardware.chip import Chip, assumed
 from jaxspeed.jaxpr.primitives import GROUPED_PRODUCTS
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.moe.dispatch import SLACK
+from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import HOST
 from jaxspeed.planner.trace.bf16_demotion import narrow_values
 from jaxspeed.planner.trace.classify import Kinds
@@ -20,8 +22,10 @@ from jaxspeed.planner.trace.partitioning import propagate_shardings
 from jaxspeed.planner.trace.tiles import Sizes, kernel_layouts
 from jaxspeed.planner.trace.trace_ir import Scope, Value, all_ops, open_program
 from jaxspeed.tensor_parallel import best_overlap
+from jaxspeed.train.phases import BATCH, STATE, SUMS, StepPhase, over_programs
 from jaxspeed.train.program import Program
 
+_NEXT = (STATE, SUMS)  # what gradients reach: the next state, or a value for a later phase
 ONE_ROUND = (
     "assumes one round: no device sends another more than "
     f"{float(SLACK):g} times its share of the rows for experts"
@@ -29,31 +33,58 @@ ONE_ROUND = (
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """A training step as operations per loop, with the sharding of each array.
+class TracedPhase:
+    """A program of a step as operations per loop, with the sharding of each array.
 
     Attributes:
+      name: of its phase.
+      mesh: {axis: size} of the program.
       platform: "tpu", "cuda" or "cpu", for its kernels and layouts.
       operations: the operations, before shardings are propagated through them.
-      state: number of inputs that are the state, and of outputs that are the next one.
-      paths: for each input its path in (state, batch).
+      ins, outs: for each input and output the name of the step's value that it belongs to.
+      paths: for each input its path in that value.
       specs: for each input its sharding.
       in_host: for each input whether it is in host memory.
+      lasting: names of the values that are there when a step begins.
+      donates: names of the values whose buffers the results take.
+      held: values that are in memory while it runs, and that it does not read: their shapes.
     """
 
     program: Program
-    batch: Any
+    name: str
+    mesh: Mapping[str, int]
     platform: str
     operations: Scope
-    state: int
+    ins: Sequence[str]
+    outs: Sequence[str]
     paths: Sequence[Any]
     specs: Sequence[Any]
     in_host: Sequence[bool]
+    lasting: frozenset[str] = frozenset({STATE, BATCH})
+    donates: tuple[str, ...] = (STATE,)
+    held: Mapping[str, Any] = field(default_factory=dict)
+
+    def inputs_of(self, name: str) -> list[Value]:
+        """The inputs that are a value of the step."""
+        return [v for v, owner in zip(self.operations.ins, self.ins, strict=True) if owner == name]
+
+    def state_read(self) -> Iterator[str]:
+        """The paths of the state's arrays that an operation reads."""
+        read = {value for op in self.operations.ops for value in op.values}
+        for value, owner, path in zip(self.operations.ins, self.ins, self.paths, strict=True):
+            if owner == STATE and value in read:
+                yield jax.tree_util.keystr(path, simple=True, separator="/")
+
+    @cached_property
+    def donated(self) -> list[Value | None]:
+        """For each output the input whose next value it is, and whose buffer it takes."""
+        sources = {name: iter(self.inputs_of(name)) for name in self.donates}
+        return [next(sources[name], None) if name in sources else None for name in self.outs]
 
     @cached_property
     def scope(self) -> Scope:
         """The operations, with the sharding of each array."""
-        propagate_shardings(self.operations, self.specs, dict(self.program.mesh.shape))
+        propagate_shardings(self.operations, self.specs, self.mesh)
         return self.operations
 
     @cached_property
@@ -78,26 +109,48 @@ class Step:
         tiled = self.platform == "tpu"
         narrow = narrow_values(self.scope) if tiled else frozenset()
         minor = kernel_layouts(self.scope) if tiled else {}
-        return Sizes(dict(self.program.mesh.shape), tiled, narrow, self.platform == "cuda", minor)
+        return Sizes(self.mesh, tiled, narrow, self.platform == "cuda", minor)
 
     @cached_property
     def kinds(self) -> Kinds:
         """Kinds of its arrays."""
-        return Kinds(self.scope, self.state, self._vocabularies())
-
-    def _vocabularies(self) -> list[Value]:
-        """The stored copies of parameters with a vocabulary dim."""
+        models = [*self._of_models()]
         tables = {row.path for row in self.program.table if "vocab" in row.leaf.names}
-        pairs = zip(self.paths, self.scope.ins, strict=True)
-        return [
-            value
-            for path, value in pairs
-            if any(getattr(key, "key", None) in tables for key in path)
-        ]
+        return Kinds(
+            self.scope,
+            [v for v, _ in models],
+            [v for v, name in zip(self.scope.outs, self.outs, strict=True) if name in _NEXT],
+            [v for v, path in models if any(getattr(key, "key", None) in tables for key in path)],
+        )
+
+    def _of_models(self) -> Iterator[tuple[Value, Any]]:
+        """The inputs with their paths that are the state, or another model's."""
+        inputs = zip(self.scope.ins, self.ins, self.paths, strict=True)
+        return ((v, path) for v, name, path in inputs if name in self.lasting - {BATCH})
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The programs of a training step, traced.
+
+    Attributes:
+      batch: the shapes of a batch as the loss reads it, with what earlier phases add.
+      on_host: {phase: bytes that host work reads, bytes that it writes}.
+    """
+
+    program: Program
+    batch: Any
+    phases: tuple[TracedPhase, ...]
+    on_host: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def assumes(self) -> str:
+        """What the estimates take for granted of the run's data; "" if nothing."""
+        return next(filter(None, (phase.assumes for phase in self.phases)), "")
 
 
 def read_step(program: Program, batch: Any, platform: str | None = None) -> Step:
-    """Trace and partition the step of a program, on any devices, simulated ones too.
+    """Trace and partition the programs of a step, on any devices, simulated ones too.
 
     Args:
       batch: arrays or their shapes, of an entire step.
@@ -105,22 +158,67 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
     """
     program_platform = _platform(program)
     platform = platform or program_platform
-    arguments = (program.state, program.abstract_batch(program.complete(batch)))
     # JAX caches the trace for the first step on these devices: it must choose kernels that run.
-    with as_on("" if platform == program_platform else platform):
-        traced = program.step.trace(*arguments)
-    operations = open_program(traced.jaxpr, platform)
-    leaves = jax.tree_util.tree_flatten_with_path(arguments)[0]
-    return Step(
-        program,
-        arguments[1],
-        platform,
-        operations,
-        len(jax.tree.leaves(program.state)),
-        [path for path, _ in leaves],
-        [x.sharding.spec for _, x in leaves],
-        [x.sharding.memory_kind == HOST for _, x in leaves],
-    )
+    chosen = "" if platform == program_platform else platform
+    values = program.values(batch)
+    traced_phases: list[TracedPhase] = []
+
+    def results(
+        phase: StepPhase, values: Mapping[str, Any], held: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        with as_on(chosen):
+            traced = phase.trace(values)
+        written = phase.named(traced.out_info)
+        reads = {name: values[name] for name in phase.reads}
+        leaves = [
+            (name, path, leaf.sharding)
+            for name, value in reads.items()
+            for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
+        ]
+        assert phase.mesh is not None
+        traced_phase = TracedPhase(
+            program,
+            phase.name,
+            dict(phase.mesh.shape),
+            platform,
+            open_program(traced.jaxpr, platform),
+            [name for name, _, _ in leaves],
+            [name for name, value in written.items() for _ in jax.tree.leaves(value)],
+            [path for _, path, _ in leaves],
+            [sharding.spec for _, _, sharding in leaves],
+            [in_host(sharding) for _, _, sharding in leaves],
+            lasting,
+            phase.donates,
+            held,
+        )
+        traced_phases.append(traced_phase)
+        return (
+            written if phase is program.phases[-1] else _placed(written, traced_phase, phase.mesh)
+        )
+
+    lasting = frozenset(values)
+    values, on_host = over_programs(program.phases, values, results)
+    return Step(program, values[BATCH], tuple(traced_phases), on_host)
+
+
+def _placed(written: Mapping[str, Any], phase: TracedPhase, mesh: Mesh) -> Mapping[str, Any]:
+    """The shapes of a program's results with their shardings: as it sets them, or propagated."""
+    leaves, tree = jax.tree.flatten(dict(written))
+    outs = [
+        out
+        for name in sorted(written)
+        for out, owner in zip(phase.scope.outs, phase.outs, strict=True)
+        if owner == name
+    ]
+
+    def placed(leaf: Any, out: Value | None) -> jax.ShapeDtypeStruct:
+        spec = [axes or None for axes in out.spec] if out else []
+        kind = HOST if out and out.host else None
+        sharding = leaf.sharding or NamedSharding(mesh, PartitionSpec(*spec), memory_kind=kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    results: Mapping[str, Any] = jax.tree.unflatten(tree, map(placed, leaves, outs))
+    return results
 
 
 def _platform(program: Program) -> str:
