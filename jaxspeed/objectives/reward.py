@@ -50,8 +50,8 @@ class Reward(OfPairs):
         model = settings.model
         if model is not None and model.factory is not None:
             works = "A reward model is a family's decoder with a scalar head: name a family."
-            found = f"{shown('reward')} with model.factory"
-            yield Problem("objective.type", found, works, ("model.factory",))
+            shown_type = f"{shown('reward')} with model.factory"
+            yield Problem("objective.type", shown_type, works, ("model.factory",))
 
     def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
         if "targets" not in batch:  # the last token is an input too

@@ -110,7 +110,7 @@ class BeforeStep0:
     ) -> dict[str, Any]:
         """What the arrays of a split depend on."""
         config, entry = self.engine.config, compute.entry
-        given, weights = config.given, compute.program.model.weights
+        keys, weights = config.given, compute.program.model.weights
         data: list[Any] = [corpus.fingerprint, split.samples]
         if name == "held_out" and config.data.eval is not None:
             data.append(_digest(split))
@@ -119,10 +119,10 @@ class BeforeStep0:
         digest = TensorFile.open(Path(adapter).expanduser() / TENSORS).digest() if adapter else None
         key = {
             "data": data,
-            "model": [given.get("model"), config.run.seed, str(entry.model), files],
-            "adapter": [given.get("lora"), digest],
-            "objective": given.get("objective"),
-            "precision": [config.compute_dtype, given.get("torch_autocast")],
+            "model": [keys.get("model"), config.run.seed, str(entry.model), files],
+            "adapter": [keys.get("lora"), digest],
+            "objective": keys.get("objective"),
+            "precision": [config.compute_dtype, keys.get("torch_autocast")],
             "function": [entry.name, *entry.writes],
         }
         if not self.has_begun:

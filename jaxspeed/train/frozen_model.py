@@ -71,7 +71,7 @@ def _config(program: Program, section: FrozenModelSection) -> Config:
     elif config.compute_dtype != "fp32":
         keys[config.compute_dtype] = {"enabled": True}
     if section.quantize is not None:
-        keys["model"] = {"quantize": section.quantize.model_dump()}
+        keys["model"] = {"quantize": section.quantize.model_dump(exclude_unset=True)}
     return Config.load(keys)
 
 

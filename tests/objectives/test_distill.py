@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
+from jaxspeed.models import build, from_pretrained
 from tests.adapters.lora_loop import merged
 
 BATCH, SEQ, VOCAB, LR, DEVICES = 16, 16, 64, 0.02, 8
@@ -182,7 +182,7 @@ def test_check_and_the_phases_of_a_step(folder):
 
 
 def test_a_quantized_teacher_is_the_teacher_of_its_decoded_weights(folder):
-    teacher = {"pretrained": str(folder), "quantize": {"type": "int8"}}
+    teacher = {"pretrained": str(folder), "quantize": {"weights": "int8"}}
     found = [
         jaxspeed.initialize(config=config(folder, {"beta": 0.0, **of})).eval_batch(batch_of())
         for of in ({}, {"teacher": teacher})

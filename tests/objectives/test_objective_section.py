@@ -3,12 +3,12 @@
 import inspect
 
 import pytest
-from jaxspeed.models import FAMILIES, build, family
 
 import jaxspeed
 from jaxspeed.config.objective_keys import OBJECTIVES
 from jaxspeed.data import ModelLimits
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
+from jaxspeed.models import FAMILIES, build, family
 from jaxspeed.objectives import objective_of
 from jaxspeed.user_models.config_model import resolve_model
 from tests.objectives import ranking
@@ -29,7 +29,7 @@ REFUSED = {
     "misspelt name": (
         {"objective": {"type": "next_tokens"}},
         'objective.type: found "next_tokens". Needs one of next_token, masked, classification, '
-        'span_corruption, dpo, cpo, orpo, kto, or package.module:Name. Did you mean "next_token"?',
+        'span_corruption, dpo, cpo, orpo, kto, reward, distill, or package.module:Name. Did you mean "next_token"?',
     ),
     "no name": ({"objective": {"beta": 1}}, "objective.type: found nothing."),
     "no module": (

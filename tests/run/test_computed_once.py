@@ -105,7 +105,7 @@ def test_evaluation_and_check_compute_them_for_their_own_samples(ended):
     given, trainer = ended
     found = evaluate_run(source_of(given))
     assert found["eval_loss"] == pytest.approx(trainer.reached.eval_loss, rel=1e-6)
-    assert check_run(source_of(given)).passed
+    assert check_run(source_of(given)).ok
 
 
 @pytest.mark.sampled
@@ -206,7 +206,11 @@ def test_arrays_of_other_data_weights_or_settings_are_not_used(tmp_path, other):
     if other == "held out":
         apart = tmp_path / "apart.txt"
         apart.write_text("aab bab " * 40)
-        given["data"] = {**given["data"], "held_out": 0.0, "eval": {"path": str(apart)}}
+        given["data"] = {
+            **given["data"],
+            "held_out": 0.0,
+            "eval": {"source": "text", "path": str(apart)},
+        }
     open_run(source_of(given)).close()
     folder = tmp_path / "run"
     before, held_out = arrays(folder), arrays(folder, "held_out")

@@ -257,8 +257,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_bad_config_names_its_key_and_what_would_work[int8 with nowhere for its error]",
     ),
     (
-        "return self._with_targets(pad(batch, ids >= self.samples))",
-        "return self._with_targets(pad(batch, ids > self.samples))",
+        "pad(self._samples_of(there, positions), ids >= self.samples)",
+        "pad(self._samples_of(there, positions), ids > self.samples)",
         "test_a_mixture_may_hold_made_samples_beside_read_ones",
     ),
     (
