@@ -4,7 +4,8 @@ NAMES: dict[str, str] = {
     "step": "optimizer steps so far, including skipped ones; the first record has 1",
     "loss": "training loss of the step: total over weight, of the global batch",
     "weight": "denominator of the step's loss: number of tokens or samples that count",
-    "eval_loss": "held-out loss: total over weight, of all evaluated held-out batches",
+    "eval_loss": "held-out loss: total over weight, of all evaluated held-out batches; beside it "
+    "the loss function's own metrics, as eval_NAME",
     "lr": "learning rate of the step",
     "muon_lr": "with Muon, instead of lr: learning rate of the matrices that Muon updates",
     "adam_lr": "with Muon, instead of lr: learning rate of the other parameters (Adam)",

@@ -13,6 +13,7 @@ COLUMNS = {
     "accuracy": ("accuracy", ".2%"),
     "tokens": ("tokens", ","),
 }
+_NO_METRICS = ("step", "checkpoint", "ema", "eval_weight", "unigram_entropy", "files")
 
 
 def add(commands: Any) -> None:
@@ -71,3 +72,9 @@ def show(figures: dict[str, Any]) -> None:
         cells = ("-" if row.get(n) is None else format(row[n], COLUMNS[n][1]) for n in columns)
         table.add_row(escape(title), *cells)
     console.print(table, highlight=False)
+    others = {n: x for n, x in figures.items() if n not in (*COLUMNS, *_NO_METRICS)}
+    if others:
+        table = Table(box=None, show_header=False)
+        for name, value in others.items():
+            table.add_row(escape(name), f"{value:.6g}")
+        console.print(table, highlight=False)

@@ -181,9 +181,10 @@ class Recorder:
             record["peak_bytes"] = stats.get("peak_bytes_in_use", 0)
         self._write(record)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Write a record with the held-out loss and the wall time by phase."""
-        self._write({"step": step, "eval_loss": loss, **self.ledger.as_record()})
+    def evaluated(self, step: int, means: Mapping[str, float]) -> None:
+        """Write a record with the held-out loss and metrics, and the wall time by phase."""
+        held_out = {f"eval_{name}": value for name, value in means.items()}
+        self._write({"step": step, **held_out, **self.ledger.as_record()})
 
     def saved(self, step: int) -> None:
         """Write a record with the wall time by phase at the start of a save."""

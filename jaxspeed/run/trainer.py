@@ -269,8 +269,9 @@ class Trainer:
             evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
         if evaluated is None:
             return
-        self.reached.eval_loss, self.reached.eval_step = evaluated.means["loss"], self.reached.step
-        self.recorder.evaluated(self.reached.step, self.reached.eval_loss)
+        means = evaluated.means
+        self.reached.eval_loss, self.reached.eval_step = means["loss"], self.reached.step
+        self.recorder.evaluated(self.reached.step, means)
 
     def _save(self) -> None:
         """Save the current step, unless it is saved, in the background of training."""
