@@ -11,6 +11,7 @@ import pytest
 
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files, token_store
+from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import open_source
 from jaxspeed.data.tokenizer import ByteTokenizer, read_tokenizer
 from jaxspeed.errors import DataError
@@ -22,7 +23,7 @@ LINES = b'{"text": "hello world, a b c d e f"}\n' * 50
 
 
 def read(source, path):
-    return list(open_source(SourceSection(source=source, path=str(path)), None))
+    return list(open_source(SourceSection(source=source, path=str(path)), ModelLimits()))
 
 
 @pytest.mark.parametrize(("source", "name"), [("text", "a.txt.gz"), ("jsonl", "a.jsonl.gz")])
