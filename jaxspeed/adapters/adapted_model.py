@@ -5,6 +5,7 @@ adapted weight is rewritten in the traced loss (`adapt_loss.py`): the model's co
 """
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,12 @@ class AdaptedModel:
             for path, adapter in self.adapters.items()
             if adapter.dora
         }
+
+    def without_adapters(self) -> "AdaptedModel":
+        """The base, as a model of the same parameters and variables."""
+        base = copy.copy(self)
+        base.adapters = {}
+        return base
 
     def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
         base_params = {path: x for path, x in params.items() if path in self._own}

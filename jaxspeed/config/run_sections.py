@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.types import (
@@ -127,6 +127,22 @@ class Quantize(Section):
         None,
         "The modules or weights, as path patterns; by default all linear layers but the head.",
     )
+
+
+class FrozenModelSection(Section):
+    """A second model, which is not trained: a reference, a teacher. A text is its folder."""
+
+    pretrained: Text = Field(description="A Hugging Face folder, or a model's id on the hub.")
+    quantize: Quantize | None = Field(None, description="How its linear layers are stored.")
+    zero_stage: Literal[0, 3] | None = Field(
+        None, description="3 shards it over the data ranks; by default where there are several."
+    )
+    offload: Flag = Field(False, description="Whether it is in host memory between its layers.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_folder(cls, value: Any) -> Any:
+        return {"pretrained": value} if isinstance(value, str) else value
 
 
 class ModelSection(Section):

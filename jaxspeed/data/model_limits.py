@@ -101,7 +101,7 @@ def limits_of_run(
         return limits
     if objective.records == "documents":
         is_own = section is not None and section.type not in OBJECTIVES
-        return limits.with_arrays(objective.arrays) if is_own else limits
+        return limits.with_arrays(objective.data_arrays) if is_own else limits
     keys = {name: getattr(objective.options, name, None) for name in ("pairs_per_row", "kl_block")}
     pairs = PairForm(
         objective.records,

@@ -9,9 +9,15 @@ from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.reporter import ShapeLog
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.train.phases import PhasedStep
 from jaxspeed.train.program import Program
 
-NAMES = "train_batch", "eval_batch", "evaluating"  # of what compiles for a batch's shapes
+NAMES = (
+    "train_batch",
+    "eval_batch",
+    "evaluating",
+    "logprobs",
+)  # of what compiles for a batch's shapes
 
 
 class Calls:
@@ -35,7 +41,9 @@ class Calls:
         Otherwise those that are ready early wait in a collective: Gloo gives up after 30 s.
         """
         if self.new_shapes and jax.process_count() > 1:
-            if hasattr(function, "lower"):  # a step from a file is compiled
+            if isinstance(function, PhasedStep):
+                self(function.compile, state, batch)
+            elif hasattr(function, "lower"):  # a step from a file is compiled
                 self(lambda: function.lower(state, batch).compile())
             self.processes.wait("compiling")
 

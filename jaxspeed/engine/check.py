@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import without_ynnpack
 from jaxspeed.traced_loss.accumulate import Sums, micro_batch_shapes, micro_batches
 from jaxspeed.traced_loss.loss_program import LossProgram
-from jaxspeed.train.phases import BATCH, STATE, SUMS, VARIABLES, PhasedStep
+from jaxspeed.train.phases import BATCH, FIRST_ADAPTER, STATE, SUMS, VARIABLES, PhasedStep
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import Arrays, TrainState, logical_value, wide_dtype
 from jaxspeed.user_models.batches import EXTRA, WithExtra, read_batch, with_extra, zeros_of
@@ -46,13 +46,15 @@ from jaxspeed.user_models.trainable import train_rule
 
 # (state, batch) -> (reduced gradients, variables after the batch).
 Reduced = Callable[[TrainState, Any], tuple[Sums, Any]]
+Held = Mapping[str, Any]
 
 
 def check(
     program: Program,
     state: TrainState,
     batch: Any,
-    reduced_by: Callable[[Program], Reduced],
+    reduced_by: Callable[[Program, Held], Reduced],
+    held: Held,
     *,
     as_given: Any = None,
     layers: int | None = None,
@@ -62,12 +64,14 @@ def check(
 
     Args:
       batch: as the program takes it.
+      held: the values that phases read beside state and batch.
       as_given: the arrays as they were passed, which plain Flax reads.
     """
     if layers is not None or model is not None:
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
-    probe = _probe(program, reduced_by(program))
+        held = program.held(state)
+    probe = _probe(program, reduced_by(program, held))
     plain, parts = _plain(program, program.batch.accumulation), 1
     _fits(plain)
     shapes = _as_one_rank(program, batch)
@@ -78,6 +82,7 @@ def check(
     placed = jax.device_put(batch, program.batch_shardings(batch))
     state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)
+    held_by_plain = _moved_values(held, state, program, plain)
     user = batch if as_given is None else as_given
     ordered = _as_one_rank(program, user)
     order, flax_batch, evaluated = (
@@ -86,10 +91,10 @@ def check(
         for x in (shapes, ordered, user if program.on_one_mesh else ordered)
     )
     with plain.set_mesh():
-        theirs = _probe(plain, reduced_by_one(plain))(single, order)
-        placed = _prepared(program, state, placed)
+        theirs = _probe(plain, reduced_by_one(plain, held_by_plain))(single, order)
+        placed = _prepared(program, state, placed, held)
         order, flax_batch, evaluated = (
-            _prepared(plain, single, x) for x in (order, flax_batch, evaluated)
+            _prepared(plain, single, x, held_by_plain) for x in (order, flax_batch, evaluated)
         )
         flax_step = _by_flax(plain)
         lower = _lowest_dtype(plain, order)
@@ -169,7 +174,7 @@ def _by_flax(program: Program) -> Any:
     def gradients(state: TrainState, batch: Any) -> PlainGradients:
         params = _read_parameters(program.table, state)
         variables, batch = with_extra(state.variables, batch)
-        batch = jax.tree.map(program.traced_loss.cast, batch)
+        batch = program.traced_loss.cast(batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
         adapted = _adapted(program)
         flax_gradients = plain_gradients(
@@ -235,7 +240,7 @@ def _evaluated(
     def loss(state: TrainState, batch: Any, train: bool = False) -> jax.Array:
         params = _read_parameters(plain.table, state)
         variables, batch = with_extra(state.variables, batch)
-        batch = jax.tree.map(plain.traced_loss.cast, batch)
+        batch = plain.traced_loss.cast(batch)
         model: Any = plain.model
         if adapted := _adapted(plain):
             model, params = adapted.base, adapted.merged(params)
@@ -328,7 +333,7 @@ def _lowest_dtype(program: Program, batch: Any) -> str:
 
 def _draws(program: Program, batch: Any) -> bool:
     """Whether the loss of a micro-batch draws random numbers."""
-    if any(BATCH in phase.writes for phase in program.phases):
+    if program.array_phases:
         batch = PhasedStep(program.phases).shapes(program.values(batch), until=BATCH)[BATCH]
     return _traced(program, batch).draws_random_numbers
 
@@ -349,7 +354,7 @@ def _dtypes(jaxpr: Any) -> set[str]:
     return {str(aval.dtype) for aval in avals if hasattr(aval, "dtype")}
 
 
-def reduced_by_one(program: Program) -> Reduced:
+def reduced_by_one(program: Program, held: Held) -> Reduced:
     """The program's gradients, compiled separately from its update.
 
     Of a step of several phases, those that its phases write, if they do.
@@ -366,23 +371,21 @@ def reduced_by_one(program: Program) -> Reduced:
 
     compiled: Reduced = jax.jit(program.in_mesh(reduced))
     if not any(SUMS in phase.writes for phase in program.phases):
-        return lambda state, batch: compiled(state, _prepared(program, state, batch))
+        return lambda state, batch: compiled(state, _prepared(program, state, batch, held))
 
     def by_phases(state: TrainState, batch: Any) -> tuple[Sums, Any]:
         values = {STATE: jax.tree.map(jnp.copy, state), BATCH: batch}  # phases may donate the state
         with program.set_mesh():
-            values = PhasedStep(program.phases).run(values, until=SUMS)
+            values = PhasedStep(program.phases, held).run(values, until=SUMS)
         return values[SUMS], values[VARIABLES]
 
     return by_phases
 
 
-def _prepared(program: Program, state: TrainState, batch: Any) -> Any:
+def _prepared(program: Program, state: TrainState, batch: Any, held: Held) -> Any:
     """The batch with what phases before the gradients add to it."""
-    if not any(BATCH in phase.writes for phase in program.phases):
-        return batch
     with program.set_mesh():
-        return PhasedStep(program.phases).run({STATE: state, BATCH: batch}, until=BATCH)[BATCH]
+        return PhasedStep(program.array_phases, held).batch(state, batch)
 
 
 def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], StepValues]:
@@ -434,6 +437,14 @@ def _at_a_scale_without_overflow(
         if not dynamic or scale <= 1 or math.isfinite(sum(map(norm, step_values.grads.values()))):
             return state, step_values
         state = replace(state, loss_scale=state.loss_scale._replace(scale=scale / 2))
+
+
+def _moved_values(held: Held, state: TrainState, program: Program, plain: Program) -> Held:
+    """The values that phases of the plain program read beside state and batch."""
+    if FIRST_ADAPTER in held:
+        params, master = held[FIRST_ADAPTER]
+        state = replace(state, params=state.params | params, master=state.master | master)
+    return plain.held(_moved(state, program, plain))
 
 
 def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:

@@ -93,7 +93,7 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
 
 def _forward_flags(program: Program, sources: Any, step: Any, variables: Any, batch: Any) -> Flags:
     """The flags of one forward pass over the full batch."""
-    rest = (variables, jax.tree.map(program.traced_loss.cast, batch), step, jnp.int32(0))
+    rest = (variables, program.traced_loss.cast(batch), step, jnp.int32(0))
     traced = program.traced_loss.trace(rest, train=True)
     values = sources | program.table.joined(sources)
     args = [*(values[path] for path in traced.parameters), *jax.tree.leaves(rest)]

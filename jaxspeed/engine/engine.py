@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, Protocol
 
 import jax
@@ -20,6 +21,7 @@ from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.calls import Calls
 from jaxspeed.engine.gathered import Gathered
 from jaxspeed.engine.loaded_adapters import LoadedAdapters
+from jaxspeed.engine.logprobs import LogprobPrograms, Logprobs
 from jaxspeed.engine.offload_check import asks, check_moves
 from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
@@ -78,8 +80,11 @@ def watched[E: "Engine", **P, R](
 class Engine(DeepSpeedHabits):
     """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
 
+    _held: Mapping[str, Any] = MappingProxyType({})  # what a step's phases read beside the state
+
     def __init__(self, program: Program, state: TrainState) -> None:
         self._state = state
+        self._held = program.held(state)
         self._open(program, int(state.step))
 
     def _open(self, program: Program, step: int) -> None:
@@ -93,10 +98,14 @@ class Engine(DeepSpeedHabits):
         self._saver = Saver(program)
         self._adapters = LoadedAdapters(program)
         self._call = Calls(program)
+        self._phased = PhasedStep(program.phases, self._held) if program.phases_of else None
+        before = program.array_phases
+        self._before_step = PhasedStep(before, self._held) if before else None
         self._moves_checked = False
         self._gathered = Gathered(program, self._call.processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
+        self._logprobs: LogprobPrograms | None = None
         self._closing: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -183,6 +192,7 @@ class Engine(DeepSpeedHabits):
         """As `eval_batch`, with a `Metric` of each that a mean over batches would not combine."""
         once = self._gathered.now()
         placed = self._place(batch, "evaluating" if once else "eval_batch", None, extra)
+        placed = self._with_arrays(placed)
         state: Any = once.shapes if once else self.state
         evaluate = (once or self.program).evaluate
         self._call.compile_together(evaluate, state, placed)
@@ -192,6 +202,13 @@ class Engine(DeepSpeedHabits):
         self._pace.sent(metrics["loss"])
         return metrics
 
+    def _with_arrays(self, batch: Any) -> Any:
+        """The batch with what the phases before a step add to it."""
+        if not self._before_step:
+            return batch
+        self._call.compile_together(self._before_step, self._state, batch)
+        return self._call(self._before_step.batch, self._state, batch)
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Context of several calls of `eval_batch` with the same parameters.
 
@@ -200,6 +217,46 @@ class Engine(DeepSpeedHabits):
         Pipelines gather as always. On several processes each has to enter it.
         """
         return self._gathered.evaluating()
+
+    @watched("evaluate")
+    def logprobs(
+        self,
+        batch: Batch,
+        reference: bool = False,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        is_top: bool = False,
+        mean_logit: bool = False,
+    ) -> Logprobs:
+        """The log-probability of each target of a batch of tokens, and more on request.
+
+        In evaluation mode, of any number of rows that the data ranks divide; a mesh's pipeline
+        stages do not run as stages. `evaluating` is a context for several calls.
+
+        Args:
+          batch: `tokens` [batch, seq + 1] with the other arrays of `models/language.py`.
+          reference: of the base, without the adapters that `lora` trains.
+          temperature: divides the logits.
+          entropy, is_top, mean_logit: whether to compute these for each token too.
+
+        Raises:
+          ConfigError: the model predicts no next tokens, or the base's own values are not known.
+        """
+        program, state = self.runnable
+        if self._logprobs is None or self._logprobs.program is not program:
+            call = self._call if program is self.program else Calls(program)
+            self._logprobs = LogprobPrograms(program, call)
+        once = self._gathered.now()
+        requests = {
+            "temperature": float(temperature),
+            "entropy": entropy,
+            "is_top": is_top,
+            "mean_logit": mean_logit,
+        }
+        read: Any = self._call(self._gathered.of, state) if once else state
+        computed = self._logprobs(read, batch, once, reference, requests)
+        self._pace.sent(computed.sums)
+        return computed
 
     @property
     def gather_once(self) -> GatherOnce | None:
@@ -225,7 +282,7 @@ class Engine(DeepSpeedHabits):
 
     @property
     def _step(self) -> Any:
-        return self._from_file or self.program.run_step
+        return self._from_file or self._phased or self.program.step
 
     def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:
         """Call `fn(step, metrics)` every `every` steps, with metrics as numbers.
@@ -239,8 +296,8 @@ class Engine(DeepSpeedHabits):
     def wait(self) -> None:
         """Wait for all steps and saves so far, and log what is pending."""
         self._reporter.flush()
-        if isinstance(self._step, PhasedStep):
-            self._step.wait()
+        if self._phased:
+            self._phased.wait()
         jax.block_until_ready(self.state)
         self._saver.wait()
 
@@ -257,6 +314,7 @@ class Engine(DeepSpeedHabits):
         self._closing.append(fn)
 
     def _place(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> Any:
+        self.program.refuse_missing(batch)
         placed = self._call.place(batch, what, size, self._not_donated(extra))
         if self._call.new_shapes and self._watch is not None:
             self._watch.compiles()
@@ -536,6 +594,7 @@ class Engine(DeepSpeedHabits):
         The state is unchanged. If the model does not fit one device, `layers=2` (models named by
         the config) or `model=<a smaller factory>` checks a smaller one, freshly initialized.
         """
+        self.program.refuse_missing(batch)
         read = self.program.read_batch(batch, self.program.batch.train, extra)
         user_batch = jax.tree.map(
             lambda x: jnp.asarray(array_of(x, "batch") if is_tensor(x) else x),
@@ -543,17 +602,28 @@ class Engine(DeepSpeedHabits):
         )
         with self.program.set_mesh():
             return checking.check(
-                self.program, self.state, read, self.reduced_by, as_given=user_batch, **smaller
+                self.program,
+                self.state,
+                read,
+                self.reduced_by,
+                self._held,
+                as_given=user_batch,
+                **smaller,
             )
 
-    def reduced_by(self, program: Program) -> checking.Reduced:
-        """The function that computes a batch's reduced gradients as this engine does."""
-        return checking.reduced_by_one(program)
+    def reduced_by(self, program: Program, held: Mapping[str, Any]) -> checking.Reduced:
+        """The function that computes a batch's reduced gradients as this engine does.
+
+        `held` are the values that phases of such a program read beside state and batch.
+        """
+        return checking.reduced_by_one(program, held)
 
     @watched("evaluate")
     def diagnose(self, batch: Batch, extra: Any = None) -> diagnosing.Diagnosis:
         """The first non-finite input, parameter, layer or gradient for this batch."""
+        self.program.refuse_missing(batch)
         batch = self.program.read_batch(batch, self.program.batch.train, extra)
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
+        placed = self._with_arrays(placed)
         with self.program.set_mesh():
             return diagnosing.diagnose(self.program, self.state, placed)

@@ -52,7 +52,8 @@ def transfer_of(program: Program, batch: Any) -> TransferReport | None:
     offloads = recompute.on_host or recompute.offload or recompute.budget is not None
     if offloads or program.table.host_bytes_by_role():
         return transfer_in(read_step(program, batch))
-    traced = program.phases[0].trace(program.values(batch))
+    first = program.phases[len(program.array_phases)]
+    traced = first.trace(program.values(program.complete(batch)))
     recomputed = any(contains(eqn, _recomputes) for eqn in traced.jaxpr.eqns)
     if not recomputed and program.recomputes(batch):
         raise JaxspeedError(_bug("the traced step", [NO_REMAT]))

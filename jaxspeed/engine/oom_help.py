@@ -48,6 +48,10 @@ def explain_out_of_memory(program: Program, error: BaseException) -> OutOfMemory
         f"{has} at ZeRO stage {table.stage}:"
     ]
     lines += [f"  {role:<8}{bytes_text(per):>10}" for role, (_, per) in roles.items()]
+    lines += [
+        f"  {name}: {bytes_text(stored_bytes(frozen.table))}"
+        for name, frozen in program.frozen.items()
+    ]
     lines.append("the rest is activations, gathered parameters and temporary values.")
     lines += remedies(program)
     lines.append("the runtime reported: " + str(error).strip().splitlines()[0])

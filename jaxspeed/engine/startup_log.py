@@ -32,6 +32,16 @@ def log_startup(program: Program) -> None:
         log.warning("%s", note)
     for note in program.model.notes(program.traced_loss.compute_dtype):
         log.warning("%s", note)
+    for name, frozen in program.frozen.items():
+        table = frozen.table
+        device = sum(per_device for _, per_device in table.bytes_by_role().values())
+        log.info(
+            "%s: %s, frozen, %s per device%s",
+            name,
+            frozen.source.model.weights.folder.path,
+            bytes_text(device),
+            " and more in host memory" if table.host_bytes_by_role() else "",
+        )
     _log_own_axes(program)
     _log_clipping(program)
     if program.proposal is not None:

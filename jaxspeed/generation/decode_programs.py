@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.axes import sample_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.sampling_rules import draw
+from jaxspeed.objectives.model_logprobs import call_parameters
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.placement.xla_options import compiler_options
@@ -25,7 +26,7 @@ from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.staged_init import compile_ahead
 from jaxspeed.train_state.state import Arrays
-from jaxspeed.user_models.caching import cache_names, call_parameters
+from jaxspeed.user_models.caching import cache_names
 from jaxspeed.user_models.protocol import CachedModel
 
 # What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;

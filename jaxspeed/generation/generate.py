@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation.decode_programs import NO_TOKEN, ForwardPrograms
-from jaxspeed.generation.next_tokens import (
+from jaxspeed.generation.decode_steps import (
     Cached,
     OneByOne,
     Recomputed,

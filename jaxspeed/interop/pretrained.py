@@ -12,7 +12,7 @@ import numpy as np
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import Data
 from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer, tokenizer_file
-from jaxspeed.errors import DataError, PretrainedError
+from jaxspeed.errors import ConfigError, DataError, PretrainedError
 from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
 from jaxspeed.placement.codec import Codec
@@ -125,6 +125,21 @@ def tokenizer_of(weights: Any) -> Tokenizer | None:
         return None
     folder = weights.folder.path
     return read_tokenizer(folder) if tokenizer_file(folder) else None
+
+
+def refuse_other_tokenizer(tokenizer: Tokenizer | None, weights: Any, what: str) -> None:
+    """Raise ConfigError if the folder of a frozen model's weights has another tokenizer."""
+    of_folder = tokenizer_of(weights)
+    if tokenizer is None or of_folder is None or tokenizer.to_bytes() == of_folder.to_bytes():
+        return
+    sizes = tokenizer.vocab_size, of_folder.vocab_size
+    unlike = [i for i in range(min(sizes)) if tokenizer.spell([i]) != of_folder.spell([i])]
+    if unlike or sizes[0] != sizes[1]:
+        shown = min([*unlike, *(min(sizes),) * (sizes[0] != sizes[1])])
+        raise ConfigError(
+            f"{what} has another tokenizer than the model that trains: its token {shown} is "
+            f"{of_folder.spell([shown])!r}, not {tokenizer.spell([shown])!r}"
+        )
 
 
 def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:

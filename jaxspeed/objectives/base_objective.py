@@ -60,6 +60,11 @@ class Objective(ABC):
         """The arrays that passes without gradient add to a batch before the loss, in this order."""
         return ()
 
+    @property
+    def data_arrays(self) -> set[str]:
+        """The names of `arrays` that the data have: those that are not computed."""
+        return {*self.arrays}.difference(*(entry.writes for entry in self.computed()))
+
     def tokens(self, sample: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:
         """Number of tokens of a sample, from its arrays' shapes; None: as the data have it."""
         return None

@@ -58,13 +58,26 @@ def model_logprobs(
         options = {"soft_cap": model.logit_soft_cap, "chunk": model.vocab_chunk}
         scored = ops.token_logprobs(hidden, model.head_weight, p.targets, **options, **requests)
         return ModelLogprobs(scored, p, auxiliary, metrics)
-    accepted = inspect.signature(model).parameters
     passed = {name: x for name, x in context.items() if x is not None}
-    if unread := [name for name in passed if name not in accepted]:
+    accepted = call_parameters(model)
+    any_name = any(x.kind is x.VAR_KEYWORD for x in accepted.values())
+    if unread := [name for name in passed if name not in accepted and not any_name]:
         raise ModelError(
             f"the batch has {' and '.join(unread)}, which the model does not take: it should be "
             "called as model(tokens, segment_ids=..., positions=...), or get rows of one document"
         )
     logits = model(p.tokens, **passed)
     logits = logits[0] if isinstance(logits, tuple) else logits
+    shape = getattr(logits, "shape", None)
+    if shape is None or len(shape) != 3 or shape[:2] != p.tokens.shape:
+        raise ModelError(
+            f"log-probabilities are read from model(tokens), which returned {shape or type(logits)}"
+            f" for tokens {p.tokens.shape}: a language model returns logits [batch, seq, vocab]"
+        )
     return ModelLogprobs(ops.logit_logprobs(logits, p.targets, **requests), p, None, {})
+
+
+def call_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the call of a model as a loss gets it."""
+    call = getattr(model, "calls", None) or type(getattr(model, "module", model)).__call__
+    return inspect.signature(call).parameters

@@ -22,6 +22,7 @@ from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.memory_precheck import refuse_attention, warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
+from jaxspeed.interop.pretrained import refuse_other_tokenizer, tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
@@ -211,7 +212,7 @@ class LocalServedEngine(ServedEngine):
         here = jax.device_put((params, variables), device)
         return self._bound(worker, *here)
 
-    def reduced_by(self, program: Program) -> checking.Reduced:
+    def reduced_by(self, program: Program, held: Mapping[str, Any]) -> checking.Reduced:
         """The gradients of one synchronous step of such a program."""
         assert isinstance(program, LocalProgram)
 
@@ -264,6 +265,9 @@ def engine_of(
         program = build(
             config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
         )
+        tokenizer = tokenizer_of(program.model.weights) if program.frozen else None
+        for name, frozen in program.frozen.items():
+            refuse_other_tokenizer(tokenizer, frozen.model.weights, name)
         if config.run.executable is not None:
             # Reports a bad file before anything is allocated.
             read_identity(config.run.executable, trusted=config.run.trust_executable)

@@ -27,7 +27,7 @@ from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker import WorkerStep
 from jaxspeed.placement.mesh import build_mesh, checked_devices
-from jaxspeed.placement.paths import counted
+from jaxspeed.placement.paths import counted, listed
 from jaxspeed.placement.precision import dtype_named
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.placement.show import bytes_text
@@ -63,6 +63,14 @@ class ServedProgram(Program):
     workers: int
     servers: int
     rule: Rule
+
+    def __post_init__(self) -> None:
+        if self.computed_arrays:
+            names = listed([name for entry in self.computed_arrays for name in entry.writes])
+            raise ConfigError(
+                f"objective: it reads {names}, which a program of all devices computes, and "
+                'parallel.data_reduction "parameter_server" has none; write "xla"'
+            )
 
     @property
     def ranks(self) -> int:

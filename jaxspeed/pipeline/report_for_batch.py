@@ -66,7 +66,7 @@ def _carry(
     assert stack is not None
 
     micro = micro_batch_shapes(batch, micro_batches)
-    cast_micro = jax.tree.map(lambda x: jax.eval_shape(traced_loss.cast, x), micro)
+    cast_micro = jax.eval_shape(traced_loss.cast, micro)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = traced_loss.trace((shapes, cast_micro, index, index), train=True)

@@ -109,10 +109,15 @@ class Stage:
         """The arguments of `run`: weights, context, first layer, carry."""
         of_step, batch = context
         micro = jnp.maximum(work.micro, 0)
-        cast = self.split.traced_loss.cast
-        inputs = of_step | {i: cast(at(x, micro)) for i, x in batch.items()} | {self._micro: micro}
+        inputs = of_step | {i: self._read(i, at(x, micro)) for i, x in batch.items()}
+        inputs[self._micro] = micro
         reads = [inputs[i] for i in self.split.parts.context_reads]
         return [*self.chunk(weights, work), *reads, self.first_layer(number, work), *carry]
+
+    def _read(self, i: int, x: jax.Array) -> jax.Array:
+        """An array of a micro-batch in the dtype of the parts' input."""
+        dtype = self.split.parts.inputs[i].aval.dtype
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def chunk(self, weights: Values, work: StageWork) -> Values:
         """A stage's weights of one chunk, [layers, ...] each."""

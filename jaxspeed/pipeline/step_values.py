@@ -80,7 +80,7 @@ class SplitStep:
         """The shapes of one micro-batch as the loss reads it."""
 
         def first(micro: Any) -> Any:
-            return jax.tree.map(lambda x: self.traced_loss.cast(x[0]), micro)
+            return self.traced_loss.cast(jax.tree.map(lambda x: x[0], micro))
 
         return jax.eval_shape(first, jax.tree.map(_shape, self.micro))
 
@@ -147,7 +147,7 @@ class SplitStep:
 
         `written` are variables after the micro-batches before it.
         """
-        batch = jax.tree.map(lambda x: self.traced_loss.cast(at(x, micro)), self.micro)
+        batch = self.traced_loss.cast(jax.tree.map(lambda x: at(x, micro), self.micro))
         variables = {**self.variables, **(written or {})}
         rest = jax.tree.leaves((variables, batch, jnp.asarray(self.step), micro))
         return [

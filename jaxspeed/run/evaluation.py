@@ -17,7 +17,9 @@ from jaxspeed.errors import DataError
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objectives import WithoutWeight, objective_of
 from jaxspeed.objectives.terms_and_metrics import TOTALS, Metric
+from jaxspeed.train.phases import BATCH
 from jaxspeed.train_state.staged_init import compile_ahead
+from jaxspeed.user_models.batches import with_extra
 
 log = logging.getLogger("jaxspeed")
 
@@ -105,14 +107,18 @@ def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
     if not program.on_one_mesh or not count:  # several programs, or an error of the evaluation
         return lambda: None
     shapes = held_out.shapes(count, pad)
-    batch = program.abstract_batch(program.read_batch(shapes, None, abstract=True))
-    once = engine.gather_once
+    values = program.values(program.read_batch(shapes, None, abstract=True))
+    once, waits = engine.gather_once, list[Callable[[], Any]]()
     with program.set_mesh(), paused_collector():
-        if once is None:
-            return compile_ahead(program.mesh, program.evaluate, engine.state, batch)
-        gathers = once.compile_ahead()
-        evaluates = compile_ahead(program.mesh, once.evaluate, once.shapes, batch)
-        return lambda: (gathers(), evaluates())
+        for phase in program.array_phases:
+            read = [values[name] for name in phase.reads]
+            waits.append(compile_ahead(program.mesh, phase.function, *read))
+            values[BATCH] = program.abstract_batch(jax.eval_shape(phase.function, *read))
+        if once is not None:
+            waits.append(once.compile_ahead())
+        evaluate, state = (once.evaluate, once.shapes) if once else (program.evaluate, engine.state)
+        waits.append(compile_ahead(program.mesh, evaluate, state, values[BATCH]))
+        return lambda: [wait() for wait in waits]
 
 
 def _pads(engine: Engine) -> WithoutWeight | None:
@@ -171,7 +177,9 @@ def _shared(engine: Engine, held_out: Split) -> int:
 
 def _rest(engine: Engine, batch: Any) -> tuple[Any, ...]:
     """What a loss is traced for, beside the parameters."""
-    return engine.program.state.variables, batch, jnp.asarray(0), jnp.asarray(0)
+    program = engine.program
+    variables, batch = with_extra(program.state.variables, program.complete(batch))
+    return variables, batch, jnp.asarray(0), jnp.asarray(0)
 
 
 def _is_sum(engine: Engine, batch: Any) -> bool:

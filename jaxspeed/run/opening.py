@@ -29,7 +29,8 @@ def show_opening(console: Console, trainer: Trainer) -> None:
         meanwhile = trainer.sample.compile if trainer.sample else None
         compiled = engine.compiled(trainer.example(), meanwhile=meanwhile)
     console.print(compiled)
-    console.print(memory_line(program, compiled.temp_bytes), highlight=False)
+    temp_bytes = max(report.temp_bytes for report in (compiled, *compiled.others.values()))
+    console.print(memory_line(program, temp_bytes), highlight=False)
     console.print()
 
 
@@ -50,9 +51,11 @@ def memory_line(
     program: Program, temp_bytes: int | None = None, target: Target | None = None
 ) -> str:
     """Memory of the state, and of temporary values if known; memory of the devices."""
-    total = sum(total for total, _ in program.table.bytes_by_role().values())
+    tables = [program.table, *(frozen.table for frozen in program.frozen.values())]
+    total = sum(total for table in tables for total, _ in table.bytes_by_role().values())
     limit = target.chip.memory if target else device_limit(program)
-    offloaded = sum(program.table.host_bytes_by_role().values())
+    offloaded = sum(sum(table.host_bytes_by_role().values()) for table in tables)
+    per_device = sum(map(stored_bytes, tables))
     host = f" and {bytes_text(offloaded)} in host memory" if offloaded else ""
     if limit:
         has = f"{bytes_text(limit)} per device"
@@ -63,7 +66,7 @@ def memory_line(
     if temp_bytes is not None:
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
     return (
-        f"needed: {bytes_text(total)} of state in total, {bytes_text(stored_bytes(program.table))} "
+        f"needed: {bytes_text(total)} of state in total, {bytes_text(per_device)} "
         f"per {program.holder}{host} (from the table){temp}; available: {has}"
     )
 

@@ -23,7 +23,7 @@ from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, to
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError, DataError
-from jaxspeed.interop.pretrained import data_section
+from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.objectives import objective_of
@@ -192,6 +192,8 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             unseen,
         )
     engine = source.engine()
+    for name, frozen in engine.program.frozen.items():
+        refuse_other_tokenizer(corpus.tokenizer, frozen.model.weights, name)
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program, engine.excludes_frozen())
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)

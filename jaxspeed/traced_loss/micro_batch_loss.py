@@ -71,6 +71,7 @@ class MicroBatchLoss:
     exchange: Exchange = BY_CONSTRAINT  # gathers the units' parameters
     autocast: Autocast | None = None  # of the traced loss, operation by operation
     sequence: SequenceSettings = field(default_factory=SequenceSettings)
+    in_fp32: Sequence[str] = ()  # the batch's arrays that are not converted
 
     def with_exchange(self, exchange: Exchange) -> "MicroBatchLoss":
         """Copy with another exchange, and the same traces."""
@@ -114,7 +115,7 @@ class MicroBatchLoss:
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
-        batch = jax.tree.map(self.cast, batch)
+        batch = self.cast(batch)
         variables = self.with_squares(sources, variables)
         sources = {row.path: self.given(row, sources[row.path]) for row in self.table}
         rest = (variables, batch, jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32))
@@ -179,13 +180,13 @@ class MicroBatchLoss:
         """
 
         def first(micro: Any) -> Any:
-            return jax.tree.map(lambda x: self.cast(x[0]), micro)
+            return self.cast(jax.tree.map(lambda x: x[0], micro))
 
         micro_batch = jax.eval_shape(first, micro)
         program = self.trace((variables, micro_batch, jnp.asarray(step), jnp.asarray(0)), train)
         if not program.loss_outputs.terms:
             return None
-        weights = jax.vmap(lambda batch: weights_of(program, jax.tree.map(self.cast, batch)))(micro)
+        weights = jax.vmap(lambda batch: weights_of(program, self.cast(batch)))(micro)
         means: TermWeights = jax.tree.map(lambda x: x.mean(0), weights)
         return means
 
@@ -270,7 +271,7 @@ class MicroBatchLoss:
         return self._rewritten(self._trace_of(variables, batch))
 
     def _trace_of(self, variables: Arrays, batch: Any) -> LossProgram:
-        batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
+        batch = jax.eval_shape(self.cast, batch)
         first = jnp.asarray(0)
         return self.trace((variables, batch, first, first), train=True)
 
@@ -347,7 +348,7 @@ class MicroBatchLoss:
         for adapter in self.measured.values():
             squares = jax.ShapeDtypeStruct(adapter.outputs, jnp.float32)
             variables[adapter.leaf("squares")] = squares
-        return variables, jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
+        return variables, jax.eval_shape(self.cast, batch)
 
     def by_parts(
         self,
@@ -377,10 +378,16 @@ class MicroBatchLoss:
         size = sizes.pop() if len(sizes) == 1 else None
         return size if size and size % self.table.ranks == 0 else None
 
-    def cast(self, x: Any) -> Any:
-        if self.compute_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return x.astype(self.compute_dtype)
+    def cast(self, batch: Any) -> Any:
+        """A batch in the compute dtype, but for the arrays of `in_fp32`."""
+
+        def cast(keys: tuple[Any, ...], x: Any) -> Any:
+            wide = any(getattr(key, "key", None) in self.in_fp32 for key in keys)
+            if self.compute_dtype is None or wide or not jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+            return x.astype(self.compute_dtype)
+
+        return jax.tree_util.tree_map_with_path(cast, batch)
 
     def stored(self, row: Row) -> ShardedParam:
         stored = ShardedParam(

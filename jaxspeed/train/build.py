@@ -21,6 +21,7 @@ from jaxspeed.config.zero_section import Zero
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.weight_uses import Uses
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
+from jaxspeed.objectives import objective_of
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
@@ -53,6 +54,7 @@ from jaxspeed.tensor_parallel import (
 from jaxspeed.traced_loss.autocast import autocast_of
 from jaxspeed.traced_loss.loss_program import LossProgram
 from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
+from jaxspeed.train.array_phases import with_array_phases
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
@@ -80,12 +82,14 @@ def build_program(
     exchange: Exchange = BY_CONSTRAINT,
     saved: SavedAdapter | None = None,
     other_names: Callable[[Mapping[str, Any]], OtherNames] | None = None,
+    frozen_on: Mesh | None = None,
 ) -> Program:
     """The program of a run on one mesh.
 
     `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded;
     `saved` is the adapter that `lora.adapter` names; `other_names` are those that the section
-    `lora` may have for parameters of these shapes, beside the model's own.
+    `lora` may have for parameters of these shapes, beside the model's own; `frozen_on` is the mesh
+    of the program beside which this one has a model that is not trained at all.
 
     `parameter_server.build` takes any config, those with a parameter server too.
     """
@@ -93,13 +97,15 @@ def build_program(
     assert parallel.data_reduction != "parameter_server"
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
-    mesh = _mesh_of(config.mesh.model_dump(), devices, _offload_keys(config))
+    mesh = frozen_on or _mesh_of(config.mesh.model_dump(), devices, _offload_keys(config))
     batch = config.batch_on(mesh.shape)
     _check_parts(parallel.batch_parts, batch, mesh)
 
     build = partial(build_program, saved=saved, other_names=other_names)
     source = BuildInputs(build, model, optimizer, example_batch, trainable, init_with)
     read = _read_model(config, mesh, source, loss_fn, saved, other_names)
+    if frozen_on is None and not any(leaf.trainable for leaf in read.leaves):
+        raise ModelError(_nothing_trained(read.leaves))
     placed = _placed(config, mesh, read, optimizer, codecs)
     table, chosen = placed.table, placed.optimizer
     traced_loss = _traced_loss_of(config, read.model, loss_fn, table, exchange)
@@ -118,7 +124,8 @@ def build_program(
     gradients = _gradients_of(
         parallel, traced_loss, batch.accumulation, placed.ring, config.pipeline_recompute
     )
-    return Program(config, batch, traced_loss, gradients, update, source, read.proposal)
+    program = Program(config, batch, traced_loss, gradients, update, source, read.proposal)
+    return with_array_phases(program)
 
 
 class _ReadModel(NamedTuple):
@@ -297,19 +304,19 @@ def _offload_keys(config: Config) -> list[str]:
     return [key for key, on in asked.items() if on]
 
 
+def _nothing_trained(leaves: Sequence[Leaf]) -> str:
+    if not leaves:
+        return "the model has no floating parameters"
+    return f"the model has no trained parameters ({len(leaves)} floating ones, all frozen)"
+
+
 def _check_patterns(
     full_precision: Sequence[str],
     in_fp32: Sequence[str],
     leaves: Sequence[Leaf],
     variables: Iterable[str],
 ) -> None:
-    """Raise where a pattern of the config matches no parameter, or none is trained."""
-    if not any(leaf.trainable for leaf in leaves):
-        raise ModelError(
-            f"the model has no trained parameters ({len(leaves)} floating ones, all frozen)"
-            if leaves
-            else "the model has no floating parameters"
-        )
+    """Raise where a pattern of the config matches no parameter."""
     paths = [path for leaf in leaves for path in leaf.paths]
     check_patterns("parallel.full_precision", full_precision, paths)
     for name in in_fp32:
@@ -412,7 +419,7 @@ def _traced_loss_of(
     """The loss of a micro-batch, with all that rewrites it."""
     parallel, safe = config.parallel, config.torch_autocast.lower_precision_safe_modules
     platform = table.mesh.devices.flat[0].platform
-    overlap = config.tensor_overlap
+    overlap, objective = config.tensor_overlap, objective_of(loss_fn)
     return MicroBatchLoss(
         model,
         loss_fn,
@@ -428,6 +435,7 @@ def _traced_loss_of(
         exchange,
         autocast_of(DTYPES[config.compute_dtype], safe, table) if config.autocasts else None,
         _sequence_of(parallel, config.recompute),
+        () if objective is None else objective.in_fp32,
     )
 
 

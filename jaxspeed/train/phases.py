@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 STATE, BATCH, METRICS = "state", "batch", "metrics"
+FIRST_ADAPTER = "first adapter"  # (params, masters), as a run began
 SUMS, VARIABLES = "sums", "variables"  # what `Program.gradients` returns
 
 
@@ -59,10 +60,13 @@ class StepPhase:
 
 
 class PhasedStep:
-    """`state, metrics = step(state, batch)`, phase by phase."""
+    """`state, metrics = step(state, batch)`, phase by phase.
 
-    def __init__(self, phases: Sequence[StepPhase]) -> None:
-        self._phases = tuple(phases)
+    `held` are further values that are there when a step begins, such as a frozen model's.
+    """
+
+    def __init__(self, phases: Sequence[StepPhase], held: Mapping[str, Any] | None = None) -> None:
+        self._phases, self._held = tuple(phases), dict(held or {})
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[Any]] = []
 
@@ -70,13 +74,17 @@ class PhasedStep:
         values = self._run({STATE: state, BATCH: batch}, None)
         return _arrived(values[STATE]), _arrived(values[METRICS])
 
+    def batch(self, state: Any, batch: Any) -> Any:
+        """The batch with what the phases add to it."""
+        return _arrived(self._run({STATE: state, BATCH: batch}, BATCH)[BATCH])
+
     def run(self, values: Mapping[str, Any], until: str) -> dict[str, Any]:
         """The values after the last phase that writes `until`."""
         return {name: _arrived(value) for name, value in self._run(values, until).items()}
 
     def _run(self, values: Mapping[str, Any], until: str | None) -> dict[str, Any]:
         """The same; those of host work are functions that wait for it."""
-        known = dict(values)
+        known = {**self._held, **values}
         for phase in self._until(until):
             if phase.donates:  # host work, of the step before too, may still read these arrays
                 self.wait()
@@ -100,9 +108,19 @@ class PhasedStep:
             )
         return known
 
+    def compile(self, state: Any, batch: Any) -> None:
+        """Compile all programs for values of these shapes."""
+        known = {**self._held, STATE: state, BATCH: batch}
+        for phase in self._phases:
+            if phase.on_host:
+                known |= phase.shapes_written(known)
+            else:
+                traced = phase.trace(known)
+                known |= phase.named(shapes_after(traced.lower().compile(), traced))
+
     def _until(self, name: str | None) -> Sequence[StepPhase]:
         writers = [i for i, phase in enumerate(self._phases) if name in phase.writes]
-        return self._phases[: max(writers) + 1] if name else self._phases
+        return self._phases[: max(writers, default=-1) + 1] if name else self._phases
 
     def wait(self) -> None:
         """Wait for all host work, and raise what it raised."""

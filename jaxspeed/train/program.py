@@ -5,22 +5,27 @@ only: the engine runs the same programs that a compile for absent hardware measu
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
+from jaxspeed.config.run_sections import FrozenModelSection
+from jaxspeed.errors import BatchError
+from jaxspeed.objectives import objective_of
+from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.terms_and_metrics import results, totals
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
 from jaxspeed.placement.batch_dims import batch_specs, check_sequence_dims
 from jaxspeed.placement.mesh import in_mesh
-from jaxspeed.placement.paths import counted
+from jaxspeed.placement.paths import counted, listed
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.remat.residual_report import ResidualReport
@@ -30,7 +35,7 @@ from jaxspeed.traced_loss.accumulate import micro_batch_shapes, per_weight
 from jaxspeed.traced_loss.loss import Loss
 from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train.gradients import Gradients
-from jaxspeed.train.phases import BATCH, METRICS, STATE, PhasedStep, StepPhase
+from jaxspeed.train.phases import BATCH, FIRST_ADAPTER, METRICS, STATE, StepPhase
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer
@@ -67,6 +72,9 @@ class Program:
     source: BuildInputs
     proposal: ShardingProposal | None = None  # of the sharding over `tensor`, if inferred
     phases_of: Callable[["Program"], Sequence[StepPhase]] | None = None  # of a step of several
+    completed: Callable[["Program", Any, bool], Any] | None = None  # what `complete` computes
+    # The models beside it that phases read, which are not trained, by the names of their states.
+    frozen: Mapping[str, "Program"] = field(default_factory=dict)
 
     @property
     def table(self) -> PlacementTable:
@@ -123,14 +131,74 @@ class Program:
         names = (STATE, BATCH), (STATE, METRICS), (STATE,)
         return (StepPhase("step", self.step, *names, mesh=self.mesh),)
 
+    @property
+    def array_phases(self) -> tuple[StepPhase, ...]:
+        """The first phases, which add arrays to the batch."""
+        writers = [i for i, phase in enumerate(self.phases) if BATCH in phase.writes]
+        return self.phases[: max(writers) + 1] if writers else ()
+
     def values(self, batch: Any) -> dict[str, Any]:
         """The shapes of the values with which a step begins, from those of a global batch."""
-        return {STATE: self.state, BATCH: self.abstract_batch(batch)}
+        of_frozen: dict[str, Any] = {name: x.state for name, x in self.frozen.items()}
+        if self.reads_first_adapter:
+            of_frozen[FIRST_ADAPTER] = self.adapter_of(self.state)
+        return {
+            STATE: self.state,
+            BATCH: self.abstract_batch(self.complete(batch, True)),
+            **of_frozen,
+        }
+
+    def complete(self, batch: Any, stored_alone: bool = False) -> Any:
+        """The shapes of a batch, with those of the arrays that its objective computes.
+
+        Those of all arrays, or of those that are computed once and stored with the data.
+        """
+        return self.completed(self, batch, stored_alone) if self.completed else batch
+
+    def refuse_missing(self, batch: Any) -> None:
+        """Raise BatchError if a batch lacks an array that is computed once, before a run."""
+        samples = batch.samples if isinstance(batch, WithExtra) else batch
+        for entry in self.computed_arrays if isinstance(samples, Mapping) else ():
+            missing = [name for name in entry.writes if name not in samples]
+            if entry.once and missing:
+                raise BatchError(
+                    f"the batch lacks {listed(missing)}, which the objective reads: it is computed "
+                    "once for the data, before a run. engine.logprobs(batch, reference=True) "
+                    'computes log-probabilities; objective.reference "each_step" does in each step'
+                )
 
     @functools.cached_property
-    def run_step(self) -> Any:
-        """`state, metrics = run_step(state, batch)`: all phases; donates the state."""
-        return PhasedStep(self.phases) if self.phases_of else self.step
+    def computed_arrays(self) -> tuple[ComputedArrays, ...]:
+        """What the objective adds to batches, once or in each step."""
+        objective = objective_of(self.traced_loss.loss_fn)
+        if objective is None:
+            return ()
+        if (frozen := getattr(objective.options, "reference_model", None)) is None:
+            return tuple(objective.computed())
+        section = FrozenModelSection.model_validate(frozen)
+        return tuple(
+            replace(entry, model=section) if entry.model == "reference" else entry
+            for entry in objective.computed()
+        )
+
+    def held(self, state: TrainState) -> dict[str, Any]:
+        """The values beside state and batch with which each step begins, for a fresh state."""
+        values: dict[str, Any] = {name: x.init(0) for name, x in self.frozen.items()}
+        if self.reads_first_adapter:
+            values[FIRST_ADAPTER] = jax.tree.map(jnp.copy, self.adapter_of(state))
+        return values
+
+    @property
+    def reads_first_adapter(self) -> bool:
+        """Whether a phase reads the adapter with which a run began."""
+        return any(FIRST_ADAPTER in phase.reads for phase in self.phases)
+
+    def adapter_of(self, state: TrainState) -> tuple[Any, Any]:
+        """(params, masters) of a state's adapters."""
+        paths = {row.path for row in self.table if row.leaf.adapts}
+        stored = state.params, state.master
+        params, master = ({p: x for p, x in part.items() if p in paths} for part in stored)
+        return params, master
 
     @property
     def in_this_process(self) -> bool:
@@ -282,7 +350,7 @@ class Program:
             return None
         report = self.in_mesh(pipeline_report)
         stages_report: PipelineReport = report(
-            pipeline, *with_extra(self.model.variables, batch), micro_batches
+            pipeline, *with_extra(self.model.variables, self.complete(batch)), micro_batches
         )
         return stages_report
 
@@ -290,7 +358,7 @@ class Program:
         """The residuals that units save; None where the config sets no rematerialization."""
         if self.pipeline:  # stages save their inputs too: `PipelineReport` includes them
             return None
-        variables, batch = with_extra(self.model.variables, batch)
+        variables, batch = with_extra(self.model.variables, self.complete(batch))
         micro = micro_batch_shapes(batch, self.batch.accumulation)
         report: ResidualReport | None = self.in_mesh(self.traced_loss.kept)(variables, micro)
         return report
@@ -300,7 +368,7 @@ class Program:
 
         Raises ConfigError with all problems if it cannot run as the config says.
         """
-        variables, batch = with_extra(self.model.variables, batch)
+        variables, batch = with_extra(self.model.variables, self.complete(batch))
         micro = micro_batch_shapes(batch, self.batch.accumulation)
         report: AttentionReport | None = self.in_mesh(self.traced_loss.attention)(variables, micro)
         return report
@@ -309,7 +377,7 @@ class Program:
         """Whether a unit has a backward pass, in which the config's remat has an effect."""
         if self.pipeline:
             return True
-        variables, batch = with_extra(self.model.variables, batch)
+        variables, batch = with_extra(self.model.variables, self.complete(batch))
         micro = micro_batch_shapes(batch, self.batch.accumulation)
         is_recomputed: bool = self.in_mesh(self.traced_loss.recomputes)(variables, micro)
         return is_recomputed

@@ -172,6 +172,6 @@ def traced_example(
     single_device = build_mesh({}, list(mesh.devices.flat[:1]))
     traced_loss = MicroBatchLoss(model, loss_fn, build_table(model.leaves, single_device), dtype)
     variables, batch = with_extra(model.variables, example_shapes(example_batch))
-    batch = jax.tree.map(lambda x: jax.eval_shape(traced_loss.cast, x), batch)
+    batch = jax.eval_shape(traced_loss.cast, batch)
     index = jnp.zeros((), jnp.int32)
     return traced_loss.trace((variables, batch, index, index), train=True)

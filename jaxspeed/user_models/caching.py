@@ -6,12 +6,13 @@ it has a mode `decode` in which calls fill the collection `cache` (Linen).
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxspeed.objectives.model_logprobs import call_parameters
 
 # Dims of a cache's keys and values, the last ones of their arrays, by the names that Flax gives
 # these arrays. Other arrays of a cache are replicated.
@@ -23,12 +24,6 @@ def cache_names(path: str, dims: int) -> tuple[str | None, ...]:
     """Logical names of the dims of an array of a cache."""
     names = CACHE_DIMS.get(path.rpartition("/")[2], ())
     return (*[None] * (dims - len(names)), *names) if dims >= len(names) else (None,) * dims
-
-
-def call_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the call of a model as a loss gets it."""
-    call = getattr(model, "calls", None) or type(getattr(model, "module", model)).__call__
-    return inspect.signature(call).parameters
 
 
 def create_caches(module: nnx.Module, rows: int, length: int, dtype: Any) -> bool | None:

@@ -130,6 +130,16 @@ def family_sizes(config: Config) -> Any:
     return _built(config, {}).config
 
 
+def family_objective(config: Config, model: Any) -> str | None:
+    """The name of the objective that a resolved model's family has; None for other models."""
+    if isinstance(model, Pretrained):
+        return model.objective
+    if config.model is None or config.model.factory is not None:
+        return None
+    name: str = _built(config, {}).objective
+    return name
+
+
 def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
     # By name, so that the package imports no model of its own.
     families = importlib.import_module("jaxspeed.models")

@@ -17,7 +17,7 @@ from jaxspeed import models
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Generator, Request, Sampling
-from jaxspeed.generation.next_tokens import short_start
+from jaxspeed.generation.decode_steps import short_start
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.user_models.config_model import resolve_model

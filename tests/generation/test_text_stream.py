@@ -7,7 +7,7 @@ import pytest
 from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Request
-from jaxspeed.generation.next_tokens import bucket, first_seen
+from jaxspeed.generation.decode_steps import bucket, first_seen
 from jaxspeed.generation.text import TextStream
 
 pytestmark = pytest.mark.fast

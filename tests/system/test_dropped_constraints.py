@@ -33,6 +33,7 @@ ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACE
 ELSEWHERE |= {*test_partitioned_residuals.SITES}
 ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 ELSEWHERE |= {"unit.step"}  # test_torus_gather.py
+ELSEWHERE |= {"computed_arrays"}  # tests/engine/test_logprobs.py
 ELSEWHERE |= {"squares"}  # tests/adapters/test_dora_norms.py
 ELSEWHERE |= {"sequence", "unit.sum", "lookup.positions"}  # tests/sequence/test_left_to_xla.py
 ELSEWHERE |= {"windows"}  # tests/sequence/test_windows.py

@@ -471,4 +471,14 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "return program",
         "test_a_loss_that_once_was_wrong_is_right[trained weight]",
     ),
+    (
+        "self.program, arrays, adapters=not reference, once=once",
+        "self.program, arrays, once=once",
+        "test_the_reference_is_the_base_without_adapters[ZeRO 3]",
+    ),
+    (
+        '"temperature": float(temperature),',
+        '"temperature": 1.0,',
+        "test_they_are_those_of_the_logits[pipe 2, ZeRO 1]",
+    ),
 ]

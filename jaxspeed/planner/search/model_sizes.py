@@ -72,7 +72,7 @@ def sizes_of(program: Program, sample: Any) -> ModelSizes:
 
 def _sizes(program: Program, sample: Any) -> ModelSizes:
     traced_loss, table = program.traced_loss, program.table
-    batch = jax.tree.map(lambda x: jax.eval_shape(traced_loss.cast, x), sample)
+    batch = jax.eval_shape(traced_loss.cast, program.complete(sample))
     first = jnp.asarray(0)
     traced = traced_loss.trace((program.model.variables, batch, first, first), train=True)
     jaxpr = traced.closed.jaxpr

@@ -105,7 +105,7 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
     """
     program_platform = _platform(program)
     platform = platform or program_platform
-    arguments = (program.state, program.abstract_batch(batch))
+    arguments = (program.state, program.abstract_batch(program.complete(batch)))
     # JAX caches the trace for the first step on these devices: it must choose kernels that run.
     with as_on("" if platform == program_platform else platform):
         traced = program.step.trace(*arguments)
