@@ -157,7 +157,7 @@ def chats_in(
         return Chats(name, record_files, source.format, True)
     there = first_names(record_files[0]) if names is None else [*names]
     if pairs is not None:
-        return Chats(name, record_files, _preferences(name, there or [], source, pairs), True)
+        return Chats(name, record_files, _preferences(name, there or [], source), True)
     kind = None if there is None else format_of(there)
     if there is None or kind is None:
         return None
@@ -173,25 +173,17 @@ def chats_in(
     return Chats(name, record_files, kind, False)
 
 
-def _preferences(
-    name: str, names: Sequence[str], source: SourceSection, pairs: PairForm
-) -> PreferenceFormat:
+def _preferences(name: str, names: Sequence[str], source: SourceSection) -> PreferenceFormat:
     if source.format is not None:
         raise DataError(
             f"data.format: {source.format}, but the objective reads preferences, which show in the "
             "fields of records; leave it out"
         )
     kind = preference_format(names)
-    wanted = "prompt, chosen and rejected, or chosen and rejected"
-    if kind == "unpaired" and pairs.records == "preference":
-        raise DataError(
-            f"data: {name} holds completions with a label, but the objective reads pairs: {wanted};"
-            ' "kto" reads labels'
-        )
     if kind is None:
-        labels = "" if pairs.records == "preference" else "; or prompt, completion and label"
         raise DataError(
-            f"data: {name} holds no preferences, which the objective reads: {wanted}{labels}; the "
-            f"fields of its first record: {', '.join(map(str, names)) or 'none'}"
+            f"data: {name} holds no preferences, which the objective reads: records of prompt, "
+            "chosen and rejected, or of prompt, completion and label; the fields of its first "
+            f"record: {', '.join(map(str, names)) or 'none'}"
         )
     return kind

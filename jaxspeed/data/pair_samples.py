@@ -96,9 +96,6 @@ class Sequences(NamedTuple):
     lengths: np.ndarray  # likewise
     values: np.ndarray  # fp32 [pairs]: margins; of completions with a label 1 or -1
 
-    def of(self, chosen: np.ndarray) -> "Sequences":
-        return Sequences(*(array[chosen] for array in self))
-
 
 def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> Sequences:
     """The sequences of records; of pairs where single completions are read, these in TRL's order.
@@ -121,7 +118,6 @@ def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> S
     elif count == 2:
         blocks = np.arange(len(records)) // DIVIDED_AT_ONCE
         order = np.lexsort([np.tile([0, 1], len(records)), np.repeat(blocks, 2)])
-        # lexsort is stable: within a block the chosen ones come first, in the order of the records
         prompts, starts, ends = (x.reshape(-1, 1)[order] for x in (prompts, starts, ends))
         values = np.tile(np.array([1, -1], np.float32), len(records))[order]
     else:
@@ -132,24 +128,6 @@ def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> S
         np.stack([prompts, ends - middles], axis=-1),
         values,
     )
-
-
-def fitting(
-    sequences: Sequences, form: PairForm, packing: Packing
-) -> tuple[np.ndarray, dict[str, int]]:
-    """Which pairs are kept: bool [pairs]; and how many are not, by reason."""
-    size, (prompts, completions) = packing.seq_len + 1, np.moveaxis(sequences.lengths, -1, 0)
-    is_long = np.any(prompts + completions > size, axis=1)
-    reasons = {"long": is_long & (form.reads_ends | (packing.truncate == "drop"))}
-    reasons["filled"] = np.any(prompts >= size, axis=1) & (packing.truncate == "end")
-    # Nothing predicts the first token of a sequence.
-    lonely = np.any((prompts == 0) & (completions == 1), axis=1)
-    reasons["empty"] = lonely & (not form.reads_ends)
-    kept, counts = np.ones(len(is_long), bool), {}
-    for reason, dropped in reasons.items():
-        counts[reason] = int((kept & dropped).sum())
-        kept &= ~dropped
-    return kept, counts
 
 
 def mismatched(sequences: Sequences, block: int) -> Sequences:
@@ -310,7 +288,7 @@ def pack_pairs(
     fewest = 2 if apart and documents.per_record == 1 else 1  # of which completions are mismatched
     if held_out and len(held) < fewest < len(train):  # a share of few
         train, held = numbers[:-fewest], numbers[-fewest:]
-    counts, rows = dropped_before(documents), []
+    counts, rows = PairCounts(**documents.dropped), []
     for records in (train, held):
         sequences, counted = usable(documents, records, form, packing)
         counts += counted
@@ -334,35 +312,40 @@ def usable(
 ) -> tuple[Sequences, PairCounts]:
     """The sequences of records, not yet truncated, without those that cannot be used."""
     sequences = sequences_of(documents, records, form)
-    kept, dropped = fitting(sequences, form, packing)
-    sequences = sequences.of(kept)
-    lengths, samples = sequences.lengths.sum(axis=-1), len(sequences.values)
+    size, (prompts, completions) = packing.seq_len + 1, np.moveaxis(sequences.lengths, -1, 0)
+    is_long = np.any(prompts + completions > size, axis=1)
+    # Nothing predicts the first token of a sequence.
+    is_lonely = np.any((prompts == 0) & (completions == 1), axis=1)
+    reasons = {
+        "long": is_long & (form.reads_ends | (packing.truncate == "drop")),
+        "filled": np.any(prompts >= size, axis=1) & (packing.truncate == "end"),
+        "empty": is_lonely & (not form.reads_ends),
+    }
+    kept, dropped = np.ones(len(is_long), bool), {}
+    for reason, which in reasons.items():
+        dropped[reason] = int((kept & which).sum())
+        kept &= ~which
+    sequences, samples = Sequences(*(array[kept] for array in sequences)), int(kept.sum())
     parts = truncated(sequences, packing).lengths
-    is_unpredicted = parts[..., 0] == 0  # the first token of a completion without a prompt
     has_labels = form.records == "unpaired"
     counts = PairCounts(
         pairs=0 if has_labels else samples,
         labelled=samples if has_labels else 0,
         desirable=int((sequences.values > 0).sum()) if has_labels else 0,
         tokens=int(parts.sum()),
-        trained=int((parts[..., 1] - is_unpredicted).sum()),
-        longest=int(lengths.max(initial=0)),
-        truncated=int(np.any(lengths > packing.seq_len + 1, axis=1).sum()),
+        trained=int((parts[..., 1] - (parts[..., 0] == 0)).sum()),
+        longest=int(sequences.lengths.sum(axis=-1).max(initial=0)),
+        truncated=int((is_long & kept).sum()),
         **dropped,
     )
     return sequences, counts
 
 
-def dropped_before(documents: Documents) -> PairCounts:
-    """The records that were dropped as they became tokens."""
-    return PairCounts(**{why: documents.dropped.get(why, 0) for why in ("equal", "empty")})
-
-
 def check_kind(documents: Documents, form: PairForm) -> None:
     """Raise DataError unless documents are of the preferences that an objective reads."""
     if documents.dropped and not len(documents.tokens):
-        why = ", ".join(f"{count:,} {reason}" for reason, count in documents.dropped.items())
-        raise DataError(f"data: {documents.name}: nothing is left: all records are dropped ({why})")
+        counts = PairCounts(**documents.dropped)
+        raise DataError(f"data: {documents.name}: nothing is left: {counts}")
     if not documents.per_record:
         raise DataError(
             f"data: {documents.name} holds no preferences, which the objective reads: records of "

@@ -1,6 +1,7 @@
 """What a corpus holds, for people: its first documents with what the loss counts, and sums."""
 
 import functools
+import itertools
 import operator
 import unicodedata
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from jaxspeed.data.complete_documents import DocumentCounts, Packing, fit
 from jaxspeed.data.model_limits import ModelLimits, PairForm
 from jaxspeed.data.open_source import encoded_in_memory, open_source
 from jaxspeed.data.packing import Spans
-from jaxspeed.data.pair_samples import PairCounts, check_kind, dropped_before, truncated, usable
+from jaxspeed.data.pair_samples import PairCounts, check_kind, truncated, usable
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.token_store import Documents
 from jaxspeed.data.tokenizer import Tokenizer
@@ -122,9 +123,8 @@ def _pairs(
     records = np.arange(len(documents.lengths) // documents.per_record)
     sequences, counts = usable(documents, records, form, packing)
     shown = []
-    for starts, lengths, value in zip(
-        *truncated(sequences.of(np.arange(len(sequences.values))[:samples]), packing)
-    ):
+    spans = zip(*truncated(sequences, packing))
+    for starts, lengths, value in itertools.islice(spans, samples):
         sides = ["chosen", "rejected"]
         if form.records == "unpaired":
             sides = ["desirable" if value > 0 else "undesirable"]
@@ -134,7 +134,7 @@ def _pairs(
             trained = np.arange(count) >= max(prompt, 1)  # nothing predicts the first
             pieces = [*_pieces(ids, trained, tokenizer)]
             shown.append(ShownSample(count, int(trained.sum()), pieces, side))
-    return shown, counts + dropped_before(documents)
+    return shown, counts + PairCounts(**documents.dropped)
 
 
 def _fitting(documents: Documents, data: Data, seq_len: int | None) -> tuple[Spans, DocumentCounts]:

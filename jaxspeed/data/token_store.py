@@ -29,6 +29,7 @@ log = logging.getLogger("jaxspeed")
 # Formats that earlier versions would misread have numbers: with a mask, and of preferences.
 FORMAT, MASKED_FORMAT, PREFERENCE_FORMAT = FORMATS = 1, 2, 3
 VALUES = ("label", "margin")  # of records, each in a file of its name
+DROPPED = ("equal", "empty")  # why a record has no tokens
 HEADER, TOKENS, OFFSETS, TRAINED = "header.json", "tokens.npy", "offsets.npy", "trained.npy"
 VERIFIED = ".verified.json"
 _BLOCK = 1 << 24  # tokens that are hashed at once
@@ -298,7 +299,8 @@ def _read_folder(folder: Path) -> Documents:
             )
         is_masked, per_record = header["format"] != FORMAT, int(header.get("per_record", 0))
         names = [name for name in VALUES if name in header.get("values", ())]
-        dropped = {str(why): int(count) for why, count in header.get("dropped", {}).items()}
+        counts = header.get("dropped", {})
+        dropped = {why: int(counts[why]) for why in DROPPED if why in counts}
         try:
             tokens, offsets = read_array(folder / TOKENS), read_array(folder / OFFSETS)
             trained = read_array(folder / TRAINED) if is_masked else None

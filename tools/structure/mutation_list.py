@@ -506,4 +506,34 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "return train",
         "test_dropout_acts_only_where_it_is_not_disabled[False]",
     ),
+    (
+        'row["mask"][targets] = np.arange(1, len(tokens)) >= prompt',
+        'row["mask"][targets] = 1',
+        "test_texts_of_pairs_end_with_the_end_token_and_the_mask_is_of_the_completion",
+    ),
+    (
+        "prompts = np.repeat(prompts.min(axis=1, keepdims=True), count, axis=1)",
+        "pass",
+        "test_a_completion_begins_where_the_tokens_diverge_the_same_on_both_sides",
+    ),
+    (
+        "over = np.maximum(lengths.sum(axis=-1) - size, 0)",
+        "over = np.maximum(lengths.sum(axis=-1) - size, 0).max(axis=1, keepdims=True)",
+        "test_each_side_is_truncated_by_itself_to_seq_len_plus_one[end-chosen0]",
+    ),
+    (
+        "partners[firsts] = np.append(firsts[1:], count) - 1",
+        "pass",
+        "test_each_labelled_completion_has_the_one_before_it_in_its_block",
+    ),
+    (
+        "if (left := room - length) and len(bins[chosen]) != most:",
+        "if left := room - length:",
+        "test_each_pair_is_in_one_row_with_its_sides_truncated",
+    ),
+    (
+        "for name, array in sorted((values or {}).items()):",
+        "for name, array in ():",
+        "test_the_fingerprint_covers_labels_margins_and_the_objectives_keys",
+    ),
 ]
