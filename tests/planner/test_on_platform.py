@@ -39,7 +39,7 @@ def test_attention_is_the_platforms_kernel(platform, kernel):
 
 @pytest.mark.parametrize(("target", "multiplies"), [("v3:2x2", False), ("v4:2x2x1", True)])
 def test_a_kernel_gets_bf16_where_the_target_multiplies_it(target, multiplies):
-    step = Point("", target, CONFIG, seq=128).step()
+    (step,) = Point("", target, CONFIG, seq=128).step().phases
     kernels = [op for op in all_ops(step.scope) if op.name == "pallas_call"]
     assert kernels and multiplies == any(v.dtype == "bfloat16" for op in kernels for v in op.values)
 
