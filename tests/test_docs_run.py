@@ -80,6 +80,8 @@ NOT_RUN = {
     "-- train config.yaml": "hosts with ssh",
     "jaxspeed train config.yaml": "transformers makes its folder; tests/interop runs it",
     "jaxspeed sample config.yaml --prompt 'def ' --tokens 40": "the same",
+    "jaxspeed data show config.yaml": "a folder; tests/data runs it",
+    "jaxspeed eval config.yaml": "the same",
     "jaxspeed checkpoint export continued out/ --format hf --dtype bf16": "the same",
     **dict.fromkeys(
         (

@@ -1,4 +1,8 @@
-"""Distillation: a student learns the next-token distributions of a frozen teacher."""
+"""Distillation: a student learns the next-token distributions of a frozen teacher.
+
+Keys and defaults are those of TRL's DistillationConfig of 1.16. The teacher's hidden states are
+computed before the step; its logits, like the student's, in chunks of the vocabulary.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,12 +27,7 @@ HIDDEN, HEAD, SOFT_CAP = "teacher_hidden", "teacher_head", "teacher_soft_cap"
 
 
 class Distill(Objective):
-    """The divergence of a student's next-token distributions from a teacher's.
-
-    Its keys and defaults are those of TRL's DistillationConfig of 1.16. The teacher's hidden
-    states are computed before the step; its logits, like the student's, in chunks of the
-    vocabulary.
-    """
+    """The divergence of a student's next-token distributions from a frozen teacher's."""
 
     class Options(Objective.Options):
         teacher: FrozenModelSection = Field(

@@ -15,6 +15,7 @@ import yaml
 
 import jaxspeed
 from jaxspeed.data.chat_template import BUILT_IN
+from jaxspeed.data.model_limits import PairForm
 from tests.data import chat_examples
 from tests.data.chat_examples import chat, write_lines
 from tests.data.corpora import opened
@@ -73,6 +74,14 @@ def test_an_array_of_tokens(here, monkeypatch):
     IDS.astype(np.uint16).tofile("ids.dat")
     c = module_and_corpus("An array of tokens", 1, here, monkeypatch)
     assert isinstance(c.train.parts[0].parts[0].stream.tokens, np.memmap)
+
+
+def test_preferences(here):
+    pairs = [{"prompt": f"{i} ", "chosen": "yes", "rejected": "no"} for i in range(8)]
+    write_lines(here / "pairs.jsonl", pairs)
+    given = yaml.safe_load(block("Preferences"))
+    c = opened({**given["data"], "tokenizer": "bytes"}, pairs=PairForm("preference"), seq_len=None)
+    assert "8 pairs" in c.summary
 
 
 def test_raw_files_of_tokens(here):

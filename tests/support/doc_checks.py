@@ -24,6 +24,7 @@ import yaml
 
 import jaxspeed
 from jaxspeed.cli.main import parser
+from jaxspeed.config.objective_keys import OBJECTIVES, objective_class
 from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware import read_chips
@@ -38,6 +39,14 @@ PREPARING = {"git", "cd", "cp", "python3", "."}
 READERS_CONFIGS = {"config.yaml", "config.json", "ds_config.json"}
 READERS_CONFIG = {"train_batch_size": 64}
 SECTIONS = {path.partition(".")[0] for path in VOCABULARY}
+KEYS = [
+    *VOCABULARY,
+    *(
+        f"objective.{key}"
+        for name in OBJECTIVES
+        for key in objective_class(name).Options.model_fields
+    ),
+]
 # Folders of a run.
 OF_A_RUN = {"runs/", "checkpoints/", "profile/"}
 
@@ -216,7 +225,7 @@ def key_problems(span: str) -> Iterator[str]:
     """What is wrong with inline code that is a key of a config, alone or with a value."""
     found = re.fullmatch(r"(\w+(?:\.\w+)+)(?:: (.+))?", span)
     if found and found[1].partition(".")[0] in SECTIONS and not _is_file(found[1]):
-        if not any(path == found[1] or path.startswith(f"{found[1]}.") for path in VOCABULARY):
+        if not any(path == found[1] or path.startswith(f"{found[1]}.") for path in KEYS):
             yield f"no key {found[1]}"
         elif found[2]:
             value = yaml.safe_load(found[2])
