@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
     config: Any
     embed: Embedding
     head: Embedding | None  # None: tied to the embedding
-    score: Linear | None
+    score: Linear | None = None
     hidden: Callable[..., jax.Array]
 
     def add_head(self, init: Initializer, rngs: nnx.Rngs) -> None:

@@ -89,7 +89,7 @@ def checked(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) 
     return replace(pairs, kl_block=block)
 
 
-class Sequences(NamedTuple):
+class PairSequences(NamedTuple):
     """Prompts with a completion each: spans of the documents' tokens, and the records' values."""
 
     starts: np.ndarray  # int64 [pairs, sequences, 2]: of prompt and completion
@@ -97,7 +97,7 @@ class Sequences(NamedTuple):
     values: np.ndarray  # fp32 [pairs]: margins; of completions with a label 1 or -1
 
 
-def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> Sequences:
+def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> PairSequences:
     """The sequences of records; of pairs where single completions are read, these in TRL's order.
 
     Raises:
@@ -123,14 +123,14 @@ def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> S
     else:
         values = np.where(documents.values["label"][records] > 0, 1, -1).astype(np.float32)
     middles = starts + prompts
-    return Sequences(
+    return PairSequences(
         np.stack([starts, middles], axis=-1),
         np.stack([prompts, ends - middles], axis=-1),
         values,
     )
 
 
-def mismatched(sequences: Sequences, block: int) -> Sequences:
+def mismatched(sequences: PairSequences, block: int) -> PairSequences:
     """Each sequence, and beside it its prompt with the completion of the one before in its block.
 
     The first of a block has the last one's. A single sequence at the end belongs to the last block.
@@ -144,10 +144,10 @@ def mismatched(sequences: Sequences, block: int) -> Sequences:
         np.stack([x[:, 0], np.stack([x[:, 0, 0], x[partners, 0, 1]], axis=-1)], axis=1)
         for x in (sequences.starts, sequences.lengths)
     )
-    return Sequences(starts, lengths, sequences.values)
+    return PairSequences(starts, lengths, sequences.values)
 
 
-def truncated(sequences: Sequences, packing: Packing) -> Sequences:
+def truncated(sequences: PairSequences, packing: Packing) -> PairSequences:
     """Sequences of at most seq_len + 1 tokens, truncated at their end or start."""
     size, at_start = packing.seq_len + 1, packing.truncate == "start"
     starts, lengths = sequences.starts.copy(), sequences.lengths.copy()
@@ -157,7 +157,7 @@ def truncated(sequences: Sequences, packing: Packing) -> Sequences:
         starts[..., part] += less * at_start
         lengths[..., part] -= less
         over = over - less
-    return Sequences(starts, lengths, sequences.values)
+    return PairSequences(starts, lengths, sequences.values)
 
 
 def row_length(form: PairForm, seq_len: int) -> int:
@@ -201,7 +201,7 @@ class PackedPairs:
     def __init__(
         self,
         documents: Documents,
-        sequences: Sequences,
+        sequences: PairSequences,
         form: PairForm,
         packing: Packing,
         vocab_size: int | None,
@@ -309,7 +309,7 @@ def pack_pairs(
 
 def usable(
     documents: Documents, records: np.ndarray, form: PairForm, packing: Packing
-) -> tuple[Sequences, PairCounts]:
+) -> tuple[PairSequences, PairCounts]:
     """The sequences of records, not yet truncated, without those that cannot be used."""
     sequences = sequences_of(documents, records, form)
     size, (prompts, completions) = packing.seq_len + 1, np.moveaxis(sequences.lengths, -1, 0)
@@ -325,7 +325,7 @@ def usable(
     for reason, which in reasons.items():
         dropped[reason] = int((kept & which).sum())
         kept &= ~which
-    sequences, samples = Sequences(*(array[kept] for array in sequences)), int(kept.sum())
+    sequences, samples = PairSequences(*(array[kept] for array in sequences)), int(kept.sum())
     parts = truncated(sequences, packing).lengths
     has_labels = form.records == "unpaired"
     counts = PairCounts(

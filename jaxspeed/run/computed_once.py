@@ -72,7 +72,7 @@ class BeforeStep0:
         """A corpus with the arrays of what a run reads of it, which are kept in a folder."""
         splits = {"train": corpus.train, "held_out": corpus.held_out}
         for entry in self.entries:
-            compute = Computation(self, entry)
+            compute = RowComputation(self, entry)
             for name, split in splits.items():
                 if split is not None:
                     store = RowStore(folder / entry.name / name, split.samples)
@@ -88,7 +88,7 @@ class BeforeStep0:
         """A split with the arrays of these samples, or of the first batches of an evaluation."""
         ids = self._first(split, batches) if ids is None else np.unique(ids)
         for entry in self.entries:
-            parts = list(Computation(self, entry).of(split, ids))
+            parts = list(RowComputation(self, entry).of(split, ids))
             arrays = {name: np.concatenate([x[name] for _, x in parts]) for name in entry.writes}
             split = split.with_rows(ComputedRows(split.samples, ids, arrays))
         return split
@@ -106,7 +106,7 @@ class BeforeStep0:
         return np.arange(split.samples if batches is None else min(split.samples, batches * size))
 
     def _key(
-        self, compute: "Computation", corpus: Corpus, name: str, split: Split
+        self, compute: "RowComputation", corpus: Corpus, name: str, split: Split
     ) -> dict[str, Any]:
         """What the arrays of a split depend on."""
         config, entry = self.engine.config, compute.entry
@@ -130,7 +130,7 @@ class BeforeStep0:
         return key
 
 
-class Computation:
+class RowComputation:
     """The arrays of an entry, computed for rows of a split."""
 
     def __init__(self, before: BeforeStep0, entry: ComputedArrays) -> None:

@@ -190,7 +190,9 @@ def _metric(name: str, returned: Any) -> Metric:
             f"({', '.join(NAMES)}); give it another"
         )
 
-    def scalar(value: Any) -> jax.Array:
+    def scalar(value: Any) -> Any:
+        if isinstance(value, tuple) and metric.kind == "ratio":  # of a difference of two means
+            return tuple(map(scalar, value))
         number = _number(value, f"loss_fn's metric {name!r} is", "metrics are scalars")
         if number.shape:
             raise ModelError(
@@ -198,11 +200,8 @@ def _metric(name: str, returned: Any) -> Metric:
             )
         return number.astype(jnp.float32)
 
-    return replace(
-        metric,
-        value=jax.tree.map(scalar, metric.value),
-        weight=jax.tree.map(scalar, metric.weight),
-    )
+    weight = None if metric.weight is None else scalar(metric.weight)
+    return replace(metric, value=scalar(metric.value), weight=weight)
 
 
 def _number(value: Any, what: str, wanted: str) -> jax.Array:

@@ -34,6 +34,8 @@ LONG += ["qwen3_30b_a3b.yaml", "deepseek_v3.yaml"]
 SHORT = [
     "offload_tiny.yaml",
     "vit_tiny.yaml",
+    "dpo_tiny.yaml",
+    "reward_tiny.yaml",
     "tiny_moe.yaml",
 ]  # a row of scores is shorter than a kernel's block
 
