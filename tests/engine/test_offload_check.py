@@ -7,6 +7,7 @@ import logging
 import jax
 import numpy as np
 import pytest
+from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed.communication import FROM_HOST
@@ -14,7 +15,6 @@ from jaxspeed.config import Config
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_in, transfer_of
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hlo.compiled_report import report
-from jaxspeed.models import gpt2
 from jaxspeed.offload.streaming import FEWEST
 from jaxspeed.offload.transfer_report import (
     ACTIVATIONS,

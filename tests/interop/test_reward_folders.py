@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxspeed.models import build, from_pretrained
 from safetensors.numpy import load_file
 
 import jaxspeed
 from jaxspeed.errors import ConfigError, JaxspeedError, PretrainedError
-from jaxspeed.models import build, from_pretrained
 from jaxspeed.user_models.config_model import resolve_model
 from tests.interop import folders
 

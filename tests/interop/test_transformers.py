@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxspeed.models import from_pretrained
+from jaxspeed.models.classification_hf import DECODERS
 from safetensors.numpy import load_file, save_file
 
 import jaxspeed
@@ -19,8 +21,6 @@ from jaxspeed.interop import save_pretrained
 from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import bind
 from jaxspeed.interop.safetensors import TensorFile
-from jaxspeed.models import from_pretrained
-from jaxspeed.models.classification_hf import DECODERS
 from jaxspeed.train import build_program
 from jaxspeed.user_models import adapt_model
 from tests.interop import folders

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
 from jaxspeed.cli.main import main
 from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer
 from jaxspeed.errors import BatchError, ConfigError
 from jaxspeed.interop.pretrained import refuse_other_tokenizer
-from jaxspeed.models import build, from_pretrained
 from jaxspeed.run import source_of
 from tests.adapters.lora_loop import merged
 

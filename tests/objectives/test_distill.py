@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
-from jaxspeed.models import build, from_pretrained
 from tests.adapters.lora_loop import merged
 
 BATCH, SEQ, VOCAB, LR, DEVICES = 16, 16, 64, 0.02, 8

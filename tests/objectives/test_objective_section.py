@@ -3,12 +3,12 @@
 import inspect
 
 import pytest
+from jaxspeed.models import FAMILIES, build, family
 
 import jaxspeed
 from jaxspeed.config.objective_keys import OBJECTIVES
 from jaxspeed.data import ModelLimits
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
-from jaxspeed.models import FAMILIES, build, family
 from jaxspeed.objectives import objective_of
 from jaxspeed.user_models.config_model import resolve_model
 from tests.objectives import ranking

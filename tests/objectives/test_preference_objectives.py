@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxspeed.models import build
 
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
-from jaxspeed.models import build
 from jaxspeed.objectives.pair_losses import PAIR_LOSSES
 from jaxspeed.train import build_program
 from jaxspeed.user_models.config_model import resolve_model

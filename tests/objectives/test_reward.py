@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jaxspeed.models import build
 
 import jaxspeed
-from jaxspeed.models import build
 from jaxspeed.objectives.reward import Reward
 from tests.adapters.lora_loop import merged
 from tests.moe.small_models import MIXTRAL

@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jaxspeed.models import gpt2
 
 from jaxspeed.config import Config
 from jaxspeed.engine import compiled_report
-from jaxspeed.models import gpt2
 from jaxspeed.placement.show import as_text
 from jaxspeed.planner.trace import read_step
 from jaxspeed.planner.trace.trace_ir import all_ops

@@ -34,6 +34,14 @@ def config(folder: Path, **changes: Any) -> dict[str, Any]:
     return given
 
 
+def open_and_close(given):
+    """Open a run, which computes the arrays, and wait for what it compiles meanwhile."""
+    trainer = open_run(source_of(given))
+    if trainer._evaluation_compiled is not None:
+        trainer._evaluation_compiled()
+    trainer.close()
+
+
 def arrays(folder: Path, split: str = "train") -> dict[int, np.ndarray]:
     """The stored array of each row, read without the code under test."""
     store = folder / "computed" / "reference" / split
@@ -89,14 +97,14 @@ def test_a_resumed_run_reads_them_and_computes_them_again_where_they_are_lost(en
     before, held_out = arrays(folder), arrays(folder, "held_out")
     caplog.set_level("INFO", "jaxspeed")
     more = {**given, "run": {**given["run"], "steps": STEPS + 1}}
-    open_run(source_of(more)).close()
+    open_and_close(more)
     assert same({row: x for row, x in arrays(folder).items() if row in before}, before)
     assert len(arrays(folder)) > len(before)
     shutil.rmtree(folder / "computed")
-    open_run(source_of(given)).close()
+    open_and_close(given)
     assert same(arrays(folder), before) and same(arrays(folder, "held_out"), held_out)
     caplog.clear()
-    open_run(source_of(given)).close()
+    open_and_close(given)
     (line, _) = [x.message for x in caplog.records if x.message.startswith("reference:")]
     assert f"reference_logprobs of {len(before)} samples are in" in line
 
@@ -114,7 +122,7 @@ def test_a_killed_pass_goes_on_bitwise(tmp_path):
     given = config(tmp_path, run={"steps": 40, "checkpoint_every": 100})
     path = tmp_path / "config.json"
     whole = {**given, "run": {**given["run"], "output": str(tmp_path / "whole"), "steps": 40}}
-    open_run(source_of(whole)).close()
+    open_and_close(whole)
     path.write_text(json.dumps(given))
     store = tmp_path / "run" / "computed" / "reference" / "train"
     child = subprocess.Popen(
@@ -136,7 +144,7 @@ def test_a_killed_pass_goes_on_bitwise(tmp_path):
     for name in ("rows", "reference_logprobs"):  # half of a row
         with (store / name).open("ab") as file:
             file.write(b"\1\2\3")
-    open_run(source_of(given)).close()
+    open_and_close(given)
     for split in ("train", "held_out"):
         assert same(arrays(tmp_path / "run", split), arrays(tmp_path / "whole", split))
 
@@ -211,7 +219,7 @@ def test_arrays_of_other_data_weights_or_settings_are_not_used(tmp_path, other):
             "held_out": 0.0,
             "eval": {"source": "text", "path": str(apart)},
         }
-    open_run(source_of(given)).close()
+    open_and_close(given)
     folder = tmp_path / "run"
     before, held_out = arrays(folder), arrays(folder, "held_out")
     assert before
