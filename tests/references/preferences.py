@@ -34,8 +34,10 @@ Records = list[dict[str, Any]]
 
 
 def _model(trainer: str, folder: str) -> Any:
-    loaded = AutoModelForSequenceClassification if trainer == "reward" else AutoModelForCausalLM
-    return loaded.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if trainer == "reward":
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **plain)
+    return AutoModelForCausalLM.from_pretrained(folder, **plain)
 
 
 def _trainer(
