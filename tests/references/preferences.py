@@ -47,6 +47,7 @@ def _trainer(
     options: dict[str, Any],
     reference: str | None = None,
     adapter: str | None = None,
+    template: str | None = None,
 ) -> Any:
     config_class, trainer_class = TRAINERS[trainer]
     size = len(records) * (2 if trainer == "kto" and "chosen" in records[0] else 1)
@@ -65,23 +66,29 @@ def _trainer(
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     elif trainer in ("dpo", "kto"):
         second["ref_model"] = _model(trainer, reference or folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template or tokenizer.chat_template
     return trainer_class(
         model=model,
         args=config_class(**plain | options),
         train_dataset=Dataset.from_list([{**x, "row": i} for i, x in enumerate(records)]),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        processing_class=tokenizer,
         **second,
     )
 
 
 def prepared(
-    trainer: str, folder: str, records: Records, options: dict[str, Any]
+    trainer: str,
+    folder: str,
+    records: Records,
+    options: dict[str, Any],
+    template: str | None = None,
 ) -> list[dict[str, Any]]:
     """Of each pair that is left: row, label if it has one, and (tokens, mask) of both sides.
 
     The mask is 1 at a completion's tokens. The sides are as they are in a batch, so truncated.
     """
-    made = _trainer(trainer, folder, records, options)
+    made = _trainer(trainer, folder, records, options, template=template)
     (batch,) = made.get_train_dataloader()
     found = []
     for i, row in enumerate(made.train_dataset):
