@@ -125,7 +125,9 @@ def theirs(references, folder, trainer, records, template=None, **options):
         options=options,
     )
     return sorted(
-        tuple((*tokens, *(mask[1:] if trainer != "reward" else ())) for tokens, mask in pair["sides"])
+        tuple(
+            (*tokens, *(mask[1:] if trainer != "reward" else ())) for tokens, mask in pair["sides"]
+        )
         for pair in pairs
     )
 

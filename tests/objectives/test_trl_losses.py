@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+import jaxspeed
 from jaxspeed.config.objective_keys import objective_class
-from jaxspeed.objectives.model_logprobs import model_logprobs
 from jaxspeed.objectives.terms_and_metrics import results
 from jaxspeed.traced_loss.loss import parse_loss
 from tests.objectives.preferred import PAIRS, Bound, folders, rows
@@ -120,12 +120,21 @@ def assert_equal_steps(kind, cases, steps, batch, model, reference, absent=froze
 
 
 def test_token_logprobs_are_theirs(references, pair_of_folders):
-    """In rows of two pairs, with each completion's own prompt."""
-    (step,), pairs = theirs(references, "dpo", pair_of_folders, [{}], [])
+    """By an engine, in rows with each completion's own prompt."""
+    records = [PAIRS[i % len(PAIRS)] for i in range(2 * jax.device_count())]
+    (step,), pairs = theirs(references, "dpo", pair_of_folders, [{}], [], records)
     batch = rows(pairs, SEQ_LEN, PER_ROW)
     segments = np.asarray(batch["segment_ids"])[:, :-1]
     for folder, name in zip(pair_of_folders, ("logprobs", "reference"), strict=True):
-        found = np.asarray(model_logprobs(Bound(folder)(), batch).of_tokens.logprobs)
+        engine = jaxspeed.initialize(
+            config={
+                "model": {"pretrained": str(folder)},
+                "train_batch_size": len(segments),
+                "optimizer": {"type": "SGD"},
+                "mesh": {"tensor": 2},
+            }
+        )
+        found = np.asarray(engine.logprobs(batch).logprobs)
         for i, pair in enumerate(pairs):
             row, p = divmod(i, PER_ROW)
             for side, (tokens, _) in enumerate(pair):
