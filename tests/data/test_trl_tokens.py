@@ -177,7 +177,7 @@ def test_completions_with_a_label_are_theirs(references, folder, tmp_path):
 @pytest.mark.parametrize("max_length", [1024, 40, 12])
 def test_sequences_of_reward_models_are_theirs(references, folder, tmp_path, max_length):
     """Those that are too long are left out."""
-    form = PairForm("preference", is_whole=True)
+    form = PairForm("preference", reads_ends=True)
     cases = [(TEXTS, None), (IMPLICIT, None), (TALKS, TEMPLATES["chatml"])]
     for records, template in cases[: 3 if max_length > 12 else 2]:
         expected = theirs(references, folder, "reward", records, template, max_length=max_length)

@@ -180,3 +180,53 @@ def test_kto_is_theirs(references, pair_of_folders):
         desirable[row, np.argmax(segments[row] == 2 * p + 1)] = 1 if i < len(PAIRS) else -1
     batch["desirable"] = jax.numpy.asarray(desirable)
     assert_equal_steps("kto", KTO, steps, batch, model, reference)
+
+
+@pytest.mark.parametrize("margins", [[], [0.5, 0.0, -0.3, 2.0, 1.0]], ids=["plain", "margins"])
+def test_reward_models_are_theirs(references, tmp_path, margins):
+    records = [{**pair, "margin": x} for pair, x in zip(PAIRS, margins)] or PAIRS
+    both = folders(references, tmp_path, classifier=True)
+    steps, pairs = theirs(references, "reward", both, REWARD, [0, 1], records)
+    model, reference = map(Bound, both)
+    batch = rows(pairs, SEQ_LEN, PER_ROW)
+    if margins:
+        segments = np.asarray(batch["segment_ids"])
+        at_pairs = np.zeros(segments.shape, np.float32)
+        for i, margin in enumerate(margins):
+            row, p = divmod(i, PER_ROW)
+            at_pairs[row, np.argmax(segments[row] == 2 * p + 1)] = margin
+        batch["margins"] = jax.numpy.asarray(at_pairs)
+    assert_equal_steps("reward", REWARD, steps, batch, model, reference)
+
+
+def test_steps_against_a_folder_are_theirs(references, pair_of_folders):
+    """SGD with a reference that stays: each step's loss and metrics, and the parameters."""
+    size, steps, rate = 4, 3, 0.2
+    records = [PAIRS[i % len(PAIRS)] for i in range(size * steps)]
+    model, _ = pair_of_folders
+    wanted = references.call(
+        "preferences.trained",
+        trainer="dpo",
+        folder=model,
+        records=records,
+        options={"learning_rate": rate, "per_device_train_batch_size": size},
+    )
+    assert wanted["logs"][-1]["rewards/margins"] > 0.1
+    (step,), pairs = theirs(references, "dpo", (model, model), [{}], [], records)
+    reference = {"reference": "each_step", "reference_model": str(model)}
+    engine = jaxspeed.initialize(
+        config={
+            "model": {"pretrained": str(model)},
+            "objective": {"type": "dpo", **reference},
+            "train_batch_size": size,
+            "mesh": {"tensor": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": rate}},
+            "gradient_clipping": 0,
+        }
+    )
+    for i, log in enumerate(wanted["logs"]):
+        metrics = engine.train_batch(rows(pairs[i * size :][:size], SEQ_LEN, 1))
+        for name in log.keys() & {"loss", *step["metrics"]} - NOT_OURS:
+            np.testing.assert_allclose(
+                float(metrics[name]), log[name], rtol=1e-4, atol=1e-6, err_msg=f"{i}: {name}"
+            )

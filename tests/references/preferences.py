@@ -156,11 +156,12 @@ def steps(
         step = {"loss": loss.item(), "metrics": {k: x[-1] for k, x in metrics["train"].items()}}
         if i in gradients:
             step["gradients"] = {name: p.grad for name, p in made.model.named_parameters()}
-        if i == 0 and trainer != "reward":
+        if i == 0:
             step["sides"] = [
                 [_without_padding(*side) for side in zip(tokens, mask)]
                 for tokens, mask in _rows(trainer, batch)
             ]
+        if i == 0 and trainer != "reward":
             step["logprobs"] = [_logprobs(made.model, *x) for x in _rows(trainer, batch)]
             if hasattr(made, "ref_model"):
                 step["reference"] = [_logprobs(made.ref_model, *x) for x in _rows(trainer, batch)]
