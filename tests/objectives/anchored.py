@@ -63,3 +63,7 @@ def shift(model: Any, batch: Any) -> dict[str, jax.Array]:
     ratios = jnp.where(scored.counted, scored.of_tokens.logprobs - batch["reference_logprobs"], 0)
     mean = ratios.sum() / scored.counted.sum()
     return {"shift": jnp.full(len(batch["tokens"]), mean)}
+
+
+class Renamed(Anchored):
+    """The same, by another name."""

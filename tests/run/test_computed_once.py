@@ -200,7 +200,7 @@ def rewritten(given: dict[str, Any], folder: Path) -> None:
 
 OTHERS = {
     "model": {"run": {"seed": 1}},
-    "objective": {"objective": {"shift": 1}},
+    "objective": {"objective": {"type": "tests.objectives.anchored:Renamed"}},
     "adapter": {"lora": {"r": 2, "target_modules": "all-linear"}},
     "precision": {"bf16": {"enabled": True}},
 }
