@@ -206,6 +206,7 @@ def test_a_frozen_model_is_the_reference(case, folder):
     compare(engine, plain_loop(engine, values))
 
 
+@pytest.mark.sampled
 def test_the_reference_of_a_saved_adapter_is_as_it_was_read(tmp_path):
     jaxspeed.initialize(config=config(**LORA)).save_adapter(tmp_path / "adapter")
     adapter = {"lora": {"adapter": str(tmp_path / "adapter")}, **STAGE_3}

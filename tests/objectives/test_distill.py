@@ -171,6 +171,7 @@ def test_a_step_equals_plain_optax(case, folder):
         )
 
 
+@pytest.mark.sampled
 def test_check_and_the_phases_of_a_step(folder):
     """`check` compares with one device and with plain Flax; the teacher's head is no state."""
     engine = jaxspeed.initialize(config=config(folder, {"beta": 0.5}, mesh={"tensor": 2}))

@@ -111,7 +111,6 @@ DEFAULT = [
     ("mixed", "stage 3, accumulation 4"),
     ("kto", "pipe 2"),
     ("orpo", "tensor 2"),
-    ("simpo", "expert 2"),
     ("kto", "adapters"),
 ]
 # DPO and one of the others in each setting.

@@ -265,7 +265,7 @@ def compare(setting: str, steps: int) -> None:
         np.testing.assert_allclose(trained[path], value, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-DEFAULT = ("stage 3, accumulation 4", "adapters", "seq 2")
+DEFAULT = ("stage 3, accumulation 4", "seq 2")
 
 
 @pytest.mark.default_cases(*DEFAULT)
