@@ -33,7 +33,7 @@ def warn_of_room(program: Program, batch: Any = None) -> None:
       program: on the current devices.
       batch: arrays or their shapes, of any number of samples; by default derived from the config.
     """
-    if not program.on_one_mesh or len(program.phases) > 1:  # its step is several programs
+    if not program.on_one_mesh:
         return
     room = room_of(program)
     if room is None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
-from jaxspeed.train.phases import StepPhase, shapes_after
+from jaxspeed.placement.memory_kinds import in_host
+from jaxspeed.train.phases import StepPhase, over_programs, shapes_after
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.staged_init import compile_beside
 
@@ -31,11 +33,20 @@ def compiled_report(
     parameters = _sizes(program)
     if len(program.phases) > 1:
         with program.set_mesh():
-            return _of_phases(program, batch, meanwhile, parameters)
+            return report_of_phases(
+                program,
+                batch,
+                lambda phase, traced, _: _compiled(
+                    phase,
+                    traced,
+                    meanwhile if phase is program.phases[0] else None,
+                    parameters=parameters,
+                ),
+            )
     (step,) = program.phases
     report, _ = _compiled(
         step,
-        program.values(batch),
+        step.trace(program.values(batch)),
         meanwhile,
         from_file.compiled(batch) if from_file else None,
         pipeline=program.pipeline_report(batch),
@@ -48,31 +59,51 @@ def compiled_report(
     return report
 
 
-def _of_phases(
+def report_of_phases(
     program: Program,
     batch: Any,
-    meanwhile: Callable[[], None] | None,
-    parameters: frozenset[int],
+    compiled: Callable[[StepPhase, Any, Mapping[str, Any]], tuple[CompiledReport, Any]],
 ) -> CompiledReport:
-    """The report of the first program, which has those of the others and the host work."""
-    values, reports = program.values(batch), dict[str, CompiledReport]()
-    on_host = dict[str, tuple[int, int]]()
-    for phase in program.phases:
-        if phase.on_host:
-            written = phase.shapes_written(values)
-            on_host[phase.name] = _bytes([values[name] for name in phase.reads]), _bytes(written)
-        else:
-            reports[phase.name], results = _compiled(
-                phase, values, meanwhile, parameters=parameters
-            )
-            written, meanwhile = phase.named(results), None
-        values |= written
+    """The report of the first program, which has those of the others and the host work.
+
+    `compiled` returns the report of a program and the shapes of its results, for its trace and the
+    shapes of all values.
+    """
+    reports = dict[str, CompiledReport]()
+
+    def results(
+        phase: StepPhase, values: Mapping[str, Any], held: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        traced = phase.trace(values)
+        report, written = compiled(phase, traced, values)
+        device, host = _held_bytes((_unread(phase, traced, values), held), phase)
+        reports[phase.name] = replace(report, held_bytes=device, held_host_bytes=host)
+        return phase.named(written)
+
+    _, on_host = over_programs(program.phases, program.values(batch), results)
     (name, first), *others = reports.items()
+    if len(program.phases) == 1:
+        return first
     return replace(first, phase=name, others=dict(others), on_host=on_host)
 
 
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def _unread(phase: StepPhase, traced: Any, values: Mapping[str, Any]) -> list[Any]:
+    """The arrays that a program is given and does not read, which XLA's is not given."""
+    jaxpr = traced.jaxpr.jaxpr
+    _, read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    arguments = jax.tree.leaves([values[name] for name in phase.reads])
+    return [x for x, is_read in zip(arguments, read, strict=True) if not is_read]
+
+
+def _held_bytes(held: Any, phase: StepPhase) -> tuple[int, int]:
+    """Bytes in the memory of each of a program's devices, and in host memory."""
+    assert phase.mesh is not None
+    devices, sizes = set(phase.mesh.devices.flat), [0, 0]
+    for x in jax.tree.leaves(held):
+        if x.sharding is not None and x.sharding.device_set == devices:
+            shard = math.prod(x.sharding.shard_shape(x.shape))
+            sizes[in_host(x.sharding)] += shard * x.dtype.itemsize
+    return sizes[0], sizes[1]
 
 
 def _sizes(program: Program) -> frozenset[int]:
@@ -83,7 +114,7 @@ def _sizes(program: Program) -> frozenset[int]:
 
 def _compiled(
     phase: StepPhase,
-    values: Mapping[str, Any],
+    traced: Any,
     meanwhile: Callable[[], None] | None = None,
     loaded: Any = None,
     **more: Any,
@@ -92,7 +123,6 @@ def _compiled(
 
     It has the compile time unless the program was loaded or is in jit's cache.
     """
-    traced = phase.trace(values)
     start = time.perf_counter()
     compiled = loaded or compile_beside(traced.lower(), meanwhile)
     seconds = time.perf_counter() - start

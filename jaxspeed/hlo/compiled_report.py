@@ -57,6 +57,8 @@ class CompiledReport:
       phase: the name of this program, if a step is several.
       others: the reports of the others, by name.
       on_host: the bytes that the step's host work reads and writes, by name.
+      held_bytes, held_host_bytes: what a step of several programs has in device and host memory
+        while this one runs, beside its arguments.
       over_sequence: what XLA exchanges over the sequence axis besides attention, with the
         operation, the user's line and the bytes.
     """
@@ -85,7 +87,27 @@ class CompiledReport:
     phase: str | None = None
     others: Mapping[str, "CompiledReport"] = field(default_factory=dict)
     on_host: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    held_bytes: int = 0
+    held_host_bytes: int = 0
     over_sequence: tuple[str, ...] = ()
+
+    @property
+    def programs(self) -> "tuple[CompiledReport, ...]":
+        """The reports of all programs of the step."""
+        return self, *self.others.values()
+
+    @property
+    def step_bytes(self) -> int:
+        """Device memory that a step takes: of its largest program, with what it holds meanwhile."""
+        return max(
+            x.argument_bytes + x.temp_bytes + x.output_bytes - x.alias_bytes + x.held_bytes
+            for x in self.programs
+        )
+
+    @property
+    def step_host_bytes(self) -> int:
+        """The same in host memory."""
+        return max(x.host_bytes + x.held_host_bytes for x in self.programs)
 
     def __rich__(self) -> Group:
         # A pipeline's loop over micro-batches runs tick by tick.
@@ -122,9 +144,11 @@ class CompiledReport:
         for name in ("pipeline", "transfer", "waiting", "kept"):  # not from the compiler
             del figures[name]
         if figures.pop("others"):
-            figures["others"] = {name: other.figures() for name, other in self.others.items()}
+            figures["others"] = {
+                name: replace(other, phase=name).figures() for name, other in self.others.items()
+            }
         elif self.phase is None:
-            del figures["phase"]
+            del figures["phase"], figures["held_bytes"], figures["held_host_bytes"]
         if not self.on_host:
             del figures["on_host"]
         for key, name in (("tells_host", "separates_host"), ("untold", "no_text")):  # stable keys
@@ -227,6 +251,8 @@ def _summary(report: CompiledReport) -> Table:
     table.add_column("how much", justify="right")
     for name in ("argument", "temp", "output", "alias"):
         table.add_row(f"{name} bytes", bytes_text(getattr(report, f"{name}_bytes")))
+    if report.held_bytes:
+        table.add_row("held by the step besides", bytes_text(report.held_bytes))
     # XLA:TPU's peak includes offloaded arrays.
     with_host = " with host memory" if report.host_bytes else ""
     if report.peak_bytes is not None:

@@ -88,12 +88,14 @@ def _here(source: Source, compiling: bool) -> Plan:
     attention = _attention(program, batch)  # before the step is traced: it refuses all at once
     if compiling:
         compiled = compiled_report(program, batch)
-        plan = Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+        if not compiled.others:
+            plan = Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+            return replace(plan, attention=attention)
     else:
-        transfer = transfer_of(program, batch) if program.on_one_mesh else None
-        pipeline, kept = program.pipeline_report(batch), program.kept_report(batch)
-        plan = Plan(program, pipeline, None, transfer, kept)
-    return replace(plan, attention=attention)
+        compiled = None
+    transfer = transfer_of(program, batch) if program.on_one_mesh else None
+    pipeline, kept = program.pipeline_report(batch), program.kept_report(batch)
+    return Plan(program, pipeline, compiled, transfer, kept, attention=attention)
 
 
 def _program(source: Source) -> tuple[Program, Mapping[str, Any]]:

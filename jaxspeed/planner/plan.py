@@ -57,7 +57,7 @@ class Plan:
     def __rich__(self) -> Group:
         program, compiled, target = self.program, self.compiled, self.target
         axes, roles = program.mesh.shape, program.table.bytes_by_role()
-        temporary = compiled.temp_bytes if compiled else None
+        temporary = max(x.temp_bytes for x in compiled.programs) if compiled else None
         parts: list[Any] = [
             Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),

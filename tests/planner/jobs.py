@@ -2,7 +2,7 @@
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxspeed.config import Config
 from jaxspeed.errors import PlacementError
 from jaxspeed.train.build import build_program
+from jaxspeed.train.phases import BATCH, METRICS, STATE, StepPhase
 from jaxspeed.user_models.config_model import resolve_model
 from tests.system import stacks
 
@@ -83,3 +84,29 @@ class Changed:
 
     def __call__(self, devices: Any) -> Any:
         return small(devices, self.changes)
+
+
+def phased(devices: Any) -> Any:
+    """`small` at stage 3, and a frozen model of twice the width that adds an array to batches."""
+    stage_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    program, batch = small(devices, {"zero_optimization": stage_3}.items())
+    sizes = {**MLP["model"]["config"], "hidden_size": 256}
+    changes = {"model": {"family": "gpt2", "config": sizes}, "zero_optimization": stage_3}
+    teacher, _ = small(devices, changes.items())
+
+    def scored(state: Any, batch: Any) -> Any:
+        loss, _ = teacher.traced_loss(
+            state.sources(teacher.table), state.variables, batch, state.step, 0, False
+        )
+        return {**batch, "score": loss.total * batch["tokens"][:, 0]}
+
+    def phases(program: Any) -> Any:
+        score = jax.jit(program.in_mesh(scored))
+        names = (STATE, BATCH), (STATE, METRICS), (STATE,)
+        return (
+            StepPhase("score", score, ("teacher", BATCH), (BATCH,), mesh=program.mesh),
+            StepPhase("note", lambda batch: batch, (BATCH,), ("noted",), shapes=lambda x: x),
+            StepPhase("step", program.step, *names, mesh=program.mesh),
+        )
+
+    return replace(program, phases_of=phases, frozen={"teacher": teacher}), batch

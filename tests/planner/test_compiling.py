@@ -65,8 +65,9 @@ def test_a_program_that_cannot_be_printed_afterwards_is_read_from_what_was_print
     text = "HloModule jit_step"
     (tmp_path / "module_0000.jit_step.cl_1.after_optimizations.txt").write_text(text)
     (tmp_path / "module_0000.jit_step.cl_1.before_optimizations.txt").write_text("another")
-    assert PrintedProgram(Mute(), tmp_path, CPU).as_text() == text
-    assert PrintedProgram(Mute(), tmp_path, target_of("2x v5e:2x2")).as_text() == ""
+    (tmp_path / "module_0001.jit_step_2.cl_1.after_optimizations.txt").write_text("a later phase")
+    assert PrintedProgram(Mute(), tmp_path, CPU, "jit_step").as_text() == text
+    assert PrintedProgram(Mute(), tmp_path, target_of("2x v5e:2x2"), "jit_step").as_text() == ""
 
 
 @needs_libtpu

@@ -126,7 +126,7 @@ def compiled(needed):
     if needed is None:
         return Outcome(None, Refusal(2 * N, "out of memory"), 1.0)
     sizes = dict.fromkeys(CompiledReport.__dataclass_fields__, 0)
-    report = CompiledReport(**{**sizes, "collectives": (), "temp_bytes": needed})
+    report = CompiledReport(**{**sizes, "collectives": (), "others": {}, "temp_bytes": needed})
     return Outcome(report, None, 1.0)
 
 

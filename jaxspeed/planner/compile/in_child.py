@@ -177,7 +177,7 @@ def _environment(target: Target, folder: str) -> dict[str, str]:
         # place of a get-tuple-element, which `as_text` has as an instruction.
         variables["XLA_FLAGS"] = (
             f"--xla_dump_to={folder}/{PRINTED} --xla_dump_hlo_as_text --xla_dump_compact_gte=false "
-            "--xla_dump_hlo_module_re=jit_step.* --xla_dump_hlo_pass_re=^$"
+            "--xla_dump_hlo_module_re=jit_.* --xla_dump_hlo_pass_re=^$"
         )
     if target.chip.platform == "cuda":
         # Autotuning is impossible, and without it XLA does not choose Triton matmuls.

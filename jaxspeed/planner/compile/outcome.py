@@ -40,12 +40,12 @@ class Outcome:
         report = self.report
         if report is None:
             return self.refused.needed if self.refused else None
-        return report.argument_bytes + report.temp_bytes + report.output_bytes - report.alias_bytes
+        return report.step_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of a step in host memory, per device."""
-        return self.report.host_bytes if self.report else 0
+        return self.report.step_host_bytes if self.report else 0
 
     def fits(self, target: Target) -> bool:
         """Whether the step fits a device of the target and its share of host memory."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.config import Config
 from jaxspeed.hardware.chip import Chip, assumed
@@ -168,57 +168,75 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
     ) -> Mapping[str, Any]:
         with as_on(chosen):
             traced = phase.trace(values)
-        written = phase.named(traced.out_info)
-        reads = {name: values[name] for name in phase.reads}
-        leaves = [
-            (name, path, leaf.sharding)
-            for name, value in reads.items()
-            for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
-        ]
-        assert phase.mesh is not None
-        traced_phase = TracedPhase(
-            program,
-            phase.name,
-            dict(phase.mesh.shape),
-            platform,
-            open_program(traced.jaxpr, platform),
-            [name for name, _, _ in leaves],
-            [name for name, value in written.items() for _ in jax.tree.leaves(value)],
-            [path for _, path, _ in leaves],
-            [sharding.spec for _, _, sharding in leaves],
-            [in_host(sharding) for _, _, sharding in leaves],
-            lasting,
-            phase.donates,
-            held,
+        traced_phase = replace(
+            _traced_phase(program, phase, traced, values, platform), lasting=lasting, held=held
         )
         traced_phases.append(traced_phase)
-        return (
-            written if phase is program.phases[-1] else _placed(written, traced_phase, phase.mesh)
-        )
+        written = phase.named(traced.out_info)
+        return written if phase is program.phases[-1] else _placed(written, traced_phase, phase)
 
     lasting = frozenset(values)
     values, on_host = over_programs(program.phases, values, results)
     return Step(program, values[BATCH], tuple(traced_phases), on_host)
 
 
-def _placed(written: Mapping[str, Any], phase: TracedPhase, mesh: Mesh) -> Mapping[str, Any]:
-    """The shapes of a program's results with their shardings: as it sets them, or propagated."""
-    leaves, tree = jax.tree.flatten(dict(written))
-    outs = [
-        out
-        for name in sorted(written)
-        for out, owner in zip(phase.scope.outs, phase.outs, strict=True)
-        if owner == name
+def _traced_phase(
+    program: Program, phase: StepPhase, traced: Any, values: Mapping[str, Any], platform: str
+) -> TracedPhase:
+    leaves = [
+        (name, path, leaf.sharding)
+        for name in phase.reads
+        for path, leaf in jax.tree_util.tree_flatten_with_path(values[name])[0]
     ]
+    written = phase.named(traced.out_info)
+    assert phase.mesh is not None
+    return TracedPhase(
+        program,
+        phase.name,
+        dict(phase.mesh.shape),
+        platform,
+        open_program(traced.jaxpr, platform),
+        ins=[name for name, _, _ in leaves],
+        outs=[name for name, value in written.items() for _ in jax.tree.leaves(value)],
+        paths=[path for _, path, _ in leaves],
+        specs=[sharding.spec for _, _, sharding in leaves],
+        in_host=[in_host(sharding) for _, _, sharding in leaves],
+        donates=phase.donates,
+    )
+
+
+def placed_results(
+    program: Program, phase: StepPhase, traced: Any, values: Mapping[str, Any], platform: str
+) -> Any:
+    """The shapes of what a traced program returns, with the shardings that XLA would choose."""
+    traced_phase = _traced_phase(program, phase, traced, values, platform)
+    placed = _placed(phase.named(traced.out_info), traced_phase, phase)
+    return tuple(placed.values()) if len(placed) > 1 else placed.popitem()[1]
+
+
+def _placed(
+    written: Mapping[str, Any], traced_phase: TracedPhase, phase: StepPhase
+) -> dict[str, Any]:
+    """The shapes of a program's results with their shardings: as it sets them, or propagated."""
+    outs: dict[str, list[Value | None]] = {name: [] for name in written}
+    for out, owner in zip(traced_phase.scope.outs, traced_phase.outs, strict=True):
+        outs[owner].append(out)
 
     def placed(leaf: Any, out: Value | None) -> jax.ShapeDtypeStruct:
         spec = [axes or None for axes in out.spec] if out else []
+        assert phase.mesh is not None
         kind = HOST if out and out.host else None
-        sharding = leaf.sharding or NamedSharding(mesh, PartitionSpec(*spec), memory_kind=kind)
+        sharding = leaf.sharding or NamedSharding(
+            phase.mesh, PartitionSpec(*spec), memory_kind=kind
+        )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    results: Mapping[str, Any] = jax.tree.unflatten(tree, map(placed, leaves, outs))
-    return results
+    return {
+        name: jax.tree.unflatten(
+            jax.tree.structure(value), map(placed, jax.tree.leaves(value), outs[name])
+        )
+        for name, value in written.items()
+    }
 
 
 def _platform(program: Program) -> str:
