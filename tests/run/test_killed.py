@@ -51,12 +51,23 @@ def wait_for_a_save(child, checkpoints):
         time.sleep(0.001)
 
 
+# The log-probabilities of its reference are stored with the run.
+PREFERENCES = {"objective": {"type": "dpo"}, "data": {"source": "synthetic", "path": None}}
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
-def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_path, kills):
+@pytest.mark.parametrize(
+    ("kills", "more"),
+    [
+        (1, {}),
+        pytest.param(20, {}, marks=pytest.mark.full),
+        pytest.param(1, PREFERENCES, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_path, kills, more):
     # A save every second step: most kills fall into one, the first for sure.
     steps = 20 if kills == 1 else 50 * kills
-    config = small.write(tmp_path, run={"steps": steps, "checkpoint_every": 2, "keep": 2})
+    config = small.write(tmp_path, run={"steps": steps, "checkpoint_every": 2, "keep": 2}, **more)
     trained(config, tmp_path / "whole")
     rng, in_a_save = random.Random(kills), 0
     killed = tmp_path / "killed"
@@ -74,7 +85,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_pat
         _, said = child.communicate()
         assert child.returncode == -signal.SIGKILL, said
         in_a_save += any((killed / "checkpoints").glob("*.writing"))
-    assert in_a_save
+    assert in_a_save and (killed / "computed").exists() == bool(more)
     trained(config, killed)
     small.assert_bitwise_equal(small.kept(config, tmp_path / "whole"), small.kept(config, killed))
     seen, never = (
