@@ -9,6 +9,7 @@ from jaxspeed.metrics.ledger import PHASES, TimeLedger
 from jaxspeed.metrics.loss_curve import draw_loss
 from jaxspeed.metrics.mfu import (
     ModelFlops,
+    counted_tokens,
     language_flops,
     program_model_flops,
     traced_flops,
@@ -36,6 +37,7 @@ __all__ = [
     "Sink",
     "TensorBoardSink",
     "TimeLedger",
+    "counted_tokens",
     "draw_loss",
     "from_json",
     "language_flops",

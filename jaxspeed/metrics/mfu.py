@@ -13,6 +13,7 @@ import jax
 
 from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import count_products, program_flops
+from jaxspeed.objectives import objective_of
 from jaxspeed.traced_loss.loss import parse_loss
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.batches import call_loss, with_extra
@@ -76,6 +77,19 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
     )
     args = (parameters, variables, few)
     return traced_flops(lambda *args: with_own_axes(loss)(*args)[0], *args, samples=samples)
+
+
+def counted_tokens(program: Program, batch: Mapping[str, Any]) -> int | None:
+    """The tokens of a sample as the objective counts them; None: as the data have it.
+
+    Args:
+      batch: arrays of samples, or their shapes.
+    """
+    objective = objective_of(program.traced_loss.loss_fn)
+    if objective is None:
+        return None
+    sample = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in batch.items()}
+    return objective.tokens(sample)
 
 
 def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) -> ModelFlops | None:

@@ -22,7 +22,7 @@ from jaxspeed.engine import Engine
 from jaxspeed.engine.reporter import took_nonfinite_loss
 from jaxspeed.errors import CheckpointError, DivergedError, JaxspeedError, StateLostError
 from jaxspeed.launch.variables import report_progress
-from jaxspeed.objectives import objective_of
+from jaxspeed.metrics import counted_tokens
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.sampling import FinalSample
@@ -317,13 +317,8 @@ class Trainer:
     @functools.cached_property
     def _tokens_a_step(self) -> int:
         program, samples = self.engine.program, self.corpus.train
-        objective, tokens = objective_of(program.traced_loss.loss_fn), samples.tokens_each
-        if objective is not None:
-            shapes = samples.shapes(1).items()
-            sample = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in shapes}
-            counted = objective.tokens(sample)
-            tokens = tokens if counted is None else counted
-        return program.batch.train * (tokens or 0)
+        counted = counted_tokens(program, samples.shapes(1))
+        return program.batch.train * ((samples.tokens_each or 0) if counted is None else counted)
 
     # -- batches --------------------------------------------------------------------------------
 

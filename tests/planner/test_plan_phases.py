@@ -16,6 +16,7 @@ from jaxspeed.planner.compile.in_child import compile_for
 from jaxspeed.planner.memory import memory_of
 from jaxspeed.planner.time import time_of
 from jaxspeed.planner.trace.traced_step import placed_results
+from tests.objectives.anchored import Anchored
 from tests.planner import jobs
 
 V5P = target_of("v5p:2x2x2")
@@ -131,3 +132,12 @@ def test_a_plan_of_an_objective_with_computed_arrays_shows_its_phases():
     assert {each["phase"] for each in figures["time"]["exchanges"]} >= {"step"}
     for text in (str(plan), plan.html()):
         assert "reference" in text and "shift" in text
+
+
+@pytest.mark.parametrize(("counts", "tokens"), [(None, jobs.SEQUENCE), (7, 7)])
+def test_tokens_are_counted_as_the_objective_counts_them(counts, tokens, monkeypatch):
+    monkeypatch.setattr(Anchored, "tokens", lambda self, sample: counts)
+    time = jaxspeed.plan(ADAPTERS, "v5p:2x2x2", compile=False).figures()["time"]
+    samples = 8 * ADAPTERS["train_micro_batch_size_per_gpu"]
+    assert (time["unit"], time["tokens"]) == ("tokens", samples * tokens)
+    assert "per sample" in time["formula"]

@@ -1,6 +1,7 @@
 """Step time on a target: a roofline per operation, plus communication that is not overlapped."""
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from jaxspeed.axes import PIPE
 from jaxspeed.communication import FROM_HOST
 from jaxspeed.hardware.targets import Target
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.metrics import program_model_flops
+from jaxspeed.metrics import counted_tokens, program_model_flops
 from jaxspeed.offload.transfer_report import ACTIVATIONS
 from jaxspeed.planner.time.host_transfers import host_moves
 from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
@@ -22,6 +23,7 @@ from jaxspeed.planner.trace.tiles import array_text
 from jaxspeed.planner.trace.trace_ir import Scope, Value
 from jaxspeed.planner.trace.traced_step import Step, TracedPhase, on_chip, read_step
 from jaxspeed.train.program import Program
+from jaxspeed.user_models.config_model import own_objective
 
 COMBINED = 1 << 20  # bytes below which collectives of the same kind and axes are combined
 
@@ -49,9 +51,11 @@ def time_in(step: Step, target: Target) -> Time:
         clock.compute + clock.memory + clock.bubble + sum(e.exposed for e in exchanged)
         for clock, exchanged in zip(clocks, exchanges)
     ]
-    flops, tokens = program_model_flops(program, step.batch), program.batch.train
-    if flops.item == "token":
-        tokens *= step.batch["tokens"].shape[1] - ("targets" not in step.batch)
+    flops, tokens = program_model_flops(program, step.batch), counted_tokens(program, step.batch)
+    if tokens is None and (flops.item == "token" or own_objective(program.config) is not None):
+        tokens = _predicted(step.batch)
+    samples = program.batch.train
+    items = samples if tokens is None else samples * tokens
     return Time(
         compute=sum(clock.compute for clock in clocks),
         memory=sum(clock.memory for clock in clocks),
@@ -59,15 +63,23 @@ def time_in(step: Step, target: Target) -> Time:
         bubble=sum(clock.bubble for clock in clocks),
         step=sum(seconds),
         devices=target.count,
-        tokens=tokens,
-        unit=f"{flops.item}s",
-        model_flops=flops.per_item * tokens,
+        tokens=items,
+        unit="samples" if tokens is None else "tokens",
+        model_flops=flops.per_item * (items if flops.item == "token" else samples),
         formula=flops.formula,
         peak=_peak(program, target),
         assumes=step.assumes,
         phases={phase.name: s for phase, s in zip(step.phases, seconds)} if several else {},
         on_host=step.on_host,
     )
+
+
+def _predicted(batch: Mapping[str, Any]) -> int | None:
+    """Tokens of a sample that are predicted, in one text or several."""
+    if "tokens" not in batch:
+        return None
+    *texts, length = batch["tokens"].shape[1:]
+    return math.prod(texts) * (length - ("targets" not in batch))
 
 
 class _Clock:
