@@ -163,9 +163,12 @@ def truncated(sequences: PairSequences, packing: Packing) -> PairSequences:
 def row_length(form: PairForm, seq_len: int) -> int:
     """Inputs of a row, of which two sequences of seq_len + 1 tokens have room.
 
-    A sequence's last token is only predicted, except where its end is read.
+    A sequence's last token is only predicted, except where its end is read. Rows are then padded
+    to a multiple of at most 128, so that attention kernels and shards of a sequence divide them.
     """
-    return 2 * (seq_len + form.reads_ends)
+    length = 2 * (seq_len + form.reads_ends)
+    multiple = min(128, 1 << (max(length // 16, 1).bit_length() - 1)) if form.reads_ends else 1
+    return -(-length // multiple) * multiple
 
 
 def blank_rows(form: PairForm, seq_len: int, count: int) -> Batch:

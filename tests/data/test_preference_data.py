@@ -15,7 +15,7 @@ from jaxspeed.data import ByteTokenizer, ModelLimits, known_shapes, load_tokeniz
 from jaxspeed.data.complete_documents import Packing
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import PairForm, limits_of_run
-from jaxspeed.data.pair_samples import mismatched, pack_pairs, sequences_of
+from jaxspeed.data.pair_samples import mismatched, pack_pairs, row_length, sequences_of
 from jaxspeed.data.preference_records import read_preference
 from jaxspeed.data.preference_tokens import PreferenceEncoder, common_prefix
 from jaxspeed.data.shown_samples import as_json, show_data
@@ -186,6 +186,12 @@ def test_the_common_prefix_is_the_longest(a, b):
 # -- truncation ---------------------------------------------------------------------------------
 
 LONG = {"prompt": "pppp", "chosen": "cccccc", "rejected": "r"}  # 11 and 6 tokens
+
+
+@pytest.mark.parametrize(("seq_len", "length"), [(2048, 4224), (2047, 4096), (64, 136), (6, 14)])
+def test_rows_whose_ends_are_read_have_a_length_that_attention_and_shards_divide(seq_len, length):
+    assert row_length(PairForm("preference", reads_ends=True), seq_len) == length
+    assert row_length(PAIRS, seq_len) == 2 * seq_len
 
 
 @pytest.mark.parametrize(
