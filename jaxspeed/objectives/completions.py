@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from jaxspeed.objectives.model_logprobs import ModelLogprobs, model_logprobs
+from jaxspeed.objectives.model_logprobs import HeadInput, ModelLogprobs, model_logprobs
 from jaxspeed.objectives.pairs import PairRows, pair_rows
 from jaxspeed.objectives.terms_and_metrics import Mean, Metric, Terms
 from jaxspeed.ops.next_tokens import IGNORED, split_batch
@@ -29,10 +29,6 @@ class Completions:
     scored: ModelLogprobs
     counted: jax.Array
 
-    def sums(self, values: jax.Array) -> jax.Array:
-        """The sums [batch, pairs, 2] over completions of values [rows, seq]."""
-        return self.rows.sums(values)
-
     @cached_property
     def logprobs(self) -> jax.Array:
         """Of each token of a completion, [rows, seq]; 0 elsewhere."""
@@ -41,17 +37,17 @@ class Completions:
     @cached_property
     def logps(self) -> jax.Array:
         """Log-probabilities of completions, [batch, pairs, 2]."""
-        return self.sums(self.logprobs)
+        return self.rows.sums(self.logprobs)
 
     @cached_property
     def tokens(self) -> jax.Array:
         """Numbers of tokens of completions, fp32 [batch, pairs, 2]."""
-        return self.sums(self.counted.astype(jnp.float32))
+        return self.rows.sums(self.counted.astype(jnp.float32))
 
     def firsts(self, marks: jax.Array) -> jax.Array:
         """The marks [batch, pairs] at the first token of each pair, as tokens in the batch."""
         of_rows = marks.reshape(-1, marks.shape[-1])[:, : self.counted.shape[1]]
-        return self.sums(of_rows.astype(jnp.float32))[..., 0]
+        return self.rows.sums(of_rows.astype(jnp.float32))[..., 0]
 
     def log_ratios(self, reference: jax.Array, weights: Any = 1.0) -> jax.Array:
         """Log-ratios [batch, pairs, 2] to a reference's log-probabilities of the targets.
@@ -61,7 +57,7 @@ class Completions:
           weights: of tokens, [rows, seq].
         """
         of_tokens = self.logprobs - reference.reshape(self.counted.shape)
-        return self.sums(jnp.where(self.counted, weights * of_tokens, 0))
+        return self.rows.sums(jnp.where(self.counted, weights * of_tokens, 0))
 
     @property
     def logps_by_token(self) -> jax.Array:
@@ -85,42 +81,43 @@ class Completions:
     @property
     def likelihood(self) -> tuple[jax.Array, jax.Array]:
         """(values, weights) of the negative log-likelihood of the scored tokens of chosen ones."""
-        scored = self.sums(self.scored.counted.astype(jnp.float32))[..., 0]
-        total = self.sums(self.scored.of_tokens.logprobs)[..., 0]
+        scored = self.rows.sums(self.scored.counted.astype(jnp.float32))[..., 0]
+        total = self.rows.sums(self.scored.of_tokens.logprobs)[..., 0]
         return -self.of_pairs(total), self.of_pairs(scored)
 
     def shared_weights(self, beyond: float) -> jax.Array:
         """Weights [rows, seq] of tokens: 1, and `beyond` for those after the shorter completion."""
-        places = self.scored.next_tokens.positions
-        if places is None:
-            places = jnp.broadcast_to(jnp.arange(self.counted.shape[1]), self.counted.shape)
+        places = self.scored.next_tokens.places
         far = jnp.iinfo(jnp.int32).max
         first = self.rows.least(jnp.where(self.counted, places, far), far)
         shorter = jnp.min(self.tokens, axis=-1, keepdims=True)
         end = first + jnp.broadcast_to(shorter, first.shape)  # a completion is contiguous
         return jnp.where(places < self.rows.spread(end), 1.0, beyond)
 
-    def summed(
-        self, terms: Mapping[str, tuple[Any, ...]], metrics: Mapping[str, Metric]
-    ) -> tuple[Terms, dict[str, Any]]:
-        """The result of a loss function, with those of a mixture's routers.
 
-        Args:
-          terms, metrics: whose sums and weights are still of each pair, [batch, pairs].
-        """
-        of_terms = {name: parts[:2] for name, parts in terms.items()}
-        leaves, tree = jax.tree.flatten((of_terms, dict(metrics)))
-        with_gradient = set(map(id, jax.tree.leaves(of_terms)))
-        unlike = {id(x): x if id(x) in with_gradient else stop_gradient(x) for x in leaves}
-        # One sum, so that devices all-reduce all at once. (Two independent collectives can deadlock
-        # the simulated devices of XLA:CPU.)
-        sums = dict(zip(unlike, jnp.sum(jnp.stack([*unlike.values()]), axis=(1, 2)), strict=True))
-        of_terms, means = jax.tree.unflatten(tree, [sums[id(x)] for x in leaves])
-        loss = Terms({name: (*of_terms[name], *parts[2:]) for name, parts in terms.items()})
-        if self.scored.auxiliary is not None:
-            loss["aux_loss"] = self.scored.auxiliary, None
-        of_router = {n: x for n, x in self.scored.metrics.items() if n != "auxiliary_loss"}
-        return loss, {**means, **of_router}
+def summed(
+    terms: Mapping[str, tuple[Any, ...]],
+    metrics: Mapping[str, Metric],
+    scored: HeadInput | ModelLogprobs,
+) -> tuple[Terms, dict[str, Any]]:
+    """The result of a loss function, with those of a mixture's routers.
+
+    Args:
+      terms, metrics: whose sums and weights are still of each pair, [batch, pairs].
+    """
+    of_terms = {name: parts[:2] for name, parts in terms.items()}
+    leaves, tree = jax.tree.flatten((of_terms, dict(metrics)))
+    with_gradient = set(map(id, jax.tree.leaves(of_terms)))
+    unlike = {id(x): x if id(x) in with_gradient else stop_gradient(x) for x in leaves}
+    # One sum, so that devices all-reduce all at once. (Two independent collectives can deadlock the
+    # simulated devices of XLA:CPU.)
+    sums = dict(zip(unlike, jnp.sum(jnp.stack([*unlike.values()]), axis=(1, 2)), strict=True))
+    of_terms, means = jax.tree.unflatten(tree, [sums[id(x)] for x in leaves])
+    loss = Terms({name: (*of_terms[name], *parts[2:]) for name, parts in terms.items()})
+    if scored.auxiliary is not None:
+        loss["aux_loss"] = scored.auxiliary, None
+    of_router = {n: x for n, x in scored.metrics.items() if n != "auxiliary_loss"}
+    return loss, {**means, **of_router}
 
 
 def completions(
@@ -154,14 +151,14 @@ def of_texts(batch: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def token_metrics(c: Completions, chosen: jax.Array, rejected: jax.Array) -> dict[str, Metric]:
-    """Means over tokens, by TRL's names, for `Completions.summed`.
+    """Means over tokens, by TRL's names, for `summed`.
 
     Args:
       chosen, rejected: which completions are: bool [batch, pairs, 2].
     """
 
     def mean(values: Any, which: jax.Array) -> Metric:
-        of_completions = c.sums(jnp.where(c.counted, values, 0).astype(jnp.float32))
+        of_completions = c.rows.sums(jnp.where(c.counted, values, 0).astype(jnp.float32))
         both = (jnp.where(which, x, 0).sum(-1) for x in (of_completions, c.tokens))
         return Mean(*both)
 

@@ -27,7 +27,7 @@ from jaxspeed.config.types import (
 )
 from jaxspeed.config.verdicts import shown
 from jaxspeed.objectives.base_objective import Objective
-from jaxspeed.objectives.completions import Completions, completions, token_metrics
+from jaxspeed.objectives.completions import Completions, completions, summed, token_metrics
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.model_logprobs import model_logprobs
 from jaxspeed.objectives.padding import Batch, without_weight
@@ -209,15 +209,17 @@ class Dpo(AgainstReference):
         weights = 1.0 if o.ld_alpha is None else c.shared_weights(o.ld_alpha)
         ratios = c.log_ratios(batch[REFERENCE], weights)
         score = DIVERGENCES[o.f_divergence_type](ratios, o.f_alpha_divergence_coef)
-        pairs = Pairs(*(_side(x, side) for x in (ratios, score, c.tokens) for side in (0, 1)))
+        pairs = Pairs(
+            *(x[..., side] for x in (ratios, score, c.tokens) for side in (CHOSEN, REJECTED))
+        )
         terms = dict[str, tuple[Any, ...]]()
         for name, weight in zip(o.loss_type, o.loss_weights or [1.0] * len(o.loss_type)):
             if name == "sft":
                 terms[name] = *c.likelihood, weight
             else:
                 terms[name] = c.of_pairs(PAIR_LOSSES[name](pairs, o)), c.pairs, weight
-        logps = c.sums(weights * c.logprobs) if o.ld_alpha is not None else c.logps
-        return c.summed(terms, preference_metrics(c, o.beta * ratios, logps))
+        logps = c.rows.sums(weights * c.logprobs) if o.ld_alpha is not None else c.logps
+        return summed(terms, preference_metrics(c, o.beta * ratios, logps), c.scored)
 
 
 class Cpo(OfCompletions):
@@ -249,12 +251,12 @@ class Cpo(OfCompletions):
         o = self.options
         c = completions(model, batch, o.pairs_per_row, train)
         logps = c.logps_by_token if o.loss_type in ("ipo", "simpo") else c.logps
-        losses = CPO_LOSSES[o.loss_type](_side(logps, CHOSEN) - _side(logps, REJECTED), o)
+        losses = CPO_LOSSES[o.loss_type](logps[..., CHOSEN] - logps[..., REJECTED], o)
         terms = {
             "preference_loss": (c.of_pairs(losses), c.pairs),
             "nll_loss": (*c.likelihood, o.cpo_alpha),
         }
-        return c.summed(terms, preference_metrics(c, o.beta * logps, logps))
+        return summed(terms, preference_metrics(c, o.beta * logps, logps), c.scored)
 
 
 class Orpo(OfCompletions):
@@ -266,7 +268,7 @@ class Orpo(OfCompletions):
         o = self.options
         c = completions(model, batch, o.pairs_per_row, train, prompts=True)
         logps = jnp.where(c.tokens > 0, c.logps_by_token, -1.0)
-        log_odds = log_odds_ratio(_side(logps, CHOSEN), _side(logps, REJECTED))
+        log_odds = log_odds_ratio(logps[..., CHOSEN], logps[..., REJECTED])
         ratio = jax.nn.log_sigmoid(log_odds)
         terms = {
             "nll_loss": c.likelihood,
@@ -276,29 +278,25 @@ class Orpo(OfCompletions):
             "log_odds_ratio": Mean(c.of_pairs(ratio), c.pairs),
             "log_odds_chosen": Mean(c.of_pairs(log_odds), c.pairs),
         }
-        return c.summed(terms, metrics | preference_metrics(c, o.beta * logps, logps))
-
-
-def _side(x: jax.Array, side: int) -> jax.Array:
-    """[batch, pairs, 2] to the chosen or the rejected ones."""
-    return x[..., side]
+        metrics |= preference_metrics(c, o.beta * logps, logps)
+        return summed(terms, metrics, c.scored)
 
 
 def preference_metrics(c: Completions, rewards: jax.Array, logps: jax.Array) -> dict[str, Metric]:
-    """Metrics of pairs, by TRL's names, for `Completions.summed`.
+    """Metrics of pairs, by TRL's names, for `summed`.
 
     Args:
       rewards, logps: [batch, pairs, 2].
     """
-    chosen, rejected = (_side(rewards, side) for side in (CHOSEN, REJECTED))
+    chosen, rejected = (rewards[..., side] for side in (CHOSEN, REJECTED))
     is_chosen = jnp.broadcast_to(jnp.arange(2) == CHOSEN, rewards.shape)
     of_pairs = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/accuracies": (chosen > rejected).astype(chosen.dtype),
         "rewards/margins": chosen - rejected,
-        "logps/chosen": _side(logps, CHOSEN),
-        "logps/rejected": _side(logps, REJECTED),
+        "logps/chosen": logps[..., CHOSEN],
+        "logps/rejected": logps[..., REJECTED],
     }
     return {
         **{name: Mean(c.of_pairs(x), c.pairs) for name, x in of_pairs.items()},

@@ -15,10 +15,11 @@ from jaxspeed.config.problems import Problem
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.types import NonNegative
 from jaxspeed.config.verdicts import shown
-from jaxspeed.objectives.completions import of_texts
+from jaxspeed.objectives.completions import of_texts, summed
+from jaxspeed.objectives.model_logprobs import head_input
 from jaxspeed.objectives.pairs import pair_rows
 from jaxspeed.objectives.preference import OfPairs
-from jaxspeed.objectives.terms_and_metrics import Max, Mean, Min, Terms
+from jaxspeed.objectives.terms_and_metrics import Max, Mean, Min
 from jaxspeed.ops.next_tokens import IGNORED, split_batch
 
 
@@ -59,50 +60,37 @@ class Reward(OfPairs):
             batch = {**batch, "targets": jnp.where(counted, batch["tokens"], IGNORED)}
         rows = pair_rows(batch, self.options.pairs_per_row)
         p = split_batch(rows.batch)
-        context = {"segment_ids": p.segment_ids, "positions": p.positions}
-        auxiliary, metrics = None, {}
-        if hasattr(model, "hidden_and_auxiliary"):
-            hidden, auxiliary, metrics = model.hidden_and_auxiliary(
-                p.tokens, train=train, **context
-            )
-        else:
-            hidden = model.hidden(p.tokens, **context)
-        places = p.positions
-        if places is None:
-            places = jnp.broadcast_to(jnp.arange(p.tokens.shape[1]), p.tokens.shape)
+        before_head = head_input(model, p, train)
         # The last token that is not padding, as transformers pools it.
         is_text = of_texts({"mask": (p.targets != IGNORED).astype(jnp.int32), **rows.batch})
         if (padding := model.config.pad_token_id) is not None:
             is_text &= p.tokens != padding
-        last = -rows.least(jnp.where(is_text, -places, 1), 1)
-        is_last = is_text & (places == rows.spread(last))
-        scores = model.token_scores(hidden)[..., 0]
+        last = -rows.least(jnp.where(is_text, -p.places, 1), 1)
+        is_last = is_text & (p.places == rows.spread(last))
+        scores = model.token_scores(before_head.hidden)[..., 0]
         rewards = rows.sums(jnp.where(is_last, scores, 0))  # [batch, pairs, 2]
         counted = rows.sums((p.targets != IGNORED).astype(jnp.float32))
         is_pair = jnp.all(counted > 0, axis=-1)
-        pairs = jnp.sum(is_pair.astype(jnp.float32))
+        pairs = is_pair.astype(jnp.float32)
 
-        def over_pairs(values: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(is_pair, values, 0))
+        def of_pairs(values: jax.Array) -> jax.Array:
+            return jnp.where(is_pair, values, 0)
 
         chosen, rejected = rewards[..., 0], rewards[..., 1]
-        difference = chosen - rejected
+        difference, total = chosen - rejected, chosen + rejected
         excess = difference
         if "margins" in batch:
             excess -= rows.sums(rows.batch["margins"])[..., 0]
         losses = jax.nn.softplus(-excess)
         if (coefficient := self.options.center_rewards_coefficient) is not None:
-            losses += coefficient * jnp.square(chosen + rejected)
-        terms = Terms(reward=(over_pairs(losses), pairs))
-        if auxiliary is not None:
-            terms["aux_loss"] = auxiliary, None
-        rewards, difference = stop_gradient((rewards, difference))
-        both = is_pair[..., None]
-        metrics = {name: x for name, x in metrics.items() if name != "auxiliary_loss"} | {
-            "min_reward": Min(jnp.min(jnp.where(both, rewards, jnp.inf))),
-            "mean_reward": Mean(jnp.sum(jnp.where(both, rewards, 0)), 2 * pairs),
-            "max_reward": Max(jnp.max(jnp.where(both, rewards, -jnp.inf))),
-            "accuracy": Mean(over_pairs((difference > 0).astype(jnp.float32)), pairs),
-            "margin": Mean(over_pairs(difference), pairs),
+            losses += coefficient * jnp.square(total)
+        means = {
+            "mean_reward": Mean(of_pairs(total), 2 * pairs),
+            "accuracy": Mean(of_pairs((difference > 0).astype(jnp.float32)), pairs),
+            "margin": Mean(of_pairs(difference), pairs),
         }
+        terms, metrics = summed({"reward": (of_pairs(losses), pairs)}, means, before_head)
+        rewards, both = stop_gradient(rewards), is_pair[..., None]
+        metrics["min_reward"] = Min(jnp.min(jnp.where(both, rewards, jnp.inf)))
+        metrics["max_reward"] = Max(jnp.max(jnp.where(both, rewards, -jnp.inf)))
         return terms, metrics

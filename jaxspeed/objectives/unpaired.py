@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pydantic import Field
 
 from jaxspeed.config.types import Count, NonNegative
-from jaxspeed.objectives.completions import completions, token_metrics
+from jaxspeed.objectives.completions import completions, summed, token_metrics
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.pair_losses import kto
 from jaxspeed.objectives.preference import REFERENCE, AgainstReference
@@ -84,7 +84,7 @@ class Kto(AgainstReference):
         labelled = jnp.arange(2) == 0  # and not the mismatched completion
         of_tokens = token_metrics(c, *(which[..., None] & labelled for which in sides.values()))
         del of_tokens["mean_token_accuracy"]  # half of the completions are not to be imitated
-        return c.summed({"kto": (loss.value, loss.weight)}, metrics | of_tokens)
+        return summed({"kto": (loss.value, loss.weight)}, metrics | of_tokens, c.scored)
 
 
 def kl_of_batch(model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

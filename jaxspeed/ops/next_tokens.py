@@ -19,6 +19,13 @@ class NextTokens(NamedTuple):
     segment_ids: jax.Array | None  # [batch, seq]
     positions: jax.Array | None  # [batch, seq]
 
+    @property
+    def places(self) -> jax.Array:
+        """The positions, by default 0, 1, 2, ..."""
+        if self.positions is not None:
+            return self.positions
+        return jnp.broadcast_to(jnp.arange(self.tokens.shape[1]), self.tokens.shape)
+
 
 def split_batch(batch: Mapping[str, jax.Array]) -> NextTokens:
     """The inputs and targets of a batch in any of its forms."""
