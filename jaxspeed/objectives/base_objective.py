@@ -13,6 +13,8 @@ from jaxspeed.objectives.padding import WithoutWeight
 if TYPE_CHECKING:
     import jax
 
+Records = Literal["documents", "preference", "unpaired"]
+
 
 class Objective(ABC):
     """What a model is trained for: its loss, and what its batches hold.
@@ -46,7 +48,7 @@ class Objective(ABC):
 
     arrays: ClassVar[Mapping[str, str]] = {}
     entire_batch: ClassVar[bool] = False
-    records: ClassVar[Literal["documents", "preference", "unpaired"]] = "documents"
+    records: ClassVar[Records] = "documents"
     drops_long: ClassVar[bool] = False
     num_labels: ClassVar[int | None] = None
     modules_to_save: ClassVar[tuple[str, ...]] = ()

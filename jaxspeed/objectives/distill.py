@@ -19,7 +19,7 @@ from jaxspeed.objectives.base_objective import Objective
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.model_logprobs import head_input
 from jaxspeed.objectives.named import NextToken
-from jaxspeed.objectives.padding import Batch, without_weight
+from jaxspeed.objectives.padding import without_weight
 from jaxspeed.objectives.terms_and_metrics import Mean, Terms
 from jaxspeed.ops.next_tokens import IGNORED
 
@@ -43,7 +43,7 @@ class Distill(Objective):
             0.0, description="Coefficient of the cross-entropy of the data's own next tokens."
         )
 
-    arrays: ClassVar[Mapping[str, str]] = {
+    arrays: ClassVar = {
         **NextToken.arrays,
         HIDDEN: "[batch, seq, embed of the teacher], computed: the input of its head",
     }
@@ -99,8 +99,7 @@ class Distill(Objective):
             terms["aux_loss"] = (student.auxiliary, None)
         return terms, {"entropy": Mean(jnp.sum(by_token.entropy), tokens), **student.metrics}
 
-    def without_weight(self, batch: Batch, padding: Any) -> Batch:
-        return without_weight(batch, padding)
+    without_weight = staticmethod(without_weight)
 
 
 def teacher_hidden(model: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

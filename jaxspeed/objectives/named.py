@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxspeed.objectives.base_objective import Objective
-from jaxspeed.objectives.padding import Batch, without_weight
+from jaxspeed.objectives.padding import without_weight
 
 _MASK = "[batch, seq], optional: 0 is padding"
 
@@ -36,8 +36,7 @@ class FamilyObjective(Objective):
     def loss(self) -> Any:
         return FamilyLoss(self, self._family_loss)
 
-    def without_weight(self, batch: Batch, padding: Any) -> Batch:
-        return without_weight(batch, padding)
+    without_weight = staticmethod(without_weight)
 
 
 class NextToken(FamilyObjective):

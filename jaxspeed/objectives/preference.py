@@ -26,11 +26,11 @@ from jaxspeed.config.types import (
     is_list,
 )
 from jaxspeed.config.verdicts import shown
-from jaxspeed.objectives.base_objective import Objective
+from jaxspeed.objectives.base_objective import Objective, Records
 from jaxspeed.objectives.completions import Completions, completions, summed, token_metrics
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.model_logprobs import model_logprobs
-from jaxspeed.objectives.padding import Batch, without_weight
+from jaxspeed.objectives.padding import without_weight
 from jaxspeed.objectives.pair_losses import (
     CPO_LOSSES,
     DIVERGENCES,
@@ -89,12 +89,17 @@ class OfPairs(Objective):
             "and at least 4.",
         )
 
+    arrays: ClassVar = {
+        "segment_ids": "as tokens: 2 p + 1 and 2 p + 2 are the completions of pair p, each after "
+        "its prompt; 0 is padding",
+        "positions": "as tokens, optional: of each completion from 0 on",
+    }
+    records: ClassVar[Records] = "preference"
+    without_weight = staticmethod(without_weight)
+
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self.dropout = not self.options.disable_dropout
-
-    def without_weight(self, batch: Batch, padding: Any) -> Batch:
-        return without_weight(batch, padding)
 
 
 class OfCompletions(OfPairs):
@@ -105,13 +110,11 @@ class OfCompletions(OfPairs):
             0.1, description="How much a log-ratio weighs: the larger, the nearer the reference."
         )
 
-    arrays: ClassVar[Mapping[str, str]] = {
+    arrays: ClassVar = {
         "tokens": "[batch, seq + 1]; with targets [batch, seq]; of a model without segments "
         "[batch, 2, seq + 1]",
         "targets": "[batch, seq], optional: what is predicted",
-        "segment_ids": "as tokens: 2 p + 1 and 2 p + 2 are the completions of pair p, each after "
-        "its prompt; 0 is padding",
-        "positions": "as tokens, optional: of each completion from 0 on",
+        **OfPairs.arrays,
         "mask": "as tokens: 1 at the tokens of completions",
     }
 
@@ -131,7 +134,7 @@ class AgainstReference(OfCompletions):
             "a new adapter the model without it.",
         )
 
-    arrays: ClassVar[Mapping[str, str]] = {
+    arrays: ClassVar = {
         **OfCompletions.arrays,
         REFERENCE: "[batch, seq] fp32: the reference's, of the targets; computed if it is absent",
     }
@@ -176,8 +179,6 @@ class Dpo(AgainstReference):
         use_weighting: Annotated[bool, BeforeValidator(_no_weighting)] = Field(
             False, description="WPO's weights of pairs: refused."
         )
-
-    records: ClassVar[Literal["preference"]] = "preference"
 
     def problems(self, settings: Settings) -> Iterator[Problem]:
         o = self.options
@@ -238,8 +239,6 @@ class Cpo(OfCompletions):
         )
         simpo_gamma: NonNegative = Field(0.5, description="The margin of simpo.")
 
-    records: ClassVar[Literal["preference"]] = "preference"
-
     def problems(self, settings: Settings) -> Iterator[Problem]:
         o = self.options
         if o.label_smoothing and o.loss_type in ("hinge", "ipo"):
@@ -261,8 +260,6 @@ class Cpo(OfCompletions):
 
 class Orpo(OfCompletions):
     """Odds ratio preference optimization: the chosen text's likelihood, and a pair's odds ratio."""
-
-    records: ClassVar[Literal["preference"]] = "preference"
 
     def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
         o = self.options

@@ -31,21 +31,18 @@ class Reward(OfPairs):
             None, description="Weight of the squared sum of a pair's rewards, which centers them."
         )
 
-    arrays: ClassVar[Mapping[str, str]] = {
+    arrays: ClassVar = {
         "tokens": "[batch, seq], or of one pair a row [batch, 2, seq]",
         "targets": "as tokens, optional: -100 where no completion is predicted",
-        "segment_ids": "as tokens: 2 p + 1 and 2 p + 2 are the completions of pair p, each after "
-        "its prompt; 0 is padding",
-        "positions": "as tokens, optional: of each completion from 0 on",
+        **OfPairs.arrays,
         "mask": "as tokens: 0 at the tokens of pairs that do not count",
         "margins": "as tokens fp32, optional: at the first token of a pair, by how much the chosen "
         "one's reward is to be higher; 0 elsewhere",
     }
-    records: ClassVar[Any] = "preference"
-    drops_long: ClassVar[bool] = True
-    in_fp32: ClassVar[tuple[str, ...]] = ("margins",)
-    num_labels: ClassVar[int | None] = 1
-    modules_to_save: ClassVar[tuple[str, ...]] = ("score",)
+    drops_long = True
+    in_fp32 = ("margins",)
+    num_labels = 1
+    modules_to_save = ("score",)
 
     def problems(self, settings: Settings) -> Iterator[Problem]:
         model = settings.model

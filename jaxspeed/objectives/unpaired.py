@@ -33,7 +33,7 @@ class Kto(AgainstReference):
             "for the KL; by default train_batch_size.",
         )
 
-    arrays: ClassVar[Mapping[str, str]] = {
+    arrays: ClassVar = {
         **AgainstReference.arrays,
         "segment_ids": "as tokens: 2 p + 1 is the labelled completion of record p, 2 p + 2 the "
         "mismatched one, each after the prompt; 0 is padding",
@@ -42,8 +42,8 @@ class Kto(AgainstReference):
         "computed if it is absent",
         "kl": "[batch] fp32: the step's estimate of the KL; computed if it is absent",
     }
-    in_fp32: ClassVar[tuple[str, ...]] = (REFERENCE, MISMATCHED, "kl")
-    records: ClassVar[Literal["unpaired"]] = "unpaired"
+    in_fp32 = (REFERENCE, MISMATCHED, "kl")
+    records = "unpaired"
 
     def computed(self) -> Sequence[ComputedArrays]:
         kl = (
