@@ -87,25 +87,22 @@ DIVERGENCES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
 
 # -- DPO -------------------------------------------------------------------------------------------
 
-
-def logistic(p: Pairs, o: PairSettings) -> jax.Array:
-    """-log s(beta delta) (DPO, arXiv:2305.18290)."""
-    return -log_sigmoid(o.beta * p.delta)
+# The margin of the first three is delta, of scores by token for ipo and sigmoid_norm.
 
 
-def hinge(p: Pairs, o: PairSettings) -> jax.Array:
-    """max(0, 1 - beta delta) (SLiC, arXiv:2305.10425)."""
-    return jax.nn.relu(1 - o.beta * p.delta)
+def logistic(margin: jax.Array, o: Any) -> jax.Array:
+    """-log s(beta margin) (DPO, arXiv:2305.18290)."""
+    return -log_sigmoid(o.beta * margin)
 
 
-def ipo(p: Pairs, o: PairSettings) -> jax.Array:
-    """(delta - 1 / (2 beta))^2 of scores by token (IPO, arXiv:2310.12036)."""
-    return jnp.square(p.delta_by_token - 1 / (2 * o.beta))
+def hinge(margin: jax.Array, o: Any) -> jax.Array:
+    """max(0, 1 - beta margin) (SLiC, arXiv:2305.10425)."""
+    return jax.nn.relu(1 - o.beta * margin)
 
 
-def logistic_norm(p: Pairs, o: PairSettings) -> jax.Array:
-    """-log s(beta delta) of scores by token."""
-    return -log_sigmoid(o.beta * p.delta_by_token)
+def ipo(margin: jax.Array, o: Any) -> jax.Array:
+    """(margin - 1 / (2 beta))^2 (IPO, arXiv:2310.12036)."""
+    return jnp.square(margin - 1 / (2 * o.beta))
 
 
 def exo_pair(p: Pairs, o: PairSettings) -> jax.Array:
@@ -160,10 +157,10 @@ def discopop(p: Pairs, o: PairSettings) -> jax.Array:
 
 
 PAIR_LOSSES: dict[str, Callable[[Pairs, Any], jax.Array]] = {
-    "sigmoid": logistic,
-    "hinge": hinge,
-    "ipo": ipo,
-    "sigmoid_norm": logistic_norm,
+    "sigmoid": lambda p, o: logistic(p.delta, o),
+    "hinge": lambda p, o: hinge(p.delta, o),
+    "ipo": lambda p, o: ipo(p.delta_by_token, o),
+    "sigmoid_norm": lambda p, o: logistic(p.delta_by_token, o),
     "exo_pair": exo_pair,
     "nca_pair": nca_pair,
     "robust": robust,
@@ -197,20 +194,11 @@ def simpo(margin: jax.Array, o: MarginSettings) -> jax.Array:
     return smoothed(o.beta * margin - o.simpo_gamma, o.label_smoothing)
 
 
-def cpo_hinge(margin: jax.Array, o: MarginSettings) -> jax.Array:
-    """max(0, 1 - x)."""
-    return jax.nn.relu(1 - o.beta * margin)
-
-
-def cpo_ipo(margin: jax.Array, o: MarginSettings) -> jax.Array:
-    """(margin - 1 / (2 beta))^2, with log-probabilities by token."""
-    return jnp.square(margin - 1 / (2 * o.beta))
-
-
+# Of the margin log pi(y_w) - log pi(y_l), for ipo and simpo by token.
 CPO_LOSSES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
     "sigmoid": cpo_logistic,
-    "hinge": cpo_hinge,
-    "ipo": cpo_ipo,
+    "hinge": hinge,
+    "ipo": ipo,
     "simpo": simpo,
 }
 
