@@ -13,7 +13,6 @@ have reached the disk.
 
 import errno
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -91,13 +90,12 @@ class RowStore:
     @property
     def ids(self) -> np.ndarray:
         """The numbers of the rows that are there, in their order."""
-        return self._map(ROWS, np.dtype(np.int64), ())
+        return self._map(ROWS)
 
     def rows(self) -> ComputedRows:
         """All that is there, memory-mapped."""
-        shapes = self._shapes.items()
-        arrays = {name: self._map(name, dtype, shape) for name, (dtype, shape) in shapes}
-        return ComputedRows(self._samples, self.ids, arrays)
+        arrays = {name: self._map(name) for name in self._layout}
+        return ComputedRows(self._samples, arrays.pop(ROWS), arrays)
 
     def writer(self, more: int) -> "RowWriter":
         """Begin to add rows, at most so many.
@@ -115,16 +113,15 @@ class RowStore:
         return int(self._read_json(DONE) or 0)
 
     @property
-    def _shapes(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """(dtype, shape) of one row, by the names of the arrays."""
+    def _layout(self) -> dict[str, np.dtype]:
+        """What each file has of a row: a number, or an array as a dtype with its shape."""
         described = self._read_json(KEY)[ARRAYS].items()
-        return {name: (np.dtype(dtype), tuple(shape)) for name, (dtype, *shape) in described}
+        arrays = {name: np.dtype((dtype, tuple(shape))) for name, (dtype, *shape) in described}
+        return {ROWS: np.dtype(np.int64), **arrays}
 
     def _sizes(self, rows: int) -> dict[str, int]:
         """The bytes of each file for so many rows."""
-        shapes = self._shapes.items()
-        sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in shapes}
-        return {name: rows * size for name, size in {ROWS: 8, **sizes}.items()}
+        return {name: rows * row.itemsize for name, row in self._layout.items()}
 
     def _is_intact(self) -> bool:
         """Whether there is all that counts."""
@@ -134,11 +131,11 @@ class RowStore:
                 return False
         return True
 
-    def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        every = (self._done, *shape)
-        if 0 in every:
-            return np.zeros(every, dtype)
-        return np.memmap(self.folder / name, dtype, mode="r", shape=every)
+    def _map(self, name: str) -> np.ndarray:
+        row, rows = self._layout[name], self._done
+        if rows * row.itemsize == 0:
+            return np.zeros((rows, *row.shape), row.base)
+        return np.memmap(self.folder / name, row, mode="r", shape=rows)
 
     def _read_json(self, name: str) -> Any:
         try:
