@@ -13,7 +13,7 @@ import os
 import shutil
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,54 +86,60 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 @dataclass
-class _Records:
-    """What records of preferences have beside their documents, collected as these are read."""
+class _Beside:
+    """What documents have beside their ids, collected as these are read."""
 
+    masks: list[np.ndarray] = field(default_factory=list)
     per_record: int = 0
-    values: list[Mapping[str, float]] = field(default_factory=list)
+    records: list[Mapping[str, float]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def documents(self, encoded: Iterable[Encoded]) -> Iterator[np.ndarray | Masked]:
+    def ids_of(self, encoded: Iterable[Encoded]) -> Iterator[np.ndarray]:
+        """The ids of each document that is not empty."""
         for record in encoded:
-            if not isinstance(record, RecordTokens):
-                yield record
-            elif record.dropped:
-                self.dropped[record.dropped] += 1
-            else:
-                self.per_record = self.per_record or len(record.documents)
-                if len(record.documents) != self.per_record:
-                    raise DataError("data: some records are pairs, others completions with a label")
-                self.values.append(record.values)
-                yield from record.documents
+            for document in self._documents_of(record):
+                ids, *mask = document if isinstance(document, Masked) else (document,)
+                if len(ids):
+                    self.masks += mask
+                    yield ids
+
+    def _documents_of(self, record: Encoded) -> Sequence[np.ndarray | Masked]:
+        if not isinstance(record, RecordTokens):
+            return [record]
+        if record.dropped:
+            self.dropped[record.dropped] += 1
+            return []
+        self.per_record = self.per_record or len(record.documents)
+        if len(record.documents) != self.per_record:
+            raise DataError("data: some records are pairs, others completions with a label")
+        self.records.append(record.values)
+        return record.documents
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The values, 0 where a record has none."""
-        names = [name for name in VALUES if any(name in values for values in self.values)]
-        return {n: np.array([x.get(n, 0) for x in self.values], np.float32) for n in names}
+    def trained(self) -> np.ndarray | None:
+        return np.concatenate(self.masks) if self.masks else None
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """Those of records, 0 where one has none."""
+        names = [name for name in VALUES if any(name in values for values in self.records)]
+        return {n: np.array([x.get(n, 0) for x in self.records], np.float32) for n in names}
 
 
 def in_memory(name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer | None) -> Documents:
     """Concatenate encoded documents in memory; empty ones are dropped."""
-    records = _Records()
-    filled = [document for document in records.documents(encoded) if len(_ids_of(document))]
-    ids = [*map(_ids_of, filled)]
+    beside = _Beside()
+    ids = [*beside.ids_of(encoded)]
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     largest = max((int(document_ids.max()) for document_ids in ids), default=0)
     dtype = id_dtype(tokenizer.vocab_size if tokenizer else largest + 1)
     tokens = np.empty(offsets[-1], dtype)
     for document_ids, at in zip(ids, offsets):
         tokens[at : at + len(document_ids)] = document_ids
-    masks = [document.trained for document in filled if isinstance(document, Masked)]
-    trained = np.concatenate(masks) if masks else None
-    values = records.arrays
+    trained, values = beside.trained, beside.values
     digest = _digest_of(tokens, offsets, trained, values)
-    beside = records.per_record, values, records.dropped
-    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained, *beside)
-
-
-def _ids_of(document: np.ndarray | Masked) -> np.ndarray:
-    return document.ids if isinstance(document, Masked) else document
+    records = beside.per_record, values, beside.dropped
+    return Documents(name, tokens, offsets, digest, largest, tokenizer, trained, *records)
 
 
 def encode_all(texts: Iterable[str], tokenizer: Tokenizer) -> Iterable[np.ndarray]:
@@ -202,32 +208,27 @@ def write(out: Path, name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer
 
 
 def _write_files(folder: Path, name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer) -> None:
-    dtype, records = id_dtype(tokenizer.vocab_size), _Records()
+    dtype, beside = id_dtype(tokenizer.vocab_size), _Beside()
     digest, largest, ends = _Digest(dtype), 0, [0]
-    masks: list[np.ndarray] = []
     with (folder / TOKENS).open("wb") as file:
         _npy_header(file, dtype, 0)
-        for document in records.documents(encoded):
-            if len(ids := _ids_of(document)):
-                if isinstance(document, Masked):
-                    masks.append(document.trained)
-                largest = max(largest, int(ids.max()))
-                narrow = ids.astype(dtype)
-                digest.add(narrow)
-                file.write(narrow.data)
-                ends.append(ends[-1] + len(ids))
+        for ids in beside.ids_of(encoded):
+            largest = max(largest, int(ids.max()))
+            narrow = ids.astype(dtype)
+            digest.add(narrow)
+            file.write(narrow.data)
+            ends.append(ends[-1] + len(ids))
         file.seek(0)
         # NumPy pads the header such that the first dim can grow.
         _npy_header(file, dtype, ends[-1])
     if len(ends) == 1:
-        left = " that is left: all records are dropped" if records.dropped else ""
+        left = " that is left: all records are dropped" if beside.dropped else ""
         raise DataError(f"data tokenize: {name} holds no text{left}")
     offsets = np.asarray(ends, np.int64)
     np.save(folder / OFFSETS, offsets)
-    trained = np.concatenate(masks) if masks else None
+    trained, values = beside.trained, beside.values
     if trained is not None:
         np.save(folder / TRAINED, trained)
-    values = records.arrays
     for value_name, array in values.items():
         np.save(folder / f"{value_name}.npy", array)
     for written, content in files_of(tokenizer).items():
@@ -242,12 +243,12 @@ def _write_files(folder: Path, name: str, encoded: Iterable[Encoded], tokenizer:
         "largest": largest,
         "digest": digest.end(offsets, trained, values),
     }
-    if records.per_record:
+    if beside.per_record:
         header |= {
             "format": PREFERENCE_FORMAT,
-            "per_record": records.per_record,
+            "per_record": beside.per_record,
             "values": [*values],
-            "dropped": records.dropped,
+            "dropped": beside.dropped,
         }
     (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n")
 
