@@ -6,7 +6,7 @@ mask has the tokens that the loss counts.
 
 import bisect
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -28,8 +28,18 @@ class Packing:
     together: bool = True  # several of them in a sample
 
 
+class Counts:
+    """What is counted of documents: a dataclass of numbers, which are added, and the `longest`."""
+
+    longest: int
+
+    def __add__(self, other: Self) -> Self:
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return type(self)(**sums | {"longest": max(self.longest, other.longest)})
+
+
 @dataclass(frozen=True)
-class DocumentCounts:
+class DocumentCounts(Counts):
     """Complete documents, and what became of those that do not fit."""
 
     samples: int = 0  # documents that are trained or evaluated on
@@ -45,10 +55,6 @@ class DocumentCounts:
         shown = [f"{self.samples:,} conversation{plural}", f"{self.tokens:,} tokens"]
         shown += [f"{self.trained:,} trained"]
         return ", ".join([*shown, *(f"{n:,} {name}" for name, n in out.items() if n)])
-
-    def __add__(self, other: "DocumentCounts") -> "DocumentCounts":
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return DocumentCounts(**sums | {"longest": max(self.longest, other.longest)})
 
 
 class CompleteDocuments:
@@ -108,9 +114,7 @@ def pack_documents(
     """Training samples, held-out ones, the training's count of each trained id, and all counts."""
     assert documents.trained is not None
     fitting, counts = fit(documents, packing)
-    train, held = hold_out_samples(len(fitting.starts), held_out)
-    if held_out and not len(held) and len(train) > 1:  # a share of few
-        train, held = train[:-1], train[-1:]
+    train, held = hold_out_samples(len(fitting.starts), held_out, fewest=1)
 
     def samples(chosen: np.ndarray) -> CompleteDocuments:
         spans = Spans(fitting.starts[chosen], fitting.lengths[chosen])

@@ -36,9 +36,14 @@ def _split_at(starts: np.ndarray, lengths: np.ndarray, at: int) -> tuple[Spans, 
     return first, Spans(begin, ends[after] - begin)
 
 
-def hold_out_samples(samples: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Split ids of samples into (train, held out), each in ascending order."""
+def hold_out_samples(samples: int, share: float, fewest: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Split ids of samples into (train, held out), each in ascending order.
+
+    Where the share is of less than `fewest`, the last ones are held out, if more are left.
+    """
     held = np.zeros(samples, bool)
     drawn = np.random.default_rng(SEED).permutation(samples)
     held[drawn[: round(share * samples)]] = True
+    if share and held.sum() < fewest < samples - held.sum():
+        held[:] = np.arange(samples) >= samples - fewest
     return np.flatnonzero(~held), np.flatnonzero(held)

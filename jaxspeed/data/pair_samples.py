@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspeed.config.run_sections import Data
-from jaxspeed.data.complete_documents import Packing, best_fit
+from jaxspeed.data.complete_documents import Counts, Packing, best_fit
 from jaxspeed.data.holdout import hold_out_samples
 from jaxspeed.data.model_limits import PairForm
 from jaxspeed.data.packing import Spans, Stream
@@ -24,7 +24,7 @@ DIVIDED_AT_ONCE = 1000  # pairs, whose chosen completions are before their rejec
 
 
 @dataclass(frozen=True)
-class PairCounts:
+class PairCounts(Counts):
     """Pairs, or completions with a label, and what became of those that cannot be used."""
 
     pairs: int = 0
@@ -60,10 +60,6 @@ class PairCounts:
         dropped = sum(reasons.values())
         return ", ".join(shown) + (f", {dropped:,} dropped ({why})" if dropped else "")
 
-    def __add__(self, other: "PairCounts") -> "PairCounts":
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return PairCounts(**sums | {"longest": max(self.longest, other.longest)})
-
 
 def checked(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) -> PairForm:
     """The form with its `kl_block`; DataError for keys that preferences do not have."""
@@ -98,11 +94,7 @@ class PairSequences(NamedTuple):
 
 
 def sequences_of(documents: Documents, records: np.ndarray, form: PairForm) -> PairSequences:
-    """The sequences of records; of pairs where single completions are read, these in TRL's order.
-
-    Raises:
-      DataError: they are none of preferences, or of another kind than the objective reads.
-    """
+    """The sequences of records; of pairs as single completions in TRL's order."""
     assert documents.trained is not None
     count, pairs_wanted = documents.per_record, form.records == "preference"
     before = np.append(0, np.cumsum(documents.trained, dtype=np.int64))
@@ -144,7 +136,7 @@ def mismatched(sequences: PairSequences, block: int) -> PairSequences:
         np.stack([x[:, 0], np.stack([x[:, 0, 0], x[partners, 0, 1]], axis=-1)], axis=1)
         for x in (sequences.starts, sequences.lengths)
     )
-    return PairSequences(starts, lengths, sequences.values)
+    return sequences._replace(starts=starts, lengths=lengths)
 
 
 def truncated(sequences: PairSequences, packing: Packing) -> PairSequences:
@@ -157,7 +149,7 @@ def truncated(sequences: PairSequences, packing: Packing) -> PairSequences:
         starts[..., part] += less * at_start
         lengths[..., part] -= less
         over = over - less
-    return PairSequences(starts, lengths, sequences.values)
+    return sequences._replace(starts=starts, lengths=lengths)
 
 
 def row_length(form: PairForm, seq_len: int) -> int:
@@ -255,11 +247,8 @@ class PackedPairs:
 
     def _mark(self, row: Batch, pair: int, at: int) -> None:
         """Put the pair's value where it begins."""
-        value = self._sequences.values[pair]
-        if "desirable" in row:
-            row["desirable"][at] = value
-        if "margins" in row:
-            row["margins"][at] = value
+        for name in row.keys() & {"desirable", "margins"}:
+            row[name][at] = self._sequences.values[pair]
 
     def _read(self, pair: int) -> Iterator[tuple[np.ndarray, int]]:
         """The tokens of both sequences, and how many are of the prompt."""
@@ -286,13 +275,10 @@ def pack_pairs(
     """
     check_kind(documents, form)
     apart = form.records == "unpaired"
-    numbers = np.arange(len(documents.lengths) // max(documents.per_record, 1))
-    train, held = hold_out_samples(len(numbers), held_out)
+    number = len(documents.lengths) // documents.per_record
     fewest = 2 if apart and documents.per_record == 1 else 1  # of which completions are mismatched
-    if held_out and len(held) < fewest < len(train):  # a share of few
-        train, held = numbers[:-fewest], numbers[-fewest:]
     counts, rows = PairCounts(**documents.dropped), []
-    for records in (train, held):
+    for records in hold_out_samples(number, held_out, fewest):
         sequences, counted = usable(documents, records, form, packing)
         counts += counted
         if apart:
@@ -330,11 +316,11 @@ def usable(
         kept &= ~which
     sequences, samples = PairSequences(*(array[kept] for array in sequences)), int(kept.sum())
     parts = truncated(sequences, packing).lengths
-    has_labels = form.records == "unpaired"
+    of_kind = {"pairs": samples}
+    if form.records == "unpaired":
+        of_kind = {"labelled": samples, "desirable": int((sequences.values > 0).sum())}
     counts = PairCounts(
-        pairs=0 if has_labels else samples,
-        labelled=samples if has_labels else 0,
-        desirable=int((sequences.values > 0).sum()) if has_labels else 0,
+        **of_kind,
         tokens=int(parts.sum()),
         trained=int((parts[..., 1] - (parts[..., 0] == 0)).sum()),
         longest=int(sequences.lengths.sum(axis=-1).max(initial=0)),
