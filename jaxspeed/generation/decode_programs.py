@@ -20,7 +20,6 @@ from jaxspeed.generation.sampling_rules import draw
 from jaxspeed.objectives.model_logprobs import call_parameters
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.rules import model_sharding
-from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.traced_loss.loss import Outputs
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
@@ -133,14 +132,8 @@ class ForwardPrograms:
         return self._jit(self.cached.fresh, (), self._caches)
 
     def _jit(self, function: Any, in_shardings: Any, shardings: Any, **options: Any) -> Any:
-        in_mesh = self._program.in_mesh(function)
-        return jax.jit(
-            in_mesh,
-            in_shardings=in_shardings,
-            out_shardings=shardings,
-            compiler_options=compiler_options(self._program.mesh),
-            **options,
-        )
+        at = {"in_shardings": in_shardings, "out_shardings": shardings}
+        return self._program.jit(function, **at, **options)
 
     @property
     def _rows(self) -> NamedSharding:

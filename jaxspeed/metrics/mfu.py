@@ -16,7 +16,7 @@ from jaxspeed.jaxpr.flops import count_products, program_flops
 from jaxspeed.objectives import objective_of
 from jaxspeed.traced_loss.loss import parse_loss
 from jaxspeed.train.program import Program
-from jaxspeed.user_models.batches import call_loss, with_extra
+from jaxspeed.user_models.batches import call_loss
 from jaxspeed.user_models.config_model import family_sizes, own_objective
 from jaxspeed.user_models.own_axes import with_own_axes
 
@@ -70,7 +70,7 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
         path: jax.ShapeDtypeStruct(program.table.shape_of(path), rows[0].read.dtype)
         for path, rows in program.table.parameters.items()
     }
-    variables, batch = with_extra(program.model.variables, program.complete(batch))
+    variables, batch = program.loss_inputs(batch)
     samples = program.batch.micro
     few = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]) if x.shape else (), x.dtype), batch

@@ -19,7 +19,6 @@ from jaxspeed.objectives import WithoutWeight, objective_of
 from jaxspeed.objectives.terms_and_metrics import TOTALS, Metric
 from jaxspeed.train.phases import BATCH
 from jaxspeed.train_state.staged_init import compile_ahead
-from jaxspeed.user_models.batches import with_extra
 
 log = logging.getLogger("jaxspeed")
 
@@ -177,9 +176,7 @@ def _shared(engine: Engine, held_out: Split) -> int:
 
 def _rest(engine: Engine, batch: Any) -> tuple[Any, ...]:
     """What a loss is traced for, beside the parameters."""
-    program = engine.program
-    variables, batch = with_extra(program.state.variables, program.complete(batch))
-    return variables, batch, jnp.asarray(0), jnp.asarray(0)
+    return *engine.program.loss_inputs(batch), jnp.asarray(0), jnp.asarray(0)
 
 
 def _is_sum(engine: Engine, batch: Any) -> bool:

@@ -12,7 +12,6 @@ from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.errors import ConfigError
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.placement.paths import listed
-from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.traced_loss.accumulate import micro_batches
 from jaxspeed.train.array_program import ArraysOf, array_function, extra_function, placed
 from jaxspeed.train.frozen_model import frozen_program
@@ -85,9 +84,7 @@ def _phase(program: Program, entry: ComputedArrays) -> StepPhase:
             state = replace(state, params=state.params | params, master=state.master | master)
         return _with_arrays(program, entry, state, batch)
 
-    function = jax.jit(
-        program.in_mesh(with_arrays), compiler_options=compiler_options(program.mesh)
-    )
+    function = program.jit(with_arrays)
     return StepPhase(entry.name, function, (*reads, BATCH), (BATCH,), mesh=program.mesh)
 
 

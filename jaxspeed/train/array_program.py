@@ -12,7 +12,6 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.placement.batch_dims import batch_specs
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.paths import listed
-from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.traced_loss.loss import Outputs
 from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train.gather_once import GatherOnce, ModelState
@@ -32,8 +31,7 @@ def array_program(
     once: GatherOnce | None = None,
 ) -> Any:
     """`array_function`, compiled."""
-    compute = array_function(program, function, adapters=adapters, once=once)
-    return jax.jit(program.in_mesh(compute), compiler_options=compiler_options(program.mesh))
+    return program.jit(array_function(program, function, adapters=adapters, once=once))
 
 
 def array_function(

@@ -308,12 +308,7 @@ class Program:
             return self.update(state, sums, variables)
 
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(
-            self.in_mesh(step),
-            donate_argnums=0,
-            out_shardings=(self.shardings, replicated),
-            compiler_options=compiler_options(self.mesh),
-        )
+        return self.jit(step, donate_argnums=0, out_shardings=(self.shardings, replicated))
 
     @functools.cached_property
     def evaluate(self) -> Any:
@@ -337,20 +332,15 @@ class Program:
             metrics = {**results(loss.metrics), "loss": mean, "weight": loss.weight}
             return metrics | totals(loss.metrics)
 
-        return jax.jit(
-            self.in_mesh(evaluate),
-            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
-            compiler_options=compiler_options(self.mesh),
-        )
+        return self.jit(evaluate, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def pipeline_report(self, batch: Any) -> PipelineReport | None:
         """The pipeline's bubble, memory and communication for such a batch; None without stages."""
-        pipeline, micro_batches = self.gradients.pipeline, self.batch.accumulation
-        if pipeline is None:
+        if (pipeline := self.pipeline) is None:
             return None
         report = self.in_mesh(pipeline_report)
         stages_report: PipelineReport = report(
-            pipeline, *with_extra(self.model.variables, self.complete(batch)), micro_batches
+            pipeline, *self.loss_inputs(batch), self.batch.accumulation
         )
         return stages_report
 
@@ -358,9 +348,8 @@ class Program:
         """The residuals that units save; None where the config sets no rematerialization."""
         if self.pipeline:  # stages save their inputs too: `PipelineReport` includes them
             return None
-        variables, batch = with_extra(self.model.variables, self.complete(batch))
-        micro = micro_batch_shapes(batch, self.batch.accumulation)
-        report: ResidualReport | None = self.in_mesh(self.traced_loss.kept)(variables, micro)
+        kept = self.in_mesh(self.traced_loss.kept)
+        report: ResidualReport | None = kept(*self._micro_batch(batch))
         return report
 
     def attention_report(self, batch: Any) -> AttentionReport | None:
@@ -368,19 +357,30 @@ class Program:
 
         Raises ConfigError with all problems if it cannot run as the config says.
         """
-        variables, batch = with_extra(self.model.variables, self.complete(batch))
-        micro = micro_batch_shapes(batch, self.batch.accumulation)
-        report: AttentionReport | None = self.in_mesh(self.traced_loss.attention)(variables, micro)
+        attention = self.in_mesh(self.traced_loss.attention)
+        report: AttentionReport | None = attention(*self._micro_batch(batch))
         return report
 
     def recomputes(self, batch: Any) -> bool:
         """Whether a unit has a backward pass, in which the config's remat has an effect."""
         if self.pipeline:
             return True
-        variables, batch = with_extra(self.model.variables, self.complete(batch))
-        micro = micro_batch_shapes(batch, self.batch.accumulation)
-        is_recomputed: bool = self.in_mesh(self.traced_loss.recomputes)(variables, micro)
+        is_recomputed: bool = self.in_mesh(self.traced_loss.recomputes)(*self._micro_batch(batch))
         return is_recomputed
+
+    def loss_inputs(self, batch: Any) -> tuple[dict[str, Any], Any]:
+        """The shapes of variables and of a complete batch, as the loss reads them."""
+        return with_extra(self.model.variables, self.complete(batch))
+
+    def _micro_batch(self, batch: Any) -> tuple[dict[str, Any], Any]:
+        """The same of a micro-batch."""
+        variables, batch = self.loss_inputs(batch)
+        return variables, micro_batch_shapes(batch, self.batch.accumulation)
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """Compile a function for this mesh."""
+        xla = compiler_options(self.mesh)
+        return jax.jit(self.in_mesh(function), compiler_options=xla, **options)
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Trace the function with this mesh as the context mesh, which kernels read."""
