@@ -25,12 +25,11 @@ from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.data import Corpus, Split, placer
 from jaxspeed.data.computed_rows import ComputedRows, RowStore, RowWriter
 from jaxspeed.engine import Engine
-from jaxspeed.errors import ConfigError
 from jaxspeed.interop.peft_layout import TENSORS
 from jaxspeed.interop.safetensors import TensorFile
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.placement.paths import listed
-from jaxspeed.train.array_program import array_program
+from jaxspeed.train.array_program import array_function
 from jaxspeed.train.frozen_model import frozen_program
 from jaxspeed.train.gather_once import ModelState
 from jaxspeed.train.program import Program
@@ -59,14 +58,7 @@ class BeforeStep0:
     @cached_property
     def entries(self) -> list[ComputedArrays]:
         """What the objective computes once, in this order."""
-        program = self.engine.program
-        entries = [entry for entry in program.computed_arrays if entry.once]
-        if entries and not program.in_this_process:
-            raise ConfigError(
-                f"objective: {listed([x.name for x in entries])} are computed once, by the model "
-                "before step 0, which is in other processes, on Ray; compute them in each step"
-            )
-        return entries
+        return [entry for entry in self.engine.program.computed_arrays if entry.once]
 
     def stored(self, corpus: Corpus, folder: Path) -> Corpus:
         """A corpus with the arrays of what a run reads of it, which are kept in a folder."""
@@ -135,7 +127,6 @@ class RowComputation:
 
     def __init__(self, before: BeforeStep0, entry: ComputedArrays) -> None:
         self._before, self.entry = before, entry
-        self._state: Any = None
 
     @cached_property
     def program(self) -> Program:
@@ -143,27 +134,28 @@ class RowComputation:
         engine, entry = self._before.engine, self.entry
         if isinstance(entry.model, FrozenModelSection):
             return frozen_program(engine.program, entry.model, entry.name)
-        return engine.program if engine.program.on_one_mesh else engine.runnable[0]
+        return engine.program
 
     @cached_property
-    def _compute(self) -> Any:
-        """The compiled program, of `_state`, whose results are on all processes."""
-        before, program = self._before, self.program
-        engine, once = before.engine, None
-        adapters = True
+    def _compute(self) -> Callable[[Any], Any]:
+        """The compiled program, with the model's state; its results are on all processes."""
+        before, program, once, adapters = self._before, self.program, None, True
+        state: Any
         if isinstance(self.entry.model, FrozenModelSection):
-            self._state = program.init(0)
+            state = program.init(0)
         else:
             if before.warm_start is not None and not before.is_warm:
                 before.warm_start()
                 before.is_warm = True
-            once, (_, self._state) = engine.gather_once, engine.runnable
-            model = program.model
+            state, once, model = before.engine.state, before.engine.gather_once, program.model
+            if once is not None:
+                state = once(ModelState.of(program, state))
             is_new = isinstance(model, AdaptedModel) and model.saved is None
             adapters = not is_new or before.is_warm
-        if once is not None:
-            self._state = once(ModelState.of(program, self._state))
-        return array_program(program, self.entry.arrays, adapters=adapters, once=once)
+        arrays = array_function(program, self.entry.arrays, adapters=adapters, once=once)
+        replicated = NamedSharding(program.mesh, PartitionSpec())
+        at = replicated if jax.process_count() > 1 else None
+        return partial(program.jit(arrays, out_shardings=at), state)
 
     def into(self, store: RowStore, split: Split, ids: np.ndarray, key: dict[str, Any]) -> None:
         """Add the arrays of these samples to a store, unless it has them with this key."""
@@ -218,8 +210,7 @@ class RowComputation:
             filled = np.resize(chosen, size) if len(chosen) < size else chosen
             rows = place(partial(split.of, filled))
             with program.set_mesh():
-                arrays = compute(self._state, rows)
-            pending.append((chosen, _everywhere(program, arrays)))
+                pending.append((chosen, compute(rows)))
             if len(pending) > 1:
                 yield self._arrived(*pending.popleft())
         while pending:
@@ -229,15 +220,6 @@ class RowComputation:
         values = {name: np.asarray(x)[: len(ids)] for name, x in arrays.items()}
         self._before.tick()
         return ids, values
-
-
-def _everywhere(program: Program, arrays: Any) -> Any:
-    """Arrays of samples, on all processes."""
-    if jax.process_count() == 1:
-        return arrays
-    replicated = NamedSharding(program.mesh, PartitionSpec())
-    with program.set_mesh():
-        return jax.jit(lambda x: x, out_shardings=replicated)(arrays)
 
 
 def _row_shapes(arrays: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
