@@ -98,25 +98,21 @@ class PhasedStep:
 
     def shapes(self, values: Mapping[str, Any], until: str) -> dict[str, Any]:
         """As `run`, of shapes, without running anything."""
-        known = dict(values)
-        for phase in self._until(until):
-            arguments = [known[name] for name in phase.reads]
-            known |= (
-                phase.shapes_written(known)
-                if phase.on_host
-                else phase.named(jax.eval_shape(phase.function, *arguments))
-            )
-        return known
+
+        def written(phase: StepPhase, known: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+            read = (known[name] for name in phase.reads)
+            return phase.named(jax.eval_shape(phase.function, *read))
+
+        return over_programs(self._until(until), values, written)[0]
 
     def compile(self, state: Any, batch: Any) -> None:
         """Compile all programs for values of these shapes."""
-        known = {**self._held, STATE: state, BATCH: batch}
-        for phase in self._phases:
-            if phase.on_host:
-                known |= phase.shapes_written(known)
-            else:
-                traced = phase.trace(known)
-                known |= phase.named(shapes_after(traced.lower().compile(), traced))
+
+        def compiled(phase: StepPhase, known: Mapping[str, Any], _: Any) -> Mapping[str, Any]:
+            traced = phase.trace(known)
+            return phase.named(shapes_after(traced.lower().compile(), traced))
+
+        over_programs(self._phases, {**self._held, STATE: state, BATCH: batch}, compiled)
 
     def _until(self, name: str | None) -> Sequence[StepPhase]:
         writers = [i for i, phase in enumerate(self._phases) if name in phase.writes]
