@@ -289,9 +289,7 @@ def samples_of(
                 f"data: {documents.name} has ids up to {documents.largest:,}, but the model's "
                 f"vocabulary has {limits.vocab_size:,}"
             )
-    if limits.pairs is not None:
-        return pairs_part(opened, data, limits)
-    return documents_part(opened, packing_of(data, limits), data.held_out, limits.vocab_size)
+    return documents_part(opened, data, limits)
 
 
 def encoded_in_memory(opened: Texts | Chats, encoder: ChatEncoder) -> token_store.Documents:
@@ -328,78 +326,55 @@ def packing_of(data: Data, limits: ModelLimits) -> Packing:
 
 
 def documents_part(
-    documents: Sequence[token_store.Documents],
-    packing: Packing,
-    held_out: float,
-    vocab_size: int | None,
+    documents: Sequence[token_store.Documents], data: Data, limits: ModelLimits
 ) -> OpenSource:
-    """Pack documents into windows, split into training and held-out.
+    """Pack documents into windows, or pairs of preferences into rows: training and held-out.
 
-    `vocab_size` is the model's; by default ids up to the largest of each source are read.
+    Without a vocabulary of the model's, ids up to the largest of each source are read.
     """
+    packing, held_out, pairs = packing_of(data, limits), data.held_out, limits.pairs
     train: list[Samples] = []
     held: list[Samples] = []
-    counts, conversations = np.zeros(0, np.int64), DocumentCounts()
+    frequencies, counts = np.zeros(0, np.int64), list[Any]()
     for part in documents:
-        if part.per_record:
+        kept: Samples
+        out: Samples | None = None
+        counted: DocumentCounts | PairCounts
+        known = limits.vocab_size or part.largest + 1
+        if pairs is not None:
+            kept, out, counted = pack_pairs(part, pairs, packing, held_out, known)
+            counts.append(counted)
+        elif part.per_record:
             raise DataError(
                 f"data: {part.name} holds preferences, but the objective reads documents; dpo, for "
                 "one, reads preferences"
             )
-        known = vocab_size or part.largest + 1
-        if part.trained is not None:
-            kept, out, ids, counted_documents = pack_documents(part, packing, held_out, known)
-            train.append(kept)
-            held += [] if out is None else [out]
-            counts, conversations = add_counts(counts, ids), conversations + counted_documents
-            continue
-        if held_out:
-            spans, beyond = hold_out_documents(part.offsets, held_out)
-            last = Stream(part.tokens, beyond, known, part.name)
-            held.append(_windows(last, packing, pad_last=True))
+        elif part.trained is not None:
+            kept, out, ids, counted = pack_documents(part, packing, held_out, known)
+            frequencies = add_counts(frequencies, ids)
+            counts.append(counted)
         else:
             spans = Spans(np.asarray(part.offsets[:-1]), part.lengths)
-        stream = Stream(part.tokens, spans, known, part.name)
-        train.append(_windows(stream, packing, pad_last=False))
-        counts = add_counts(counts, stream.counts())
-    number = sum(len(part.offsets) - 1 for part in documents)
-    tokens = sum(int(part.offsets[-1]) for part in documents)
-    plural = "" if number == 1 else "s"
-    name = ", ".join(part.name for part in documents)
-    counted = f"{number:,} document{plural}, {tokens:,} tokens"
-    has_chats = any(part.trained is not None for part in documents)
-    return OpenSource(
-        Chain(train),
-        Chain(held) if held else None,
-        " ".join(part.digest for part in documents),
-        counts,
-        f"{name}: {conversations if has_chats else counted}",
-        conversations if has_chats else None,
-    )
-
-
-def pairs_part(
-    documents: Sequence[token_store.Documents], data: Data, limits: ModelLimits
-) -> OpenSource:
-    """Pack pairs of preferences into rows, split into training and held-out."""
-    assert limits.pairs is not None
-    packing, counts = packing_of(data, limits), PairCounts()
-    train: list[Samples] = []
-    held: list[Samples] = []
-    for part in documents:
-        known = limits.vocab_size or part.largest + 1
-        kept, out, counted = pack_pairs(part, limits.pairs, packing, data.held_out, known)
+            if held_out:
+                spans, beyond = hold_out_documents(part.offsets, held_out)
+                last = Stream(part.tokens, beyond, known, part.name)
+                out = _windows(last, packing, pad_last=True)
+            stream = Stream(part.tokens, spans, known, part.name)
+            kept = _windows(stream, packing, pad_last=False)
+            frequencies = add_counts(frequencies, stream.counts())
         train.append(kept)
         held += [] if out is None else [out]
-        counts += counted
-    name = ", ".join(part.name for part in documents)
+    number = sum(len(part.offsets) - 1 for part in documents)
+    tokens = sum(int(part.offsets[-1]) for part in documents)
+    shown = f"{number:,} document{'' if number == 1 else 's'}, {tokens:,} tokens"
+    total = sum(counts[1:], counts[0]) if counts else None
     return OpenSource(
         Chain(train),
         Chain(held) if held else None,
         " ".join(part.digest for part in documents),
-        None,
-        f"{name}: {counts}",
-        counts,
+        frequencies if pairs is None else None,
+        f"{', '.join(part.name for part in documents)}: {total or shown}",
+        total,
     )
 
 

@@ -1,8 +1,6 @@
 """What a corpus holds, for people: its first documents with what the loss counts, and sums."""
 
-import functools
 import itertools
-import operator
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,8 +53,8 @@ class ShownData:
 
     @property
     def total(self) -> Any:
-        counts: list[Any] = [*self.counts.values()]
-        return functools.reduce(operator.add, counts)
+        first, *others = self.counts.values()
+        return sum(others, first)
 
 
 def show_data(
