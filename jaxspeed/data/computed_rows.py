@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import jax
 import numpy as np
 
 from jaxspeed.data.samples import ALL
@@ -30,7 +29,6 @@ from jaxspeed.placement.show import bytes_text
 
 KEY, ROWS, DONE = "key.json", "rows", "done.json"
 ARRAYS = "arrays"  # in the key
-Shapes = Mapping[str, jax.ShapeDtypeStruct]  # of one row, by the names of the arrays
 
 
 class ComputedRows:
@@ -74,13 +72,16 @@ class RowStore:
             return f"those that are there are of another {', '.join(unlike)}"
         return None if self._is_intact() else "the files of those that are there are damaged"
 
-    def begin(self, key: Mapping[str, Any], shapes: Shapes) -> None:
+    def begin(self, key: Mapping[str, Any], row: Mapping[str, Any]) -> None:
         """Make a folder for arrays with this key, without those of before.
+
+        Args:
+          row: arrays of one row, or their shapes.
 
         Raises:
           RunError: it cannot be written.
         """
-        described = {name: [x.dtype.name, *x.shape] for name, x in shapes.items()}
+        described = {name: [x.dtype.name, *x.shape] for name, x in row.items()}
         with self._errors(0):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)

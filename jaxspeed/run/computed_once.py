@@ -6,7 +6,6 @@ They are kept in the run's folder, under a key of the data, the weights and the 
 import hashlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -171,23 +170,24 @@ class RowComputation:
             name, arrays, f"{len(missing):,}", store.folder, f": {why}" if why else "",
         )  # fmt: skip
         on_first, writers = OnFirst(f"writing {name}"), list[RowWriter]()
+
+        def write(number: int, computed: np.ndarray, values: Arrays) -> None:
+            if number == 0:
+                if why:
+                    store.begin(key, {n: x[0] for n, x in values.items()})
+                writers.append(store.writer(len(missing)))
+            writers[0].add(computed, values)
+            if (number + 1) % SYNC_BATCHES == 0:
+                writers[0].sync()
+
         begun = logged = time.monotonic()
         done = 0
-
-        def add(ids: np.ndarray, values: Arrays) -> None:
-            writers[0].add(ids, values)
-
         try:
-            for number, (computed, values) in enumerate(self.of(split, missing)):
-                if number == 0:
-                    if why:
-                        on_first(partial(store.begin, key, _row_shapes(values)))
-                    on_first(lambda: writers.append(store.writer(len(missing))))
-                on_first(partial(add, computed, values))
+            for number, batch in enumerate(self.of(split, missing)):
+                on_first(partial(write, number, *batch))
                 if (number + 1) % SYNC_BATCHES == 0:
-                    on_first(lambda: writers[0].sync())
                     on_first.agree()
-                done += len(computed)
+                done += len(batch[0])
                 if time.monotonic() - logged > LOG_SECONDS and is_first():
                     logged = time.monotonic()
                     rate = done / (logged - begun)
@@ -200,30 +200,26 @@ class RowComputation:
 
     def of(self, split: Split, ids: np.ndarray) -> Iterator[tuple[np.ndarray, Arrays]]:
         """(numbers of samples, their arrays), batch by batch; the next one is on its way."""
-        compute, program, before = self._compute, self.program, self._before
-        batch = before.engine.program.batch
+        compute, program, batch = self._compute, self.program, self._before.engine.program.batch
         size = batch.train // batch.accumulation
         place = placer(program.batch_shardings, size)
-        pending = deque[tuple[np.ndarray, Any]]()
+        pending: tuple[np.ndarray, Any] | None = None
         for first in range(0, len(ids), size):
             chosen = ids[first : first + size]
             filled = np.resize(chosen, size) if len(chosen) < size else chosen
             rows = place(partial(split.of, filled))
             with program.set_mesh():
-                pending.append((chosen, compute(rows)))
-            if len(pending) > 1:
-                yield self._arrived(*pending.popleft())
-        while pending:
-            yield self._arrived(*pending.popleft())
+                sent = chosen, compute(rows)
+            if pending:
+                yield self._arrived(*pending)
+            pending = sent
+        if pending:
+            yield self._arrived(*pending)
 
     def _arrived(self, ids: np.ndarray, arrays: Any) -> tuple[np.ndarray, Arrays]:
         values = {name: np.asarray(x)[: len(ids)] for name, x in arrays.items()}
         self._before.tick()
         return ids, values
-
-
-def _row_shapes(arrays: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in arrays.items()}
 
 
 def _digest(split: Split) -> str:
