@@ -106,13 +106,11 @@ def summed(
       terms, metrics: whose sums and weights are still of each pair, [batch, pairs].
     """
     of_terms = {name: parts[:2] for name, parts in terms.items()}
-    leaves, tree = jax.tree.flatten((of_terms, dict(metrics)))
-    with_gradient = set(map(id, jax.tree.leaves(of_terms)))
-    unlike = {id(x): x if id(x) in with_gradient else stop_gradient(x) for x in leaves}
+    leaves, tree = jax.tree.flatten((of_terms, stop_gradient(dict(metrics))))
     # One sum, so that devices all-reduce all at once. (Two independent collectives can deadlock the
     # simulated devices of XLA:CPU.)
-    sums = dict(zip(unlike, jnp.sum(jnp.stack([*unlike.values()]), axis=(1, 2)), strict=True))
-    of_terms, means = jax.tree.unflatten(tree, [sums[id(x)] for x in leaves])
+    sums = jnp.sum(jnp.stack(leaves), axis=(1, 2))
+    of_terms, means = jax.tree.unflatten(tree, [*sums])
     loss = Terms({name: (*of_terms[name], *parts[2:]) for name, parts in terms.items()})
     if scored.auxiliary is not None:
         loss["aux_loss"] = scored.auxiliary, None
