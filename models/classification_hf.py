@@ -72,15 +72,10 @@ def read_head(values: Mapping[str, Any]) -> dict[str, Any]:
     if not is_scored(values):
         return {}
     read_fields(values, head_fields(values))
-    return {"num_labels": count_labels(values), "pad_token_id": read_padding(values)}
-
-
-def read_padding(values: Mapping[str, Any]) -> int | None:
-    """`pad_token_id`."""
     padding = values.get("pad_token_id", _PADDING.get(values["model_type"]))
     if type(padding) not in (int, type(None)):
         raise PretrainedError(f"config.json: pad_token_id is {padding!r}, which is not an integer")
-    return padding
+    return {"num_labels": count_labels(values), "pad_token_id": padding}
 
 
 def write_head(kind: str, config: DecoderHead) -> dict[str, Any]:
