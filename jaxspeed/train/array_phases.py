@@ -28,17 +28,15 @@ def with_array_phases(program: Program) -> Program:
     """
     if not program.computed_arrays:
         return program
-    program = replace(program, completed=with_array_shapes)
     phased = [entry for entry in program.computed_arrays if not entry.once]
-    if not phased:
-        return program
     frozen = dict[str, Program]()
     for entry in phased:
         if isinstance(entry.model, FrozenModelSection):
             frozen[_state_of(entry)] = frozen_program(program, entry.model, entry.name)
         elif entry.model == "reference":
             refuse_unknown_reference(program, entry)
-    return replace(program, phases_of=_phases, frozen=frozen)
+    phases_of = _phases if phased else None
+    return replace(program, completed=with_array_shapes, phases_of=phases_of, frozen=frozen)
 
 
 def _phases(program: Program) -> tuple[StepPhase, ...]:
@@ -73,8 +71,8 @@ def refuse_unknown_reference(program: Program, entry: ComputedArrays) -> None:
 
 
 def _phase(program: Program, entry: ComputedArrays) -> StepPhase:
-    frozen = isinstance(entry.model, FrozenModelSection)
-    reads: tuple[str, ...] = (_state_of(entry) if frozen else STATE,)
+    name = _state_of(entry)
+    reads: tuple[str, ...] = (name if name in program.frozen else STATE,)
     if entry.model == "reference" and _has_first_adapter(program):
         reads = STATE, FIRST_ADAPTER
 
