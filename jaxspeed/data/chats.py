@@ -64,7 +64,8 @@ class Chats:
         Raises:
           DataError: records of a file cannot be used, once all of the file is read.
         """
-        of_preferences = PreferenceEncoder(encoder)
+        has_preferences = self.format in preferences.FIELDS
+        chosen: Any = PreferenceEncoder(encoder) if has_preferences else encoder
         for file in self.files:
             kind = self._format_of(file)
             problems: dict[int, str] = {}
@@ -76,17 +77,16 @@ class Chats:
                     try:
                         if problem:
                             raise DataError(problem)
-                        if kind in preferences.FIELDS:
-                            text: Any = of_preferences.render(read_preference(value, kind))
+                        if has_preferences:
+                            text = chosen.render(read_preference(value, kind))
                         else:
-                            text = encoder.render(read_record(value, kind), kind)
+                            text = chosen.render(read_record(value, kind), kind)
                         texts.append((i, where, text))
                     except MissingTemplateError:  # no record is at fault
                         raise
                     except DataError as error:
                         problems[i] = f"{where}: {error}"
-                encode: Any = encoder if kind not in preferences.FIELDS else of_preferences
-                encodings = encode.encode([text for *_, text in texts])
+                encodings = chosen.encode([text for *_, text in texts])
                 for (i, where, _), encoding in zip(texts, encodings):
                     if not isinstance(encoding, str):
                         yield encoding
