@@ -132,10 +132,9 @@ def mismatched(sequences: PairSequences, block: int) -> PairSequences:
     if len(firsts) > 1 and count - firsts[-1] == 1:
         firsts = firsts[:-1]
     partners[firsts] = np.append(firsts[1:], count) - 1
-    starts, lengths = (
-        np.stack([x[:, 0], np.stack([x[:, 0, 0], x[partners, 0, 1]], axis=-1)], axis=1)
-        for x in (sequences.starts, sequences.lengths)
-    )
+    starts, lengths = (np.repeat(x, 2, axis=1) for x in (sequences.starts, sequences.lengths))
+    for x in (starts, lengths):
+        x[:, 1, 1] = x[partners, 0, 1]
     return sequences._replace(starts=starts, lengths=lengths)
 
 
