@@ -12,12 +12,8 @@ from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.train.phases import PhasedStep
 from jaxspeed.train.program import Program
 
-NAMES = (
-    "train_batch",
-    "eval_batch",
-    "evaluating",
-    "logprobs",
-)  # of what compiles for a batch's shapes
+# Of what compiles for a batch's shapes.
+NAMES = "train_batch", "eval_batch", "evaluating", "logprobs"
 
 
 class Calls:
