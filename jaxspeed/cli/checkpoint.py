@@ -186,7 +186,8 @@ def _model_of(args: argparse.Namespace) -> tuple["Config", Any]:
     config = args.config
     if config is None:
         try:
-            config = {"model": json.loads((run / WHOSE).read_text())["model"]}
+            whose = json.loads((run / WHOSE).read_text())
+            config = {"model": whose["model"], "objective": whose.get("objective")}
         except (OSError, ValueError, KeyError):
             raise ConfigError(
                 f"{args.folder}: is not a run's folder; name the model with --config"

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.suggestions import closest, did_you_mean
+from jaxspeed.config.tree import section_at
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
 
@@ -90,8 +91,11 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
     try:
         read = options.model_validate(section.own_keys)
     except ValidationError as error:
-        siblings, tree = ["type", *options.model_fields], {"objective": section.model_dump()}
+        tree = {"objective": section.model_dump()}
         for item in error.errors():
+            *above, _ = item["loc"]
+            beside = section_at(".".join(map(str, above)), options)
+            siblings = [*([] if above else ["type"]), *(beside.model_fields if beside else ())]
             yield from_pydantic(item, "objective.", siblings, tree)
         return
     if name in OF_LANGUAGE_MODELS:

@@ -90,9 +90,9 @@ def declared(path: str) -> tuple[str, Key] | None:
     return None
 
 
-def section_at(path: str) -> type[Section] | None:
-    """Section of the schema at a path; Settings for ""."""
-    section: type[Section] | None = Settings
+def section_at(path: str, root: type[Section] = Settings) -> type[Section] | None:
+    """Section of the schema, or of one in it, at a path; itself for ""."""
+    section: type[Section] | None = root
     for part in path.split(".") if path else ():
         if part.isdigit():
             continue

@@ -79,8 +79,8 @@ def checked(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) 
     block = pairs.kl_block or batch_size
     if block is None or block < 2:
         raise DataError(
-            f"objective.kl_block is {block}: completions are mismatched among so many records; 2 or"
-            " more would do (train_batch_size by default)"
+            f"objective.kl_block is {block}, by default train_batch_size: completions are "
+            "mismatched among so many records; 2 or more would do"
         )
     return replace(pairs, kl_block=block)
 

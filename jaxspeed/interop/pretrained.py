@@ -147,8 +147,8 @@ def refuse_other_tokenizer(tokenizer: Tokenizer | None, weights: Any, what: str)
     if unlike or sizes[0] != sizes[1]:
         shown = min([*unlike, *(min(sizes),) * (sizes[0] != sizes[1])])
         raise ConfigError(
-            f"{what} has another tokenizer than the model that trains: its token {shown} is "
-            f"{of_folder.spell([shown])!r}, not {tokenizer.spell([shown])!r}"
+            f"{what}: {weights.folder.path} has another tokenizer than the model that trains: its "
+            f"token {shown} is {of_folder.spell([shown])!r}, not {tokenizer.spell([shown])!r}"
         )
 
 

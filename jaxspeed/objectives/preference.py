@@ -61,6 +61,14 @@ def _no_weighting(value: Any) -> Any:
     return value
 
 
+def _without_effect(options: Any, key: str, of: str, actual: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problem of a key that acts in one type, where it is set without that type."""
+    value, default = getattr(options, key), type(options).model_fields[key].default
+    if of not in actual and value != default:
+        works = f"It acts in {of} alone: remove it."
+        yield Problem(f"objective.{key}", f"{value:g} with {', '.join(actual)}", works)
+
+
 DpoType = Literal[
     "sigmoid",
     "hinge",
@@ -199,6 +207,9 @@ class Dpo(AgainstReference):
             works = "Needs less than 0.5."
             yield Problem(smoothing, f"{o.label_smoothing} with robust", works, about)
         others = [x for x in o.loss_type if x not in (*OF_DELTA, "sft")]
+        yield from _without_effect(o, "discopop_tau", "discopop", o.loss_type)
+        divergence = [o.f_divergence_type]
+        yield from _without_effect(o, "f_alpha_divergence_coef", "alpha_divergence", divergence)
         if o.f_divergence_type != "reverse_kl" and others:
             actual = f"{shown(o.f_divergence_type)} with {', '.join(others)}"
             works = f"Such types need reverse_kl; others work with {', '.join(OF_DELTA)} and sft."
@@ -241,6 +252,7 @@ class Cpo(OfCompletions):
 
     def problems(self, settings: Settings) -> Iterator[Problem]:
         o = self.options
+        yield from _without_effect(o, "simpo_gamma", "simpo", [o.loss_type])
         if o.label_smoothing and o.loss_type in ("hinge", "ipo"):
             works = "It acts in the types sigmoid and simpo alone: remove it."
             actual = f"{o.label_smoothing} with {o.loss_type}"

@@ -88,7 +88,7 @@ def evaluate_run(
 
     def add_arrays(engine: Engine) -> None:
         """Compute what the objective computes once, before the checkpoint is restored."""
-        before = before_step_0(source, engine)
+        before = before_step_0(source, engine, tokenizer)
         with source.watchdog.section("evaluate"):
             for name, split in parts.items() if before.entries else ():
                 parts[name] = None if split is None else before.in_memory(split, most)
@@ -173,9 +173,9 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
             raise ConfigError("check: layers needs a model.family in the config")
         tree["model"].setdefault("config", {})["num_hidden_layers"] = layers
         source = replace(source, config=load_config(tree))
-    engine, samples = source.engine(), source.corpus().train
-    size = engine.program.batch.train
-    before = before_step_0(source, engine)
+    engine, corpus = source.engine(), source.corpus()
+    samples, size = corpus.train, engine.program.batch.train
+    before = before_step_0(source, engine, corpus.tokenizer)
     return engine.check(before.in_memory(samples, ids=samples.sample_ids(0, size)).batch(0, size))
 
 

@@ -34,7 +34,7 @@ from jaxspeed.train.gather_once import ModelState
 from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")
-SYNC_BATCHES, LOG_SECONDS = 16, 60.0
+SYNC_BATCHES, SAY_SECONDS = 16, 10.0
 Arrays = dict[str, np.ndarray]
 
 
@@ -46,6 +46,7 @@ class BeforeStep0:
       tick: counts progress.
       warm_start: takes over the weights of another run, if the run begins with these.
       has_begun: whether the run has checkpoints: what it began with need not be there any more.
+      say: takes a line on what is computed, which may take as long as training.
     """
 
     engine: Engine
@@ -53,6 +54,16 @@ class BeforeStep0:
     warm_start: Callable[[], None] | None = None
     has_begun: bool = False
     is_warm: bool = False
+    say: Callable[[str], None] = log.info
+
+    @cached_property
+    def frozen(self) -> dict[str, Program]:
+        """The programs of models of their own, by what the objective computes with them."""
+        return {
+            entry.name: frozen_program(self.engine.program, entry.model, entry.name)
+            for entry in self.entries
+            if isinstance(entry.model, FrozenModelSection)
+        }
 
     @cached_property
     def entries(self) -> list[ComputedArrays]:
@@ -130,10 +141,8 @@ class RowComputation:
     @cached_property
     def program(self) -> Program:
         """The program of the model that computes."""
-        engine, entry = self._before.engine, self.entry
-        if isinstance(entry.model, FrozenModelSection):
-            return frozen_program(engine.program, entry.model, entry.name)
-        return engine.program
+        before = self._before
+        return before.frozen.get(self.entry.name, before.engine.program)
 
     @cached_property
     def _compute(self) -> Callable[[Any], Any]:
@@ -158,17 +167,17 @@ class RowComputation:
 
     def into(self, store: RowStore, split: Split, ids: np.ndarray, key: dict[str, Any]) -> None:
         """Add the arrays of these samples to a store, unless it has them with this key."""
-        processes, name = Processes(), self.entry.name
+        processes, name, say = Processes(), self.entry.name, self._before.say
         why = processes.first(f"reading {name}", lambda: store.unused(key))
         missing = ids if why else np.setdiff1d(ids, store.ids)
         arrays = listed(list(self.entry.writes))
         if not len(missing):
-            log.info("%s: %s of %s samples are in %s", name, arrays, f"{len(ids):,}", store.folder)
+            say(f"{name}: {arrays} of {len(ids):,} samples are in {store.folder}")
             return
-        log.info(
-            "%s: %s of %s samples are computed by the model before step 0, and kept in %s%s",
-            name, arrays, f"{len(missing):,}", store.folder, f": {why}" if why else "",
-        )  # fmt: skip
+        say(
+            f"{name}: {arrays} of {len(missing):,} samples are computed by the model before step 0,"
+            f" and kept in {store.folder}" + (f": {why}" if why else "")
+        )
         on_first, writers = OnFirst(f"writing {name}"), list[RowWriter]()
 
         def write(number: int, computed: np.ndarray, values: Arrays) -> None:
@@ -188,10 +197,10 @@ class RowComputation:
                 if (number + 1) % SYNC_BATCHES == 0:
                     on_first.agree()
                 done += len(batch[0])
-                if time.monotonic() - logged > LOG_SECONDS and is_first():
+                if time.monotonic() - logged > SAY_SECONDS and is_first():
                     logged = time.monotonic()
                     rate = done / (logged - begun)
-                    log.info("%s: %d of %d samples, %.3g a second", name, done, len(missing), rate)
+                    say(f"{name}: {done:,} of {len(missing):,} samples, {rate:.3g} a second")
             on_first(lambda: writers[0].sync())
         finally:
             for writer in writers:

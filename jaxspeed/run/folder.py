@@ -32,6 +32,7 @@ class RunFolder:
         self.adapter = self.path / "adapter"
         self.computed = self.path / "computed"  # arrays of the data's rows
         self._claims: list[Claim] = []
+        self._written: list[tuple[Claim, str]] = []  # by `open`, of a new run
 
     def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Lock the folders for the run that `whose` describes, and write its files.
@@ -60,6 +61,9 @@ class RunFolder:
                         "their weights, or the run.output of that run to continue it"
                     )
             if not begun:
+                self._written = [(output, name) for name in (*files, WHOSE, LOCK)]
+                if not (kept.folder / WHOSE).exists():
+                    self._written += [(kept, name) for name in (WHOSE, LOCK)]
                 for name, data in files.items():
                     output.write(name, data)
                 output.identify(whose)
@@ -68,6 +72,17 @@ class RunFolder:
         except BaseException:
             self.close()
             raise
+
+    def withdraw(self) -> None:
+        """Remove what `open` wrote of a new run, which is refused before it begins."""
+        written = self._written
+        self.close()
+        for claim, name in written:
+            with contextlib.suppress(OSError):
+                (claim.folder / name).unlink(missing_ok=True)
+        for claim in reversed(dict.fromkeys(claim for claim, _ in written)):
+            with contextlib.suppress(OSError):  # which is not empty
+                claim.folder.rmdir()
 
     def check(self) -> None:
         """Raise RunError if a folder has been removed since it was opened."""
@@ -103,3 +118,4 @@ class RunFolder:
         """Release the folders."""
         while self._claims:
             self._claims.pop().release()
+        self._written = []

@@ -19,6 +19,7 @@ from jaxspeed.data.chat_template import (
 )
 from jaxspeed.engine import Engine
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
+from jaxspeed.user_models.config_model import own_objective
 
 log = logging.getLogger("jaxspeed")
 
@@ -41,6 +42,8 @@ def sample_texts(
       ModelError: there is no tokenizer, so this is not a language model.
     """
     run = engine.config.run
+    if has_scores(engine):
+        raise ModelError("sample: the objective trains scores of texts, so the model writes none")
     if tokenizer is None:
         raise ModelError("sample: the data has no tokenizer, so the model cannot generate text")
     prompts = [run.sample_prompt] if prompts is None else prompts
@@ -53,6 +56,12 @@ def sample_texts(
         **options,
     )
     return itertools.chain(enumerate(prompts), ((piece.prompt, piece.text) for piece in pieces))
+
+
+def has_scores(engine: Engine) -> bool:
+    """Whether the objective has put scores in place of a language model's head."""
+    objective = own_objective(engine.config)
+    return objective is not None and objective.num_labels is not None
 
 
 class Chat:
@@ -138,7 +147,8 @@ class FinalSample:
 
     def __init__(self, engine: Engine, corpus: Corpus) -> None:
         self._engine, self._corpus = engine, corpus
-        self._is_wanted = corpus.tokenizer is not None and bool(engine.config.run.sample_tokens)
+        is_text = corpus.tokenizer is not None and not has_scores(engine)
+        self._is_wanted = is_text and bool(engine.config.run.sample_tokens)
         self._pieces: Iterable[tuple[int, str]] | None = None  # once it is started
 
     def compile(self) -> None:

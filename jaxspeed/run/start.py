@@ -22,7 +22,7 @@ from jaxspeed.data.model_limits import limits_of_run
 from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, tokenizer_in
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
-from jaxspeed.errors import CheckpointError, ConfigError, DataError
+from jaxspeed.errors import CheckpointError, ConfigError, DataError, JaxspeedError
 from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
@@ -193,13 +193,17 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             folder.path,
             unseen,
         )
-    engine = source.engine()
-    for name, frozen in engine.program.frozen.items():
-        refuse_other_tokenizer(corpus.tokenizer, frozen.model.weights, name)
-    checkpointer = checkpointer_of(source)
-    checkpointer.check(engine.program, engine.excludes_frozen())
+    try:
+        engine = source.engine()
+        before = before_step_0(source, engine, corpus.tokenizer)
+        checkpointer = checkpointer_of(source)
+        checkpointer.check(engine.program, engine.excludes_frozen())
+    except JaxspeedError:
+        folder.withdraw()
+        raise
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
-    before = before_step_0(source, engine)
+    if console is not None and is_first():
+        before.say = functools.partial(console.print, markup=False, highlight=False)
     if before.entries:
         before.has_begun = not checkpointer.is_empty()
         if unseen is not None:
@@ -224,11 +228,18 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
 
 
-def before_step_0(source: Source, engine: Engine) -> BeforeStep0:
-    """A fresh engine as it is before a run's step 0, once it has what the run begins with."""
+def before_step_0(source: Source, engine: Engine, tokenizer: Tokenizer | None) -> BeforeStep0:
+    """A fresh engine as it is before a run's step 0, once it has what the run begins with.
+
+    Raises:
+      ConfigError: one of its frozen models has another tokenizer than the data.
+    """
     folder = source.config.run.init_from
     warm_start = None if folder is None else functools.partial(_warm_start, engine, folder)
-    return BeforeStep0(engine, source.watchdog.tick, warm_start)
+    before = BeforeStep0(engine, source.watchdog.tick, warm_start)
+    for name, frozen in {**engine.program.frozen, **before.frozen}.items():
+        refuse_other_tokenizer(tokenizer, frozen.model.weights, name)
+    return before
 
 
 def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) -> Reached:

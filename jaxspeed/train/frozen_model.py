@@ -12,7 +12,7 @@ import optax
 
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import FrozenModelSection
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.config_model import sizes_of
 from jaxspeed.user_models.pretrained_model import Pretrained
@@ -29,10 +29,14 @@ def frozen_program(program: Program, section: FrozenModelSection, what: str) -> 
 
     Raises:
       ConfigError: it has another vocabulary.
+      JaxspeedError: it cannot be read.
     """
     # By name, so that the package imports no model of its own.
     families = importlib.import_module("jaxspeed.models")
-    model: Pretrained = families.from_pretrained(section.pretrained)
+    try:
+        model: Pretrained = families.from_pretrained(section.pretrained)
+    except JaxspeedError as error:
+        raise type(error)(f"{what}: {error}") from None
     _refuse_other_vocabulary(program, model, f"{what}: {section.pretrained}")
     built = program.source.build(
         _config(program, section),

@@ -301,6 +301,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"type": "cpo", "loss_type": "hinge", "label_smoothing": 0.1},
         "objective.label_smoothing: found 0.1 with hinge. It acts in the types sigmoid and simpo",
     ),
+    "a margin without effect": (
+        {"type": "cpo", "simpo_gamma": 1.0},
+        "objective.simpo_gamma: found 1 with sigmoid. It acts in simpo alone: remove it.",
+    ),
+    "a temperature without effect": (
+        {"type": "dpo", "discopop_tau": 0.1},
+        "objective.discopop_tau: found 0.1 with sigmoid. It acts in discopop alone: remove it.",
+    ),
+    "an alpha without effect": (
+        {"type": "dpo", "f_alpha_divergence_coef": 0.4},
+        "objective.f_alpha_divergence_coef: found 0.4 with reverse_kl. It acts in alpha_divergence",
+    ),
+    "a misspelt key of the reference's section": (
+        {"type": "dpo", "reference_model": {"pretrained": "x", "quantise": None}},
+        "objective.reference_model.quantise: found an unknown key, set to null. Did you mean "
+        '"quantize"?',
+    ),
+    "an unknown key of it": (
+        {"type": "dpo", "reference_model": {"pretrained": "x", "beta": 1}},
+        "Keys of objective.reference_model: pretrained, quantize, zero_stage, offload.",
+    ),
     "a reference of ORPO": (
         {"type": "orpo", "reference": "each_step"},
         "objective.reference: found an unknown key",

@@ -174,3 +174,13 @@ def test_a_folder_that_is_removed_while_it_is_in_use_is_noticed(tmp_path, which,
         folder.check()
     folder.close()
     assert not made_anew or list(gone.iterdir()) == []
+
+
+def test_a_new_run_that_is_refused_afterwards_leaves_nothing(tmp_path, shared):
+    folder = opened(tmp_path / "a", SEED_5, shared, **{"tokenizer.json": b"{}"})
+    folder.withdraw()
+    assert not (tmp_path / "a").exists()
+    opened(tmp_path / "b", SEED_6, shared).close()
+    begun = opened(tmp_path / "b", SEED_6, shared)
+    begun.withdraw()  # it was there before
+    assert (tmp_path / "b" / claim.WHOSE).exists()
