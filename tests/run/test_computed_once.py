@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxspeed
 from jaxspeed import models
 from jaxspeed.data import computed_rows
 from jaxspeed.data.computed_rows import RowStore
-from jaxspeed.errors import RunError
+from jaxspeed.data.tokenizer import BPETokenizer
+from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.run import check_run, evaluate_run, open_run, source_of, train
 from tests.run import small
 
@@ -242,3 +244,19 @@ def test_arrays_of_other_data_weights_or_settings_are_not_used(tmp_path, other):
     trainer = open_run(source_of({**given, "run": {**given["run"], "output": str(tmp_path / "a")}}))
     trainer.close()
     del expected, held_out, trainer
+
+
+@pytest.mark.sampled
+def test_a_reference_with_another_tokenizer_is_refused_and_the_folder_stays_free(tmp_path):
+    given = config(tmp_path)
+    given["model"]["config"]["vocab_size"] = 300
+    engine = jaxspeed.initialize(config={**given, "objective": {"type": "next_token"}})
+    engine.save_pretrained(tmp_path / "other")
+    trained = BPETokenizer.train(["some words, some more words"] * 9, 270)
+    (tmp_path / "other" / "tokenizer.json").write_bytes(trained.to_bytes())
+    named = {**OBJECTIVE, "reference_model": str(tmp_path / "other")}
+    for command in (open_run, check_run):
+        with pytest.raises(ConfigError, match=r"reference: .*other has another tokenizer than"):
+            command(source_of({**given, "objective": named}))
+    assert not (tmp_path / "run").exists()
+    open_and_close(given)
