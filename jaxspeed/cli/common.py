@@ -40,7 +40,9 @@ def command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if config:
-        parser.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
+        parser.add_argument(
+            "config", metavar="CONFIG", help="a YAML or JSON file, or a run's folder"
+        )
         add_overrides(parser)
         if devices:
             add_output(parser)
@@ -109,7 +111,23 @@ def loaded(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
 
     overrides = [*overrides_of(args), *more]
     options: dict[str, Any] = {"auto": args.auto, "strict": args.strict}
-    return load_config(args.config, overrides, hidden_size=hidden_size, **options)
+    config = load_config(args.config, overrides, hidden_size=hidden_size, **options)
+    if getattr(args, "verb", None) is None:  # `data` needs no model
+        refuse_python_model(args.config, config)
+    return config
+
+
+def refuse_python_model(folder: str, config: "Config") -> None:
+    """Raise ConfigError for the folder of a run that no config describes entirely."""
+    from jaxspeed.config.parse import PASSED
+
+    if passed := config.given.get(PASSED):
+        arguments = ", ".join(f"{name}=..." for name in passed)
+        raise ConfigError(
+            f"{folder}: a run of jaxspeed.run.train({arguments}), which Python passed and no "
+            "config names. Continue it there, or read it with evaluate_run, sample_run or chat_run "
+            f"of jaxspeed.run and source_of({json.dumps(folder)}, {arguments})"
+        )
 
 
 def out(stderr: bool = False) -> "Console":

@@ -118,16 +118,11 @@ def _train(args: argparse.Namespace, source: "Source") -> int:
 
 def _again(args: argparse.Namespace, trainer: "Trainer") -> str:
     """The command that resumes this run; for a finished one, with more steps."""
-    words = [*program(), "train", args.config]
+    words = [*program(), "train", str(trainer.folder.path)]
     if args.engine == "ray":
         words += ["--engine", "ray"]
-    for word in ("output", "devices", "ray_address"):
-        if getattr(args, word):
-            words += [f"--{word.replace('_', '-')}", getattr(args, word)]
-    overrides = [override for override in args.overrides if not override.startswith("run.steps=")]
-    steps = trainer.steps if trainer.stopped_by else 2 * trainer.steps
-    if steps != trainer.config.given["run"]["steps"] or len(overrides) < len(args.overrides):
-        overrides.append(f"run.steps={steps}")
-    words += [part for key in args.auto or () for part in ("--auto", key)]
-    words += [part for override in overrides for part in ("--set", override)]
+    if args.ray_address:
+        words += ["--ray-address", args.ray_address]
+    if not trainer.stopped_by:
+        words += ["--set", f"run.steps={2 * trainer.steps}"]
     return shlex.join(words)

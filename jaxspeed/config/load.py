@@ -7,7 +7,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxspeed.config.auto import AutoValues, Filled, HiddenSize, fill_autos
+from jaxspeed.config.auto import (
+    DECAY_END,
+    STEPS,
+    AutoValues,
+    Filled,
+    HiddenSize,
+    fill_autos,
+    with_value,
+)
 from jaxspeed.config.cross_checks import check
 from jaxspeed.config.deepspeed_forms import rewrite
 from jaxspeed.config.equivalent_keys import mesh_from_keys, with_one_offload, with_one_recompute
@@ -100,6 +108,13 @@ def examine(
         notes=forms.notes | notes,
         advice=autos.advice,
     )
+
+
+def with_open_end(examined: Examined) -> dict[str, Any]:
+    """The tree with its "auto" filled in, except an end of the schedule that run.steps moves."""
+    end = examined.filled.get(DECAY_END)
+    is_of_run = end is not None and end.source == STEPS
+    return with_value(examined.tree, DECAY_END, "auto") if is_of_run else examined.tree
 
 
 def _without_comments(node: Any) -> Any:

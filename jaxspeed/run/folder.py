@@ -1,6 +1,7 @@
 """The folder of a run and that of its checkpoints: what is in them, and whose they are."""
 
 import contextlib
+import json
 from collections.abc import Mapping
 from os.path import realpath
 from pathlib import Path
@@ -10,6 +11,7 @@ from etils import epath
 
 from jaxspeed.checkpoint.stores import LocalStore, Place, store_at
 from jaxspeed.checkpoint.verification import written_tags
+from jaxspeed.config.parse import RUN_CONFIG
 from jaxspeed.errors import ConfigError
 from jaxspeed.run.claim import LOCK, PART, WHOSE, Claim
 
@@ -33,8 +35,13 @@ class RunFolder:
         self.computed = self.path / "computed"  # arrays of the data's rows
         self._claims: list[Claim] = []
 
-    def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Lock the folders for the run that `whose` describes, and write its files.
+    def open(
+        self,
+        whose: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Lock the folders for the run that `whose` describes; write its files and its config.
 
         Raises:
           ConfigError: one cannot be written, another process uses it, or it holds another run.
@@ -65,6 +72,8 @@ class RunFolder:
                 output.identify(whose)
             kept.take()
             kept.identify(whose)
+            if config is not None:  # which may change: run.json alone identifies the run
+                output.write(RUN_CONFIG, _as_yaml(config))
         except BaseException:
             self.close()
             raise
@@ -103,3 +112,14 @@ class RunFolder:
         """Release the folders."""
         while self._claims:
             self._claims.pop().release()
+
+
+_HEAD = "# The config of this run, with overrides, as it was last started. A command that takes a\n"
+_HEAD += "# config also takes this folder.\n"
+
+
+def _as_yaml(config: Mapping[str, Any]) -> bytes:
+    import yaml
+
+    plain = json.loads(json.dumps(config, default=str))
+    return (_HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).encode()

@@ -16,6 +16,7 @@ import optax
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
+from jaxspeed.config.parse import PASSED
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -100,6 +101,12 @@ class Source:
         is_there = self.folder.has_begun() and tokenizer_file(folder) is not None
         return read_tokenizer(folder) if is_there else None
 
+    def stored_config(self) -> dict[str, Any]:
+        """The config for the run's folder, with a comment on what only Python has of the run."""
+        names = ("model", "loss_fn", "optimizer")
+        passed = [name for name in names if getattr(self, name) is not None]
+        return self.config.given | ({PASSED: passed} if passed else {})
+
     @staticmethod
     def start(config: Config) -> None:
         """Join the other processes, compare what they run, and start this one's devices."""
@@ -178,9 +185,9 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         "seed": config.run.seed,
         "train_batch_size": source.batch_size(),
     }
-    files = files_of(corpus.tokenizer)
+    files, stored = files_of(corpus.tokenizer), source.stored_config()
     processes = Processes()
-    processes.first("opening the folder of the run", lambda: folder.open(whose, files))
+    processes.first("opening the folder of the run", lambda: folder.open(whose, files, stored))
     unseen = processes.all(
         "looking for the folder of the run",
         folder.has_begun,

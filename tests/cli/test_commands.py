@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxspeed import models, run
 from jaxspeed.cli.main import COMMANDS, main, parser
-from jaxspeed.config import explain_config
+from jaxspeed.config import explain_config, load_config
 from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement.mesh import resolve_sizes
@@ -137,26 +138,29 @@ def test_train_shows_the_table_the_collectives_and_m(trained):
 
 
 def test_the_command_that_continues_does(trained, tmp_path):
-    config, _, done = trained
-    again = json.loads(done.stdout)["again"].split()[1:]
+    _, folder, done = trained
+    again = json.loads(done.stdout)["again"].partition("jaxspeed ")[2].split()
+    assert again == ["train", str(folder), "--set", "run.steps=16"]
+    before = (folder / "run.json").read_bytes()
     more = jaxspeed(*again, "--json")
     assert more.returncode == 0, more.stderr
     assert json.loads(more.stdout)["steps"] == 16
     assert "resumed after step 8 of 16" in more.stderr
-    assert str(config) in again
+    assert load_config(folder).run.steps == 16  # what the next command reads
+    assert (folder / "run.json").read_bytes() == before
 
 
 def test_eval_gives_the_loss_that_training_ended_with(trained):
-    config, _, done = trained
-    found = jaxspeed("eval", config, "--json", "--tag", "step-00000008")
+    _, folder, done = trained
+    found = jaxspeed("eval", folder, "--json", "--tag", "step-00000008")
     assert found.returncode == 0, found.stderr
     found = json.loads(found.stdout)
     assert found["eval_loss"] == pytest.approx(json.loads(done.stdout)["eval_loss"], rel=1e-6)
 
 
 def test_sample_writes_the_prompt_and_as_many_tokens(trained):
-    config, _, done = trained
-    words = ("sample", config, "--tag", "step-00000008", "--tokens", "12", "--prompt", "ab")
+    _, folder, done = trained
+    words = ("sample", folder, "--tag", "step-00000008", "--tokens", "12", "--prompt", "ab")
     shown = jaxspeed(*words)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == json.loads(done.stdout)["sample"] + "\n"  # the same seed
@@ -164,17 +168,60 @@ def test_sample_writes_the_prompt_and_as_many_tokens(trained):
     assert cold[0].stdout == cold[1].stdout != shown.stdout
 
 
+def test_a_run_s_folder_is_a_config_wherever_it_is(trained, tmp_path):
+    config, folder, _ = trained
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert load_config(moved).run.output == str(moved)
+    assert load_config(moved).model == load_config(config).model
+    shown = [jaxspeed("data", "show", x, "-n", "1").stdout for x in (config, folder, moved)]
+    assert shown[0] and shown[0] == shown[1] == shown[2]
+    sampled = jaxspeed("sample", moved, "--tokens", "1", "--json")
+    assert sampled.returncode == 0 and json.loads(sampled.stdout), sampled.stderr
+    planned = jaxspeed("plan", moved, "--no-compile", "--json")
+    assert json.loads(planned.stdout)["batch"]["train"] == 16, planned.stderr
+
+
+def test_a_run_without_its_config_names_what_would_do(trained, tmp_path):
+    _, folder, _ = trained
+    old = shutil.copytree(folder, tmp_path / "old")
+    (old / "run.yaml").unlink()
+    refused = jaxspeed("sample", old)
+    assert refused.returncode == 2 and "a run's folder without run.yaml" in refused.stderr
+
+
+def test_a_run_of_a_python_model_is_named_as_such(tmp_path):
+    config = json.loads(small.write(tmp_path).read_text())
+    section = config.pop("model")["config"]
+    config["run"]["steps"] = 1
+    config["data"]["seq_len"] = 16
+    run.train(config, *passed_model(section))
+    for command in ("train", "sample", "eval", "plan", "check"):
+        refused = jaxspeed(command, tmp_path / "run")
+        text = " ".join(refused.stderr.split())
+        assert refused.returncode == 2 and "Traceback" not in text
+        assert "a run of jaxspeed.run.train(model=..., loss_fn=...), which Python passed" in text
+    shown = jaxspeed("data", "show", tmp_path / "run", "-n", "1")
+    assert shown.returncode == 0, shown.stderr
+    source = run.source_of(tmp_path / "run", *passed_model(section))  # as the error says
+    assert run.evaluate_run(source)["step"] == 1
+
+
+def passed_model(sizes):
+    """A model and a loss as a script passes them."""
+    built = models.build("gpt2", None, sizes)
+    return built.factory, built.loss
+
+
 @pytest.mark.full  # the check itself: tests/engine/test_check.py
 def test_check_agrees_and_says_so(trained):
-    config, _, _ = trained
-    words = ("check", config, "--layers", "1")
+    _, folder, _ = trained
+    words = ("check", folder, "--layers", "1")
     shown = jaxspeed(*words)
     assert shown.returncode == 0 and "agrees with the step on one device" in shown.stdout
     assert "blocks/mlp/up/kernel" in shown.stdout
 
 
 def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
-    from jaxspeed import run
     from jaxspeed.engine.check_report import LeafDifference
 
     bad = CheckReport(0.5, (LeafDifference("w", 0.5, 0.5),), 1e-4, 8)
