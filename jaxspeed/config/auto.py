@@ -41,7 +41,8 @@ OWN_AUTO = {
     "pipeline.stages",
 }
 _LR, _PEAK = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
-DECAY_END, STEPS = "scheduler.params.total_num_steps", "run.steps"
+DECAY_END = "scheduler.params.total_num_steps"
+STEPS, EPOCHS = "run.steps", "run.epochs"
 # What Hugging Face fills in by the hidden size; the other keys of its formula are harmless here.
 BY_HIDDEN_SIZE = "zero_optimization.stage3_param_persistence_threshold"
 # What only the user knows: the key that is asked for, and an example.
@@ -161,6 +162,11 @@ def _fill(
         value = default(autos.tree, platform) if callable(default) else default
     if value is None and _is_dropped(path):
         source, value = DROPPED, LEAVE_OUT
+    if value is None and path == DECAY_END and read(autos.tree, EPOCHS) is not None:
+        # Any number, until the data are read: no schedule is built with it (train_state).
+        autos.filled[path] = Filled("the last step", EPOCHS)
+        autos.tree = with_value(autos.tree, path, 1)
+        return
     if value is not None:
         autos.filled[path] = Filled(None if value is LEAVE_OUT else value, source)
         autos.tree = with_value(autos.tree, path, value)

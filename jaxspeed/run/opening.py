@@ -72,9 +72,10 @@ def memory_line(
 
 
 def _where(trainer: Trainer) -> str:
-    step = trainer.reached.step
+    step, batch = trainer.reached.step, trainer.engine.program.batch.train
+    epochs = trainer.steps * batch / len(trainer.corpus.train)
     if step >= trainer.steps:
         return f"all {step} steps are done"
     if step:
         return f"resumed after step {step} of {trainer.steps}"
-    return counted(trainer.steps, "step")
+    return f"{counted(trainer.steps, 'step')} ({epochs:.3g} epochs)"

@@ -5,6 +5,7 @@ What is cheap to open comes first, so that mistakes in a config are reported ear
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -173,9 +174,13 @@ def source_of(
 def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
-    if config.run.steps is None:
-        raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
-    corpus = source.corpus()
+    if config.run.steps is None and config.run.epochs is None:
+        raise ConfigError(
+            "run.steps: missing. Needs the number of steps to train for, or run.epochs."
+        )
+    corpus, stored = source.corpus(), source.stored_config()
+    source = in_steps(source, corpus)
+    config = source.config
     whose = {
         "model": config.given.get("model"),
         "objective": config.given.get("objective"),
@@ -185,7 +190,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         "seed": config.run.seed,
         "train_batch_size": source.batch_size(),
     }
-    files, stored = files_of(corpus.tokenizer), source.stored_config()
+    files = files_of(corpus.tokenizer)
     processes = Processes()
     processes.first("opening the folder of the run", lambda: folder.open(whose, files, stored))
     unseen = processes.all(
@@ -229,6 +234,19 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         console=console,
     )
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
+
+
+def in_steps(source: Source, corpus: Corpus | None) -> Source:
+    """The run with run.steps, which follow from run.epochs and the corpus; at least one.
+
+    Without a corpus it is a run that does not train.
+    """
+    epochs = source.config.run.epochs
+    if epochs is None:
+        return source
+    batches = 0.0 if corpus is None else epochs * len(corpus.train) / source.batch_size()
+    steps = max(1, math.ceil(round(batches, 6)))
+    return replace(source, config=load_config(source.config, [f"run.steps={steps}"]))
 
 
 def before_step_0(source: Source, engine: Engine) -> BeforeStep0:
