@@ -54,8 +54,8 @@ LONG = (
     "jaxspeed launch --processes 4 --devices-per-process 2 --max-restarts 3 "
     "-- train configs/tiny.yaml",
     # of the run that the second one leaves
-    "jaxspeed eval configs/tiny.yaml",
-    "jaxspeed sample configs/tiny.yaml --prompt 'import ' --tokens 100",
+    "jaxspeed eval runs/tiny",
+    "jaxspeed sample runs/tiny --prompt 'import ' --tokens 100",
     "jaxspeed sample configs/tiny.yaml --prompt 'def ' --temperature 0.7 --top-p 0.9 --stop '#'",
     "jaxspeed checkpoint export runs/tiny weights/ --dtype bf16",
 )
@@ -90,7 +90,7 @@ NOT_RUN = {
             "jaxspeed eval config.yaml --data notes.txt --ema",
             "jaxspeed sample config.yaml --prompt 'def ' --tokens 40 --ema",
             "jaxspeed checkpoint export runs/config averaged/ --format hf --ema",
-            "jaxspeed sample config.yaml --output copied --prompt 'def ' --tokens 20",
+            "jaxspeed sample copied --prompt 'def ' --tokens 20",
             "jaxspeed checkpoint export copied exported/ --format hf",
         ),
         "tests/cli/test_using_checkpoints.py runs it, where there is a run",
