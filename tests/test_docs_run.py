@@ -20,7 +20,6 @@ from tests.support.documents import (
 
 PARALLEL = "--set parallel.remat=full --set zero_optimization.offload_optimizer.device=cpu"
 ON = "jaxspeed launch --on"
-BASE = "--set model.pretrained=base --set data.path=chat.jsonl"
 RANKING = (
     "--set objective.type=ranking:Ranking --set objective.beta=2 --set data.source=ranking:pairs "
     "--set run.output=runs/ranking"
@@ -115,11 +114,11 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             *(
-                f"jaxspeed {command} configs/lora_chat.yaml {BASE}"
-                for command in ("train", "data show")
+                f"jaxspeed {command} --model base --data chat.jsonl --lora 16"
+                for command in ("train", "init config.yaml")
             ),
-            f"jaxspeed sample configs/lora_chat.yaml {BASE} --chat",
-            "jaxspeed checkpoint export runs/lora_chat merged/ --merge",
+            "jaxspeed sample runs/base-chat-lora --chat",
+            "jaxspeed checkpoint export runs/base-chat-lora merged/ --merge",
         ),
         "tests/test_docs_fine_tuning.py runs it",
     ),

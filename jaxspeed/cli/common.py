@@ -55,6 +55,11 @@ def command(
     return parser
 
 
+def config_or_run(parser: argparse.ArgumentParser) -> argparse.Action:
+    """The argument CONFIG of a command's parser."""
+    return next(action for action in parser._actions if action.dest == "config")
+
+
 _HELP_WIDTH = 78
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COMMANDS = (  # each has a module of its name
-    *("train", "eval", "sample", "plan", "check", "config"),
+    *("init", "train", "eval", "sample", "plan", "check", "config"),
     *("checkpoint", "data", "report", "launch"),
 )
 

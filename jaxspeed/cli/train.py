@@ -6,13 +6,24 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json, program
+from jaxspeed.cli.common import (
+    INTERRUPTED,
+    command,
+    config_or_run,
+    loaded,
+    out,
+    print_json,
+    program,
+)
+from jaxspeed.cli.recipe import FLAGS, add_flags, completed, recipe_of, summary, tree_of
 from jaxspeed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
+    from jaxspeed.config import Config
     from jaxspeed.run import Source, Trainer
 
 # A setting of glibc 2.35 or newer, read as a process starts: ask for huge pages for large blocks.
@@ -25,8 +36,10 @@ def add(commands: Any) -> None:
         commands,
         "train",
         "train a model; resume the run in its folder",
-        "jaxspeed train configs/tiny.yaml --devices cpu:8 --set run.steps=100",
+        "jaxspeed train --model base --data chat.jsonl --lora 16",
     )
+    config_or_run(parser).nargs = "?"
+    add_flags(parser)
     parser.add_argument(
         "--engine",
         choices=("local", "ray"),
@@ -77,20 +90,41 @@ def run(args: argparse.Namespace) -> int:
 def _here(args: argparse.Namespace) -> int:
     if args.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
-    config = loaded(args)
+    config = _config(args)
     from jaxspeed.run import source_of
 
-    return _train(args, source_of(config, name=args.config))
+    return _train(args, source_of(config, name=str(args.config)))
 
 
 def _on_ray(args: argparse.Namespace) -> int:
-    config = loaded(args, ["parallel.data_reduction=parameter_server"])
+    config = _config(args, ["parallel.data_reduction=parameter_server"])
     from jaxspeed.parameter_server.ray import connected, ray_resources
     from jaxspeed.run import RaySource, source_of
 
     ray_resources(config)  # before anything starts
     with connected(args.ray_address):
-        return _train(args, source_of(config, name=args.config, kind=RaySource))
+        return _train(args, source_of(config, name=str(args.config), kind=RaySource))
+
+
+def _config(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
+    """The config that is named, or that of the flags, which is printed."""
+    flags = [flag for flag in FLAGS if getattr(args, flag) is not None]
+    if args.config is not None:
+        if flags:
+            option = flags[0].replace("_", "-")
+            raise ConfigError(f"--{option}: with a config its keys are overridden by --set")
+        return loaded(args, more)
+    if args.model is None or args.data is None:
+        lacks = "--data" if args.model else "--model" if flags else "CONFIG"
+        raise ConfigError(
+            f"{lacks} is missing: train needs a YAML or JSON file, or a run's folder; or --model "
+            "FOLDER and --data FILE, for a fine-tune"
+        )
+    recipe, facts = completed(recipe_of(args))
+    args.config = tree_of(recipe, facts)
+    config = loaded(args, more)
+    out(stderr=args.json).print(summary(recipe), highlight=False, markup=False)
+    return config
 
 
 def _train(args: argparse.Namespace, source: "Source") -> int:

@@ -90,10 +90,7 @@ def _in_steps(source: Source) -> Source:
     try:
         return in_steps(source, source.corpus())
     except DataError as error:
-        raise ConfigError(
-            f"run.epochs: the number of steps depends on data that cannot be read here ({error}); "
-            "set run.steps for a plan"
-        ) from None
+        raise ConfigError(f"run.epochs: {error}. With run.steps a plan needs no data") from None
 
 
 def _here(source: Source, compiling: bool) -> Plan:

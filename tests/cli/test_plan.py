@@ -185,7 +185,7 @@ MISTAKES = {
     "no model": (["configs/ds_config.json"], "no model"),
     "epochs of data that are absent": (
         ["CONFIG", "--target", "cpu:8", "--set", "run.epochs=1", "--set", "data.path=/nowhere"],
-        "set run.steps for a plan",
+        "With run.steps a plan needs no data",
     ),
     "no config": ([], "plan needs a CONFIG"),
     "unknown target": (["CONFIG", "--target", "h101:8"], 'Did you mean "h100"?'),
