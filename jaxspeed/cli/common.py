@@ -37,7 +37,7 @@ def command(
         help=what,
         description=textwrap.fill(f"{what[0].upper()}{what[1:]}.", _HELP_WIDTH),
         epilog=_wrapped(f"example: {example}"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     if config:
         parser.add_argument(
@@ -49,10 +49,23 @@ def command(
             parser.add_argument(
                 "--devices",
                 metavar="WHICH",
-                help="cpu, gpu or tpu, or simulated ones: cpu:8 (overrides run.devices)",
+                help="cpu, gpu or tpu, or simulated ones: cpu:8 (overrides run.devices; by default "
+                "those that JAX finds)",
             )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """A help with each option's default, in parentheses if its sentence does not have it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        is_value = bool(action.option_strings) and action.nargs != 0
+        has_default = is_value and default not in (None, "", [], argparse.SUPPRESS)
+        if not has_default or f"({default})" in text or "default" in text:
+            return text
+        return f"{text} (%(default)s)"
 
 
 def config_or_run(parser: argparse.ArgumentParser) -> argparse.Action:
@@ -93,7 +106,11 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", metavar="DIR", help="the run's folder (overrides run.output)")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="the run's folder (overrides run.output; by default runs/ and the config's name)",
+    )
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:

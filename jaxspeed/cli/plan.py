@@ -39,7 +39,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--target",
         metavar="TARGET",
-        help="absent devices to plan for: v5p:4x4x8, 2x v5e:16x16, h100:64, a100-40g:1, cpu:8",
+        help="absent devices to plan for: v5p:4x4x8, 2x v5e:16x16, h100:64, a100-40g:1, cpu:8; by "
+        "default those here",
     )
     parser.add_argument(
         "--compile",

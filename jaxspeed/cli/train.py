@@ -52,6 +52,17 @@ def add(commands: Any) -> None:
         metavar="A",
         help="address of a Ray cluster, like 10.0.0.1:6379; by default a local Ray is started",
     )
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument(
+        "-q", "--quiet", action="store_true", help="print warnings and, at the end, the checkpoint"
+    )
+    amount.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print the placement table and the compiled step also of a run of adapters or of one "
+        "device",
+    )
     parser.set_defaults(run=run, at_start=restart_with_huge_pages)
 
 
@@ -123,7 +134,8 @@ def _config(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     recipe, facts = completed(recipe_of(args))
     args.config = tree_of(recipe, facts)
     config = loaded(args, more)
-    out(stderr=args.json).print(summary(recipe), highlight=False, markup=False)
+    if not args.quiet:
+        out(stderr=args.json).print(summary(recipe), highlight=False, markup=False)
     return config
 
 
@@ -132,10 +144,11 @@ def _train(args: argparse.Namespace, source: "Source") -> int:
     from jaxspeed.run import FinalSample, open_run, show_ending, show_opening
 
     console = out(stderr=args.json)
+    console.quiet = args.quiet
     trainer = open_run(source, console)
     try:
         trainer.sample = FinalSample(trainer.engine, trainer.corpus)
-        show_opening(console, trainer)
+        show_opening(console, trainer, args.verbose or None)
         gc.freeze()
         gc.enable()
         trainer.run()
@@ -145,6 +158,8 @@ def _train(args: argparse.Namespace, source: "Source") -> int:
         trainer.engine.close()
     if args.json and is_first():
         print_json(result)
+    elif args.quiet and is_first():
+        print(result["checkpoint"])
     if trainer.stopped_by is None:
         return 0
     return INTERRUPTED if trainer.stopped_by == signal.SIGINT.name else ExitCode.PREEMPTED

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.config.tree import keys_in
 from jaxspeed.config.verdicts import shown
+from jaxspeed.near_words import did_you_mean
 
 # Of a config, with YAML's aliases written out. What is read takes a pass over all of it, and each
 # unknown key a comparison with all known ones.

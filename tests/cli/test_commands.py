@@ -1,5 +1,6 @@
 """The commands as people and programs call them: what they print, and how they end."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -48,6 +49,9 @@ HELPS = [
 ]
 
 
+VERBS = (("checkpoint",), ("data",))  # which have no options
+
+
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)
 def test_every_help_has_an_example(words, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -66,6 +70,50 @@ def test_every_help_fits_80_columns(words, capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 80
     example = shown.partition("example: jaxspeed ")[2].replace("\\\n", "")
     assert parser().parse_args(shlex.split(example)).command in COMMANDS
+
+
+DEFAULTS_OF_SCHEMA = {
+    "--prompt": load_config({}).run.sample_prompt,
+    "--tokens": load_config({}).run.sample_tokens,
+    "--temperature": load_config({}).run.sample_temperature,
+}
+
+
+@pytest.mark.parametrize("words", [x for x in HELPS if x not in VERBS], ids=" ".join)
+def test_every_option_with_a_default_has_it_in_its_help(words, capsys):
+    top = parser()
+    chosen = top._chosen(argparse.Namespace(**dict(zip(("command", "verb"), words))))
+    formatter, checked = chosen._get_formatter(), 0
+    for action in chosen._actions:
+        default = action.default
+        if "sample" in words and action.option_strings:
+            default = DEFAULTS_OF_SCHEMA.get(action.option_strings[0], default)
+        if action.nargs != 0 and default not in (None, "", [], argparse.SUPPRESS):
+            checked += 1
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            assert shown in formatter._expand_help(action), action.option_strings
+    assert checked or words[0] not in ("plan", "launch", "sample", "train")
+
+
+TYPOS = {
+    "trian x": 'Did you mean "train"?',
+    "data shwo x": 'Did you mean "show"?',
+    "train x --devics cpu:2": 'Did you mean "--devices"?',
+    "plan x --serch": 'Did you mean "--search"?',
+    "checkpoint export a b --formt=hf": 'Did you mean "--format"?',
+    "train x --engine rai": 'Did you mean "ray"?',
+}
+
+
+@pytest.mark.parametrize("words", TYPOS)
+def test_a_mistyped_command_or_option_names_the_one_that_is_meant(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    errors = capsys.readouterr().err
+    assert errors.rstrip().endswith(TYPOS[words])
+    with pytest.raises(SystemExit, match="2"):
+        main(["nonsense"])
+    assert "Did you mean" not in capsys.readouterr().err
 
 
 def test_a_width_that_the_environment_gives_is_followed_in_a_pipe(tmp_path, monkeypatch):
@@ -137,6 +185,15 @@ def test_train_shows_the_table_the_collectives_and_m(trained):
     assert "embed/table" in done.stderr
 
 
+@pytest.mark.sampled
+def test_a_run_of_one_device_shows_a_summary_without_the_table(tmp_path):
+    config = small.write(tmp_path, run={"devices": "cpu:1", "steps": 1, "sample_tokens": 0})
+    done = small.jaxspeed("train", config)
+    assert done.returncode == 0, done.stderr
+    assert "trainable parameters" in done.stdout and "needed: " in done.stdout
+    assert "ZeRO stage 3" not in done.stdout and "compiled, per device" not in done.stdout
+
+
 def test_the_command_that_continues_does(trained, tmp_path):
     _, folder, done = trained
     again = json.loads(done.stdout)["again"].partition("jaxspeed ")[2].split()
@@ -147,6 +204,8 @@ def test_the_command_that_continues_does(trained, tmp_path):
     assert json.loads(more.stdout)["steps"] == 16
     assert "resumed after step 8 of 16" in more.stderr
     assert load_config(folder).run.steps == 16  # what the next command reads
+    quiet = jaxspeed("train", folder, "--quiet")
+    assert quiet.stdout == f"{folder / 'checkpoints' / 'step-00000016'}\n" and not quiet.stderr
     assert (folder / "run.json").read_bytes() == before
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 import jaxspeed
 from jaxspeed.cli import init
@@ -118,8 +119,17 @@ def test_flags_alone_train_and_the_run_s_folder_has_their_config(here, capsys):
     config = load_config("tuned")
     assert config.run.epochs == 0.5 and config.train_batch_size == 8
     assert config.optimizer.params["lr"] == 2e-4 and config.lora.r == 2
-    resumed = succeeded("train", *words, *few, capsys=capsys)  # the same flags are the same run
+    resumed = succeeded("train", *words, *few, "-v", capsys=capsys)  # the same flags: this run
     assert "all 3 steps are done" in resumed
+    for detail in ("ZeRO stage 3", "compiled, per device"):  # of adapters only where asked for
+        assert detail in resumed and detail not in shown
+    adapter, base = (
+        sum(tensor.size for tensor in load_file(file).values())
+        for file in ("tuned/adapter/adapter_model.safetensors", "base/model.safetensors")
+    )
+    share = 100 * adapter / (adapter + base)
+    line = f"trainable parameters {adapter:,} of {adapter + base:,} ({share:.3g}%)"
+    assert line in shown
 
 
 @pytest.mark.parametrize("answer", ["", "2"])
