@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jaxspeed.errors import ConfigError
 
@@ -49,10 +49,10 @@ class Recipe:
 class Facts:
     """What the model and the data show."""
 
+    context: int
     source: str = "stdlib"
     form: str | None = None  # of records: messages, ..., or preference, unpaired; None: text
     is_few: bool = False
-    context: int = 128
     tokenizer: str | None = "bytes"  # None: the folder's
     has_template: bool = True
 
@@ -65,7 +65,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag, kind, metavar, text in (
         ("--model", str, "FOLDER", "a Hugging Face folder or the id of a model on the hub"),
         ("--data", str, "FILE", "conversations, pairs or texts: .jsonl, .json, .parquet, .txt"),
-        ("--lora", int, "R", "rank of adapters; by default all weights are trained"),
+        (
+            "--lora",
+            int,
+            "R",
+            f"rank of adapters; by default all weights train, or {RANK} of preferences",
+        ),
         ("--lr", float, "RATE", f"peak learning rate; by default {rates}, {preferences}"),
         ("--epochs", float, "N", f"by default {EPOCHS}; {PREFERENCE_EPOCHS} of preferences"),
         ("--batch-size", int, "N", f"samples a step; {BATCH} by default"),
@@ -76,21 +81,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The recipe of a command's flags."""
-    for flag in FLAGS[2:]:
-        value = getattr(args, flag)
+    values = [getattr(args, flag) for flag in FLAGS]
+    for flag, value in zip(FLAGS[2:], values[2:]):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} {value:g}: needs more than 0")
-    return Recipe(
-        getattr(args, "kind", None),
-        args.model,
-        args.data,
-        args.lora,
-        args.lr,
-        args.epochs,
-        args.batch_size,
-        args.seq_len,
-        getattr(args, "output", None),
-    )
+    return replace(Recipe(getattr(args, "kind", None), *values), output=args.output)
 
 
 def completed(recipe: Recipe) -> tuple[Recipe, Facts]:
@@ -120,18 +115,17 @@ def completed(recipe: Recipe) -> tuple[Recipe, Facts]:
     seq_len = recipe.seq_len or min(facts.context, LONGEST)
     if seq_len > facts.context:
         raise ConfigError(f"--seq-len {seq_len}: the model has {facts.context} positions")
-    names = [Path(name).expanduser().resolve().name for name in (recipe.model or "new",)]
+    names = [Path(recipe.model or "new").expanduser().resolve().name]
     names += [] if recipe.data is None else [Path(recipe.data).name.partition(".")[0]]
-    complete = Recipe(
-        kind,
-        recipe.model,
-        recipe.data,
-        rank,
-        recipe.rate or RATES[kind],
-        recipe.epochs or (PREFERENCE_EPOCHS if kind == "preferences" else EPOCHS),
-        recipe.batch or BATCH,
-        seq_len,
-        recipe.output or f"runs/{'-'.join(names)}-{kind}",
+    complete = replace(
+        recipe,
+        kind=kind,
+        rank=rank,
+        rate=recipe.rate or RATES[kind],
+        epochs=recipe.epochs or (PREFERENCE_EPOCHS if kind == "preferences" else EPOCHS),
+        batch=recipe.batch or BATCH,
+        seq_len=seq_len,
+        output=recipe.output or f"runs/{'-'.join([*names, kind])}",
     )
     return complete, facts
 
@@ -151,7 +145,7 @@ def _facts(recipe: Recipe) -> Facts:
     is_folder = recipe.model is None or Path(recipe.model).expanduser().is_dir()
     if not is_folder and str(recipe.model).count("/") != 1:  # as in the id of a model on the hub
         raise ConfigError(f"--model {recipe.model}: no such folder (relative to {Path.cwd()})")
-    facts = Facts()
+    facts = Facts(context=recipe.seq_len or 128)
     if recipe.model is not None:
         facts = _of_model(recipe.model, facts)
     return facts if recipe.data is None else _of_data(recipe.data, facts)
@@ -306,11 +300,3 @@ def _lines(recipe: Recipe, facts: Facts) -> Iterator[str]:
     yield ""
     yield row("parallel: {remat: full}", "activations are recomputed: less memory")
     yield row("zero_optimization: {stage: 3}", "all state is sharded over the devices")
-
-
-def tree_of(recipe: Recipe, facts: Facts) -> dict[str, Any]:
-    """The config of a complete recipe."""
-    import yaml
-
-    tree: dict[str, Any] = yaml.safe_load(config_text(recipe, facts))
-    return tree

@@ -19,7 +19,7 @@ from jaxspeed.cli.common import (
     print_json,
     program,
 )
-from jaxspeed.cli.recipe import FLAGS, add_flags, completed, recipe_of, summary, tree_of
+from jaxspeed.cli.recipe import FLAGS, add_flags, completed, config_text, recipe_of, summary
 from jaxspeed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ def _config(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
             "FOLDER and --data FILE, for a fine-tune"
         )
     recipe, facts = completed(recipe_of(args))
-    args.config = tree_of(recipe, facts)
+    import yaml
+
+    args.config = yaml.safe_load(config_text(recipe, facts))
     config = loaded(args, more)
     if not args.quiet:
         out(stderr=args.json).print(summary(recipe), highlight=False, markup=False)

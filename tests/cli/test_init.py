@@ -82,7 +82,11 @@ WRITTEN = {
     "--model plain --data prompts.jsonl --epochs 0.5": {"data.chat_template": None, "epochs": 0.5},
     "--model base --data texts.jsonl --seq-len 32": {"data.train_on": None, "data.seq_len": 32},
     "--model base --data notes.txt --kind pretrain": {"data.source": "text", "epochs": EPOCHS},
-    "--data notes.txt --batch-size 24": {"model.family": "llama", "train_batch_size": 24},
+    "--data notes.txt --batch-size 24 --seq-len 200": {
+        "train_batch_size": 24,
+        "model.config.max_position_embeddings": 200,
+        "data.seq_len": 200,
+    },
 }
 
 
