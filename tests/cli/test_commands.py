@@ -342,7 +342,8 @@ def test_a_run_is_exported_for_hugging_face_and_continued_from_there(trained, tm
     (tmp_path / "alone" / "run.json").unlink()
     refused = jaxspeed(*words)
     assert refused.returncode != 0 and "name the model with --config" in refused.stderr
-    assert jaxspeed(*words, "--config", folder).returncode == 0
+    named = jaxspeed(*words[:3], tmp_path / "y", *words[4:], "--config", folder)
+    assert named.returncode == 0, named.stderr
 
 
 def test_config_gives_a_verdict_to_each_key_and_the_schema(tmp_path):
