@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--layers",
         type=int,
-        help="check a model with this many layers, if the full one is too large",
+        help="check a model with this many layers, if the full one is too large; by default all",
     )
     parser.set_defaults(run=run)
 

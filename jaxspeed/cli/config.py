@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxspeed.cli.common import (
     command,
+    config_or_run,
     hidden_size,
     out,
     overrides_of,
@@ -38,8 +39,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--fix", metavar="OUT", help="write the config with the errors fixed that have one answer"
     )
-    config = next(action for action in parser._actions if action.dest == "config")
-    config.nargs = "?"
+    config_or_run(parser).nargs = "?"
     parser.set_defaults(run=run, parser=parser)
 
 

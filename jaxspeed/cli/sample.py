@@ -11,6 +11,8 @@ from typing import Any
 from jaxspeed.cli.common import add_checkpoint, command, loaded, print_json
 from jaxspeed.errors import ConfigError
 
+PROMPT, TOKENS, TEMPERATURE = "def ", 200, 0.8  # of the schema, which help does not import
+
 
 def add(commands: Any) -> None:
     parser = command(
@@ -22,7 +24,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--prompt",
         action="append",
-        help="start of a text (overrides run.sample_prompt); may be repeated, for a batch",
+        help=f"start of a text (overrides run.sample_prompt, {PROMPT!r} by default); may be "
+        "repeated, for a batch",
     )
     parser.add_argument(
         "--chat",
@@ -33,17 +36,34 @@ def add(commands: Any) -> None:
         "standard input is one",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message of --chat")
-    parser.add_argument("--tokens", type=int, help="number of tokens (overrides run.sample_tokens)")
-    parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
-    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens")
     parser.add_argument(
-        "--top-p", type=float, help="draw from the fewest tokens of this probability together"
+        "--tokens",
+        type=int,
+        help=f"number of tokens (overrides run.sample_tokens, {TOKENS} by default)",
     )
     parser.add_argument(
-        "--min-p", type=float, help="draw from tokens of this share of the largest probability"
+        "--temperature",
+        type=float,
+        help=f"0 always takes the most likely token (overrides "
+        f"run.sample_temperature, {TEMPERATURE} by default)",
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, help="above 1: tokens seen before become less likely"
+        "--top-k", type=int, help="draw from the k most likely tokens; by default from all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="draw from the fewest tokens of this probability together (1 by default)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        help="draw from tokens of this share of the largest probability (0 by default)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        help="above 1: tokens seen before become less likely (1 by default)",
     )
     parser.add_argument(
         "--stop",

@@ -274,6 +274,9 @@ def _lora(settings: Settings) -> Iterator[Problem]:
 
 
 def _run(settings: Settings) -> Iterator[Problem]:
+    if settings.run.epochs is not None and settings.run.steps is not None:
+        actual = f"{settings.run.epochs:g}, while run.steps is {settings.run.steps}"
+        yield Problem("run.epochs", actual, "Remove one: each is the run's length.", ("run.steps",))
     if "://" in (settings.run.output or ""):
         works = "Needs a local folder; run.checkpoints takes a URL."
         yield Problem("run.output", f'"{settings.run.output}"', works)

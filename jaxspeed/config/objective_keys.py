@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.suggestions import closest, did_you_mean
 from jaxspeed.config.tree import section_at
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
+from jaxspeed.near_words import closest, did_you_mean
 
 # Imported where a config names one. Of families, each of which has one:
 OF_FAMILIES = {

@@ -5,6 +5,7 @@ What is cheap to open comes first, so that mistakes in a config are reported ear
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import optax
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
+from jaxspeed.config.parse import PASSED
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -100,6 +102,12 @@ class Source:
         is_there = self.folder.has_begun() and tokenizer_file(folder) is not None
         return read_tokenizer(folder) if is_there else None
 
+    def stored_config(self) -> dict[str, Any]:
+        """The config for the run's folder, with a comment on what only Python has of the run."""
+        names = ("model", "loss_fn", "optimizer")
+        passed = [name for name in names if getattr(self, name) is not None]
+        return self.config.given | ({PASSED: passed} if passed else {})
+
     @staticmethod
     def start(config: Config) -> None:
         """Join the other processes, compare what they run, and start this one's devices."""
@@ -166,9 +174,13 @@ def source_of(
 def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
-    if config.run.steps is None:
-        raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
-    corpus = source.corpus()
+    if config.run.steps is None and config.run.epochs is None:
+        raise ConfigError(
+            "run.steps: missing. Needs the number of steps to train for, or run.epochs."
+        )
+    corpus, stored = source.corpus(), source.stored_config()
+    source = in_steps(source, corpus)
+    config = source.config
     whose = {
         "model": config.given.get("model"),
         "objective": config.given.get("objective"),
@@ -180,7 +192,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     }
     files = files_of(corpus.tokenizer)
     processes = Processes()
-    processes.first("opening the folder of the run", lambda: folder.open(whose, files))
+    processes.first("opening the folder of the run", lambda: folder.open(whose, files, stored))
     unseen = processes.all(
         "looking for the folder of the run",
         folder.has_begun,
@@ -226,6 +238,19 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         console=console,
     )
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
+
+
+def in_steps(source: Source, corpus: Corpus | None) -> Source:
+    """The run with run.steps, which follow from run.epochs and the corpus; at least one.
+
+    Without a corpus it is a run that does not train.
+    """
+    epochs = source.config.run.epochs
+    if epochs is None:
+        return source
+    batches = 0.0 if corpus is None else epochs * len(corpus.train) / source.batch_size()
+    steps = max(1, math.ceil(round(batches, 6)))
+    return replace(source, config=load_config(source.config, [f"run.steps={steps}"]))
 
 
 def before_step_0(source: Source, engine: Engine, tokenizer: Tokenizer | None) -> BeforeStep0:
