@@ -78,6 +78,10 @@ def _here(args: argparse.Namespace) -> int:
     if args.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
     config = loaded(args)
+    from jaxspeed.config.this_machine import packages, refuse_missing, refuse_other_count
+
+    refuse_missing(packages(config))
+    refuse_other_count(config)
     from jaxspeed.run import source_of
 
     return _train(args, source_of(config, name=args.config))
@@ -85,6 +89,9 @@ def _here(args: argparse.Namespace) -> int:
 
 def _on_ray(args: argparse.Namespace) -> int:
     config = loaded(args, ["parallel.data_reduction=parameter_server"])
+    from jaxspeed.config.this_machine import RAY, packages, refuse_missing
+
+    refuse_missing([RAY, *packages(config)])
     from jaxspeed.parameter_server.ray import connected, ray_resources
     from jaxspeed.run import RaySource, source_of
 

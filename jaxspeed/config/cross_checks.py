@@ -1,6 +1,7 @@
 """Cross-field validation: contradictions between config keys that are valid by themselves."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_keys, batch_problem
 from jaxspeed.config.data_reduction import data_reduction_problems
@@ -13,6 +14,7 @@ from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.config.schema import Settings
+from jaxspeed.config.this_machine import misfit
 from jaxspeed.config.verdicts import shown
 
 
@@ -71,6 +73,8 @@ def _batch(settings: Settings) -> Iterator[Problem]:
     # A number of stages that depends on the devices is checked when these are known.
     stages = stages_of(settings, max(settings.mesh.pipe, 1))
     problem = batch_problem(batch_keys(settings, settings.mesh.ranks, stages))
+    if problem and (mesh := misfit(settings)):
+        problem = replace(problem, works=f"{problem.works} And {mesh}.")
     if problem:
         yield problem
 
@@ -251,7 +255,8 @@ def _model(settings: Settings) -> Iterator[Problem]:
                 yield Problem(f"model.quantize.{key}", actual, works)
     if len(named) != 1 and not alone:
         actual = " and ".join(named) or "neither family nor factory nor pretrained"
-        yield Problem("model", actual, "Needs exactly one of the three.")
+        works = "Needs exactly one of model.family, model.factory and model.pretrained."
+        yield Problem("model", actual, works)
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; set the sizes of a factory in model.config."
         yield Problem("model.preset", f'"{model.preset}" with {named[0]}', works)

@@ -112,7 +112,7 @@ class ServedEngine(Engine):
           StateLostError: on Ray, a server died. Assigning `state`, or `load_checkpoint`, starts
             another.
         """
-        self._adapters.in_use("train_batch")
+        self._refuse_training()
         parts = self._parts(batch, "train_batch", self.program.batch.train, extra)
         start = time.perf_counter()
         metrics = self._as_arrays(self._aborting(self._schedule.train, parts))
@@ -185,6 +185,7 @@ class LocalServedEngine(ServedEngine):
 
     def _parts(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> list[Any]:
         placed = self._place(batch, what, size, extra)
+        self._call.log_shapes(placed)
         self.traffic.order.clear()
         return self.program.parts(placed)
 

@@ -16,6 +16,7 @@ import optax
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
+from jaxspeed.config.this_machine import packages, refuse_missing
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -166,6 +167,7 @@ def source_of(
 def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
+    refuse_missing(packages(config))
     if config.run.steps is None:
         raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
     corpus = source.corpus()
