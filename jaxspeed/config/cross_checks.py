@@ -296,6 +296,9 @@ def _data(settings: Settings) -> Iterator[Problem]:
     if data.eval is not None and data.held_out and "held_out" in data.model_fields_set:
         works = "Remove one: evaluation is on data.eval, or on a share of the training data."
         yield Problem("data.held_out", f"{data.held_out}, while data.eval is set", works)
+    if data.tokenizer == "bpe" and settings.model is not None and settings.model.pretrained:
+        works = "Remove it: pretrained weights know the tokens of their own tokenizer."
+        yield Problem("data.tokenizer", '"bpe", with model.pretrained', works)
     if data.held_out == 1:
         yield Problem(
             "data.held_out", "1", "Needs less than 1: some samples must remain for training."

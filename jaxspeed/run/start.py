@@ -24,7 +24,11 @@ from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, to
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError, DataError
-from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
+from jaxspeed.interop.pretrained import (
+    data_section,
+    refuse_other_tokenizer,
+    warn_of_other_tokenizer,
+)
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.objectives import objective_of
@@ -171,6 +175,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     if config.run.steps is None:
         raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
     corpus = source.corpus()
+    warn_of_other_tokenizer(config, corpus.tokenizer, source.reads.vocab_size)
     whose = {
         "model": config.given.get("model"),
         "objective": config.given.get("objective"),
