@@ -82,9 +82,13 @@ def _here(args: argparse.Namespace) -> int:
 
     refuse_missing(packages(config))
     refuse_other_count(config)
-    from jaxspeed.run import source_of
+    from jaxspeed.metrics.start_lines import start_lines
 
-    return _train(args, source_of(config, name=args.config))
+    with start_lines(out(stderr=args.json))("importing JAX, starting devices"):
+        from jaxspeed.run import source_of
+
+        source = source_of(config, name=args.config)
+    return _train(args, source)
 
 
 def _on_ray(args: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
@@ -590,13 +591,15 @@ class Engine(DeepSpeedHabits):
         extra: Any = None,
         *,
         meanwhile: Callable[[], None] | None = None,
+        showing: Showing = not_shown,
     ) -> CompiledReport:
         """Bytes, flops and collectives of the compiled step for a batch of these shapes.
 
-        `meanwhile` is called while it compiles, if that takes more than a second.
+        `meanwhile` is called while it compiles, if that takes more than a second; `showing` shows
+        its phases.
         """
         with self.program.set_mesh():
-            return compiled_report(self.program, batch, self._from_file, extra, meanwhile)
+            return compiled_report(self.program, batch, self._from_file, extra, meanwhile, showing)
 
     @watched("compile")
     def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:

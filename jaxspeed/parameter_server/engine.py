@@ -24,6 +24,7 @@ from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.interop.pretrained import refuse_other_tokenizer, tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
 from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram, build
@@ -254,18 +255,20 @@ def engine_of(
     optimizer: optax.GradientTransformation | None,
     *,
     example_batch: Any = None,
+    showing: Showing = not_shown,
     **options: Any,
 ) -> Engine:
     """An engine of any kind that writes to no monitor, for a run that writes records of its own.
 
-    Arguments are those of `jaxspeed.initialize`.
+    `showing` shows its phases; the other arguments are those of `jaxspeed.initialize`.
     """
     model, loss_fn = resolve_model(config, model, loss_fn)
     enable_compilation_cache(config.run.compilation_cache)
     with paused_collector():
-        program = build(
-            config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
-        )
+        with showing("building the model"):
+            program = build(
+                config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
+            )
         tokenizer = tokenizer_of(program.model.weights) if program.frozen else None
         for name, frozen in program.frozen.items():
             refuse_other_tokenizer(tokenizer, frozen.model.weights, name)
@@ -274,8 +277,10 @@ def engine_of(
             read_identity(config.run.executable, trusted=config.run.trust_executable)
         refuse_attention(program, example_batch)
         warn_of_room(program, example_batch)
+        is_read = config.model is not None and config.model.pretrained is not None
         try:
-            state = program.init(config.run.seed)
+            with showing("reading weights" if is_read else "initializing weights"):
+                state = program.init(config.run.seed)
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_out_of_memory(program, error) from error

@@ -31,6 +31,7 @@ from jaxspeed.interop.pretrained import (
 )
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
+from jaxspeed.metrics.start_lines import Showing, not_shown, start_lines
 from jaxspeed.objectives import objective_of
 from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.engine import engine_of
@@ -120,8 +121,9 @@ class Source:
         """This process's watchdog; no field, since a plan sends the source to other processes."""
         return watchdog_of(self.config.run.watchdog)
 
-    def engine(self) -> Engine:
-        return engine_of(self.config, self.model, self.loss_fn, self.optimizer)
+    def engine(self, showing: Showing = not_shown) -> Engine:
+        parts = self.model, self.loss_fn, self.optimizer
+        return engine_of(self.config, *parts, showing=showing)
 
     def batch_size(self) -> int:
         return batch_of(self.config).train
@@ -137,8 +139,9 @@ class RaySource(Source):
         start_devices("cpu")
         watchdog_of(config.run.watchdog)
 
-    def engine(self) -> RayEngine:
-        return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
+    def engine(self, showing: Showing = not_shown) -> RayEngine:
+        with showing("starting workers and servers"):
+            return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
 
     def batch_size(self) -> int:
         return ray_resources(self.config).batch.train
@@ -174,7 +177,9 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     refuse_missing(packages(config))
     if config.run.steps is None:
         raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
-    corpus = source.corpus()
+    showing = start_lines(console)
+    with showing("reading the data"):
+        corpus = source.corpus()
     warn_of_other_tokenizer(config, corpus.tokenizer, source.reads.vocab_size)
     whose = {
         "model": config.given.get("model"),
@@ -200,7 +205,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             folder.path,
             unseen,
         )
-    engine = source.engine()
+    engine = source.engine(showing)
     for name, frozen in engine.program.frozen.items():
         refuse_other_tokenizer(corpus.tokenizer, frozen.model.weights, name)
     checkpointer = checkpointer_of(source)
@@ -216,19 +221,20 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             )
         with source.watchdog.section("evaluate"):
             corpus = before.stored(corpus, folder.computed)
-    with source.watchdog.section("restore"):
+    with source.watchdog.section("restore"), showing("restoring a checkpoint"):
         reached = Reached() if before.is_warm and not before.has_begun else begin()
     report_progress(reached.step)
-    recorder = recorder_of(
-        engine,
-        folder,
-        corpus,
-        step=reached.step,
-        seconds=_with_opening(reached, time.perf_counter() - begun),
-        watchdog=source.watchdog,
-        console=console,
-    )
-    return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
+    with showing("tracing the loss"):  # to count its FLOPs, and for evaluation
+        recorder = recorder_of(
+            engine,
+            folder,
+            corpus,
+            step=reached.step,
+            seconds=_with_opening(reached, time.perf_counter() - begun),
+            watchdog=source.watchdog,
+            console=console,
+        )
+        return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
 
 
 def before_step_0(source: Source, engine: Engine) -> BeforeStep0:
