@@ -78,12 +78,10 @@ def _here(args: argparse.Namespace) -> int:
     if args.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
     config = loaded(args)
-    from jaxspeed.config.this_machine import packages, refuse_missing, refuse_other_count
-
-    refuse_missing(packages(config))
-    refuse_other_count(config)
+    from jaxspeed.config.before_start import check_start
     from jaxspeed.metrics.start_lines import start_lines
 
+    check_start(config)
     with start_lines(out(stderr=args.json))("importing JAX, starting devices"):
         from jaxspeed.run import source_of
 
@@ -93,9 +91,9 @@ def _here(args: argparse.Namespace) -> int:
 
 def _on_ray(args: argparse.Namespace) -> int:
     config = loaded(args, ["parallel.data_reduction=parameter_server"])
-    from jaxspeed.config.this_machine import RAY, packages, refuse_missing
+    from jaxspeed.config.before_start import RAY, check_start
 
-    refuse_missing([RAY, *packages(config)])
+    check_start(config, [RAY])
     from jaxspeed.parameter_server.ray import connected, ray_resources
     from jaxspeed.run import RaySource, source_of
 

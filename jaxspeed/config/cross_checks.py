@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_keys, batch_problem
+from jaxspeed.config.before_start import misfit
 from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
@@ -14,7 +15,6 @@ from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.this_machine import misfit
 from jaxspeed.config.verdicts import shown
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from jaxspeed.config import Config
+from jaxspeed.config.before_start import monitor_packages, refuse_missing
 from jaxspeed.config.run_sections import FileMonitor, Wandb
-from jaxspeed.config.this_machine import monitor_packages, refuse_missing
 from jaxspeed.errors import RunError
 from jaxspeed.metrics.records import from_json, plain, to_json
 

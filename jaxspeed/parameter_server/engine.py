@@ -256,11 +256,13 @@ def engine_of(
     *,
     example_batch: Any = None,
     showing: Showing = not_shown,
+    before_init: Callable[[Program], Any] = lambda program: None,
     **options: Any,
 ) -> Engine:
     """An engine of any kind that writes to no monitor, for a run that writes records of its own.
 
-    `showing` shows its phases; the other arguments are those of `jaxspeed.initialize`.
+    `showing` shows its phases, and `before_init` is called before anything is compiled; the other
+    arguments are those of `jaxspeed.initialize`.
     """
     model, loss_fn = resolve_model(config, model, loss_fn)
     enable_compilation_cache(config.run.compilation_cache)
@@ -277,6 +279,7 @@ def engine_of(
             read_identity(config.run.executable, trusted=config.run.trust_executable)
         refuse_attention(program, example_batch)
         warn_of_room(program, example_batch)
+        before_init(program)
         is_read = config.model is not None and config.model.pretrained is not None
         try:
             with showing("reading weights" if is_read else "initializing weights"):

@@ -16,7 +16,7 @@ import optax
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
-from jaxspeed.config.this_machine import packages, refuse_missing
+from jaxspeed.config.before_start import check_start
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -31,6 +31,7 @@ from jaxspeed.interop.pretrained import (
 )
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
+from jaxspeed.metrics import ModelFlops, program_model_flops
 from jaxspeed.metrics.start_lines import Showing, not_shown, start_lines
 from jaxspeed.objectives import objective_of
 from jaxspeed.parameter_server import batch_of
@@ -44,6 +45,7 @@ from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 from jaxspeed.run.watchdog import Watchdog, watchdog_of
+from jaxspeed.train.program import Program
 from jaxspeed.user_models.config_model import (
     family_sizes,
     hidden_size_of,
@@ -121,9 +123,9 @@ class Source:
         """This process's watchdog; no field, since a plan sends the source to other processes."""
         return watchdog_of(self.config.run.watchdog)
 
-    def engine(self, showing: Showing = not_shown) -> Engine:
-        parts = self.model, self.loss_fn, self.optimizer
-        return engine_of(self.config, *parts, showing=showing)
+    def engine(self, **how: Any) -> Engine:
+        """An engine with a fresh state; arguments are those of `engine_of`."""
+        return engine_of(self.config, self.model, self.loss_fn, self.optimizer, **how)
 
     def batch_size(self) -> int:
         return batch_of(self.config).train
@@ -139,7 +141,7 @@ class RaySource(Source):
         start_devices("cpu")
         watchdog_of(config.run.watchdog)
 
-    def engine(self, showing: Showing = not_shown) -> RayEngine:
+    def engine(self, showing: Showing = not_shown, **how: Any) -> RayEngine:
         with showing("starting workers and servers"):
             return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
 
@@ -174,9 +176,7 @@ def source_of(
 def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
-    refuse_missing(packages(config))
-    if config.run.steps is None:
-        raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
+    check_start(config)
     showing = start_lines(console)
     with showing("reading the data"):
         corpus = source.corpus()
@@ -205,7 +205,15 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             folder.path,
             unseen,
         )
-    engine = source.engine(showing)
+    flops = list[ModelFlops]()
+
+    def count_flops(program: Program) -> None:
+        with showing("tracing the loss"):
+            flops.append(program_model_flops(program, corpus.train.shapes(program.batch.train)))
+
+    engine = source.engine(showing=showing, before_init=count_flops)
+    if not flops:
+        count_flops(engine.program)
     for name, frozen in engine.program.frozen.items():
         refuse_other_tokenizer(corpus.tokenizer, frozen.model.weights, name)
     checkpointer = checkpointer_of(source)
@@ -224,16 +232,16 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     with source.watchdog.section("restore"), showing("restoring a checkpoint"):
         reached = Reached() if before.is_warm and not before.has_begun else begin()
     report_progress(reached.step)
-    with showing("tracing the loss"):  # to count its FLOPs, and for evaluation
-        recorder = recorder_of(
-            engine,
-            folder,
-            corpus,
-            step=reached.step,
-            seconds=_with_opening(reached, time.perf_counter() - begun),
-            watchdog=source.watchdog,
-            console=console,
-        )
+    recorder = recorder_of(
+        engine,
+        folder,
+        flops[0],
+        step=reached.step,
+        seconds=_with_opening(reached, time.perf_counter() - begun),
+        watchdog=source.watchdog,
+        console=console,
+    )
+    with showing("tracing the evaluation"):
         return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
 
 

@@ -139,9 +139,10 @@ def test_train_names_the_phases_of_its_start_with_their_seconds(trained):
         "importing JAX, starting devices",
         "reading the data",
         "building the model",
+        "tracing the loss",
         "initializing weights",
         "restoring a checkpoint",
-        "tracing the loss",
+        "tracing the evaluation",
         "tracing the step",
         "compiling the step",
     ]

@@ -139,7 +139,7 @@ def test_a_run_of_a_pretrained_model_names_what_it_reads_and_warns_of_another_to
     given["data"]["tokenizer"] = str(other)
     shown = []
 
-    def engine(source, showing):
+    def engine(source, **_):
         def named(what):
             shown.append(what)
             return contextlib.nullcontext()

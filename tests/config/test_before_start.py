@@ -1,4 +1,4 @@
-"""What a run needs of this machine is known before JAX is imported: packages and devices."""
+"""What a run needs is checked before JAX is imported: packages, devices, steps."""
 
 import importlib.util
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxspeed.config import load_config
-from jaxspeed.config.this_machine import packages, refuse_missing, refuse_other_count
+from jaxspeed.config.before_start import check_start, packages, refuse_missing
 from jaxspeed.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -58,12 +58,17 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
     ids=str,
 )
 def test_a_mesh_of_other_than_the_simulated_devices_is_refused(mesh, says):
-    config = load_config({"mesh": mesh, "run": {"devices": "cpu:2"}})
+    config = load_config({"mesh": mesh, "run": {"devices": "cpu:2", "steps": 1}})
     if says is None:
-        refuse_other_count(config)
+        check_start(config)
         return
     with pytest.raises(ConfigError, match=says):
-        refuse_other_count(config)
+        check_start(config)
+
+
+def test_a_run_needs_a_number_of_steps():
+    with pytest.raises(ConfigError, match=r"^run\.steps: missing"):
+        check_start(load_config({}))
 
 
 def test_a_batch_that_such_a_mesh_does_not_divide_tells_of_the_devices():

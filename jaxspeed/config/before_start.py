@@ -1,4 +1,4 @@
-"""What a run needs of this machine, which is checked before JAX is imported: packages, devices."""
+"""What a run needs, which is checked before JAX is imported: packages, devices, steps."""
 
 import importlib.util
 import sys
@@ -64,10 +64,17 @@ def packages(config: Settings) -> Iterator[Package]:
         yield Package("data.tokenizer", "sentencepiece", "sentencepiece")
 
 
-def refuse_other_count(config: Settings) -> None:
-    """Raise ConfigError if the mesh is not one of the simulated devices that the config names."""
+def check_start(config: Settings, more: Iterable[Package] = ()) -> None:
+    """Check what training needs: packages, `more` too, simulated devices, a number of steps.
+
+    Raises:
+      ConfigError: one is missing, or the mesh is of another number of devices.
+    """
+    refuse_missing([*more, *packages(config)])
     if config.parallel.data_reduction != "parameter_server" and (text := misfit(config)):
         raise ConfigError(text)
+    if config.run.steps is None:
+        raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
 
 
 def misfit(settings: Settings) -> str:
