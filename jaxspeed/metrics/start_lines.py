@@ -15,6 +15,7 @@ from jaxspeed.metrics.progress import LiveLine, is_watched
 Showing = Callable[[str], AbstractContextManager[None]]
 LATE = 0.5  # seconds after which a phase is named in a pipe
 LASTS = 1.0  # seconds from which a phase has a line with its seconds
+_RANKS = (RANK, "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # as far as is known before JAX
 
 
 def not_shown(_: str) -> AbstractContextManager[None]:
@@ -24,7 +25,7 @@ def not_shown(_: str) -> AbstractContextManager[None]:
 
 def start_lines(console: Console | None, clock: Callable[[], float] = time.monotonic) -> Showing:
     """How the first process of a run shows its phases: `with showing("compiling"): ...`."""
-    if console is None or os.environ.get(RANK, "0") != "0":
+    if console is None or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return not_shown
 
     @contextmanager

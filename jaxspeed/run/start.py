@@ -177,7 +177,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
     check_start(config)
-    showing = start_lines(console)
+    showing = start_lines(console if is_first() else None)
     with showing("reading the data"):
         corpus = source.corpus()
     warn_of_other_tokenizer(config, corpus.tokenizer, source.reads.vocab_size)

@@ -49,9 +49,10 @@ def test_a_phase_that_fails_leaves_no_line_but_the_error(screen, clock):
     assert screen.lines() == ["error: wrong"] and screen.cursor_is_shown()
 
 
-def test_one_of_several_processes_shows_them(clock, monkeypatch):
+@pytest.mark.parametrize("name", ["JAX_PROCESS_ID", "SLURM_PROCID"])
+def test_one_of_several_processes_shows_them(clock, monkeypatch, name):
     out = io.StringIO()
-    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    monkeypatch.setenv(name, "1")
     with start_lines(Console(file=out), clock)("compiling"):
         clock.now += 9
     assert not out.getvalue()
