@@ -77,7 +77,7 @@ def test_a_loss_that_cannot_be_traced_is_reported_before_anything_is_compiled(tm
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        with pytest.raises(jaxspeed.ModelError, match="call jax.numpy"):
+        with pytest.raises(jaxspeed.ModelError, match=r"call jax\.numpy"):
             trained(tmp_path, lambda model, batch: np.square(model(batch["x"])).mean())
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
