@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json, program
+from jaxspeed.cli.common import IMPORTS, INTERRUPTED, command, loaded, out, print_json, program
 from jaxspeed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _here(args: argparse.Namespace) -> int:
     from jaxspeed.metrics.start_lines import start_lines
 
     check_start(config)
-    with start_lines(out(stderr=args.json))("importing JAX, starting devices"):
+    with start_lines(out(stderr=args.json))(IMPORTS):
         from jaxspeed.run import source_of
 
         source = source_of(config, name=args.config)

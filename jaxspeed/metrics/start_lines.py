@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from rich.console import Console
 from rich.text import Text
@@ -46,9 +46,12 @@ def start_lines(console: Console | None, clock: Callable[[], float] = time.monot
 @contextmanager
 def _named_late(console: Console, what: str) -> Iterator[None]:
     """Name a phase that is not over soon."""
-    timer = threading.Timer(
-        LATE, console.print, (f"{what} ...",), {"highlight": False, "markup": False}
-    )
+
+    def name() -> None:
+        with suppress(OSError):  # of a pipe whose reader has ended: the main thread finds it
+            console.print(f"{what} ...", highlight=False, markup=False)
+
+    timer = threading.Timer(LATE, name)
     timer.daemon = True
     timer.start()
     try:
