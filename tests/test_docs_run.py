@@ -123,10 +123,7 @@ NOT_RUN = {
         "tests/test_docs_fine_tuning.py runs it",
     ),
     **dict.fromkeys(
-        (
-            f"PYTHONPATH=. jaxspeed {command} configs/tiny.yaml {RANKING}"
-            for command in ("train", "eval")
-        ),
+        (f"jaxspeed {command} configs/tiny.yaml {RANKING}" for command in ("train", "eval")),
         "tests/test_docs_objectives.py runs it",
     ),
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json
+from jaxspeed.cli.common import IMPORTS, command, loaded, out, print_json, shown
 
 
 def add(commands: Any) -> None:
@@ -24,9 +24,12 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = loaded(args)
-    from jaxspeed.run import check_run, source_of
+    with shown(IMPORTS):
+        from jaxspeed.run import check_run, source_of
 
-    report = check_run(source_of(config, name=args.config), layers=args.layers)
+        source = source_of(config, name=args.config)
+    with shown("checking"):
+        report = check_run(source, layers=args.layers)
     if args.json:
         print_json({"ok": report.ok, "gradient": report.gradient, **asdict(report)})
     else:

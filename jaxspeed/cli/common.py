@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from jaxspeed.config import Config
 
+IMPORTS = "importing JAX, starting devices"
 INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 
@@ -166,6 +168,14 @@ def out(stderr: bool = False) -> "Console":
     console = Out(stderr=stderr)
     has_width = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return console if has_width else Out(stderr=stderr, width=120)
+
+
+def shown(what: str) -> AbstractContextManager[None]:
+    """Show, on a terminal, that a command other than train does this now."""
+    from jaxspeed.metrics.start_lines import start_lines
+
+    console = out(stderr=True)
+    return start_lines(console if console.is_terminal else None)(what)
 
 
 def refuse_unwritable(option: str, path: str) -> None:

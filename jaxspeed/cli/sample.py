@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxspeed.cli.common import add_checkpoint, command, loaded, print_json
+from jaxspeed.cli.common import IMPORTS, add_checkpoint, command, loaded, print_json, shown
 from jaxspeed.errors import ConfigError
 
 PROMPT, TOKENS, TEMPERATURE = "def ", 200, 0.8  # of the schema, which help does not import
@@ -91,17 +91,19 @@ def run(args: argparse.Namespace) -> int:
     config = loaded(args)
     if args.chat is not None:
         return _chat(args, config)
-    from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.generation import Request, Sampling
-    from jaxspeed.run import sample_run, source_of
+    with shown(IMPORTS):
+        from jaxspeed.checkpoint.process_agreement import is_first
+        from jaxspeed.generation import Request, Sampling
+        from jaxspeed.run import sample_run, source_of
 
     rules = {name: getattr(args, name) for name in RULES}
     prompts = args.prompt or [config.run.sample_prompt]
     sampling = Sampling(config.run.sample_temperature, **rules)
     Request(prompts, sampling=sampling, stop=args.stop, seed=args.seed)  # refused at once
     options = {**rules, "stop": args.stop, "seed": args.seed}
-    source = source_of(config, name=args.config)
-    pieces = sample_run(source, args.tag, prompts, ema=args.ema, **options)
+    with shown("reading the model"):
+        source = source_of(config, name=args.config)
+        pieces = sample_run(source, args.tag, prompts, ema=args.ema, **options)
     if not is_first():  # each process computes the same text
         for _ in pieces:
             pass
@@ -121,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace, config: Any) -> int:
     """Answer one message, or each line of the standard input."""
-    from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.run import chat_run, source_of
+    with shown(IMPORTS):
+        from jaxspeed.checkpoint.process_agreement import is_first
+        from jaxspeed.run import chat_run, source_of
 
     rules = {name: getattr(args, name) for name in RULES}
     options = {**rules, "stop": args.stop, "seed": args.seed, "system": args.system}
@@ -131,7 +134,8 @@ def _chat(args: argparse.Namespace, config: Any) -> int:
 
     if not args.chat and jax.process_count() > 1:
         raise ConfigError("--chat: several processes need a text, since one alone reads the input")
-    chat = chat_run(source, args.tag, ema=args.ema, **options)
+    with shown("reading the model"):
+        chat = chat_run(source, args.tag, ema=args.ema, **options)
     shows = is_first() and not args.json
     for text in [args.chat] if args.chat else _lines():
         for piece in chat.reply(text):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspeed.cli.common import (
+    IMPORTS,
     INTERRUPTED,
     command,
     config_or_run,
@@ -102,13 +103,22 @@ def _here(args: argparse.Namespace) -> int:
     if args.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
     config = _config(args)
-    from jaxspeed.run import source_of
+    from jaxspeed.config.before_start import check_start
+    from jaxspeed.metrics.start_lines import start_lines
 
-    return _train(args, source_of(config, name=str(args.config)))
+    check_start(config)
+    with start_lines(out(stderr=args.json))(IMPORTS):
+        from jaxspeed.run import source_of
+
+        source = source_of(config, name=str(args.config))
+    return _train(args, source)
 
 
 def _on_ray(args: argparse.Namespace) -> int:
     config = _config(args, ["parallel.data_reduction=parameter_server"])
+    from jaxspeed.config.before_start import RAY, check_start
+
+    check_start(config, [RAY])
     from jaxspeed.parameter_server.ray import connected, ray_resources
     from jaxspeed.run import RaySource, source_of
 

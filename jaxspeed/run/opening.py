@@ -7,6 +7,7 @@ from rich.console import Console
 
 from jaxspeed.engine.oom_help import device_limit, stored_bytes
 from jaxspeed.hardware.targets import Target, memory_of_machine
+from jaxspeed.metrics.start_lines import start_lines
 from jaxspeed.placement.paths import counted
 from jaxspeed.placement.show import bytes_text, scaled_text
 from jaxspeed.placement.table import PlacementTable
@@ -35,7 +36,8 @@ def show_opening(console: Console, trainer: Trainer, detailed: bool | None = Non
         console.print(engine.placements)
     with trainer.recorder.phase("compile"):
         meanwhile = trainer.sample.compile if trainer.sample else None
-        compiled = engine.compiled(trainer.example(), meanwhile=meanwhile)
+        showing = start_lines(console)
+        compiled = engine.compiled(trainer.example(), meanwhile=meanwhile, showing=showing)
     if detailed:
         console.print(compiled)
     temp_bytes = max(report.temp_bytes for report in (compiled, *compiled.others.values()))

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from jaxspeed.cli.main import COMMANDS, main, parser
 from jaxspeed.config import explain_config, load_config
 from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.errors import PlacementError
+from jaxspeed.metrics import start_lines
 from jaxspeed.placement.mesh import resolve_sizes
 from tests.run import small
 
@@ -37,7 +39,9 @@ def trained(tmp_path_factory):
     config = small.write(
         folder, run={"steps": 8, "sample_tokens": 12, "sample_prompt": "ab", "eval_every": 4}
     )
-    done = jaxspeed("train", config, "--json")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(start_lines, "LASTS", 0)
+        done = jaxspeed("train", config, "--json")
     assert done.returncode == 0, done.stderr
     return config, folder / "run", done
 
@@ -175,6 +179,22 @@ def test_what_train_names_is_there(trained):
     assert (folder / "loss.svg").read_text().startswith("<svg ")
     assert result["sample"].startswith("ab")
     assert "jaxspeed train" in result["again"]
+
+
+def test_train_names_the_phases_of_its_start_with_their_seconds(trained):
+    _, _, done = trained
+    phases = re.findall(r"^([a-z][A-Za-z, ]+): \d+\.\d s$", done.stderr, re.M)
+    assert phases == [
+        "importing JAX, starting devices",
+        "reading the data",
+        "building the model",
+        "tracing the loss",
+        "initializing weights",
+        "restoring a checkpoint",
+        "tracing the evaluation",
+        "tracing the step",
+        "compiling the step",
+    ]
 
 
 def test_train_shows_the_table_the_collectives_and_m(trained):

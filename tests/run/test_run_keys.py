@@ -95,6 +95,22 @@ def test_the_length_of_a_run_is_in_steps_or_in_epochs(tmp_path):
         jaxspeed.initialize(PAIR, squared_error, unknown)
 
 
+def test_a_loss_that_cannot_be_traced_is_reported_before_anything_is_compiled(tmp_path):
+    compiled = []
+
+    def note(name, seconds, **about):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with pytest.raises(jaxspeed.ModelError, match=r"call jax\.numpy"):
+            trained(tmp_path, lambda model, batch: np.square(model(batch["x"])).mean())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert compiled == []
+
+
 def test_the_weights_begin_at_the_seed_or_where_another_run_ended(tmp_path):
     first = open_run(source_of(config(tmp_path, seed=5, steps=2), PAIR, squared_error))
     start = PAIR[0](jax.random.key(5))
