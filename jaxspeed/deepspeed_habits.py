@@ -83,6 +83,14 @@ METHODS = {
     ),
 }
 METHODS["save_fp16_model"] = METHODS["save_16bit_model"]
+_RANKS = (
+    "a process drives all devices that it sees, and JAX knows its number",
+    (
+        "is_first = jax.process_index() == 0  # of jax.process_count() processes",
+        "metrics = engine.train_batch(batch)  # the same global batch on each process",
+    ),
+)
+METHODS |= dict.fromkeys(("local_rank", "global_rank", "world_size"), _RANKS)
 _CALLED = (
     "an engine is no module: train_batch returns the loss as a metric",
     (

@@ -23,7 +23,7 @@ SIZES = {
     "vocab_size": 400,
     "max_position_embeddings": 128,
 }
-SMALL = ("data.seq_len=64", "run.steps=3", "gradient_accumulation_steps=1", "bf16.enabled=false")
+SMALL = ("data.seq_len=64", "run.steps=3", "bf16.enabled=false")
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +51,15 @@ def test_the_commands_of_the_page_run(folder, monkeypatch, capfd):
         for command in shell_commands(block.text) if block.language == "sh" else ():
             words = command.split()[1:]
             small = [x for each in SMALL for x in ("--set", each)]
-            small = small if words[0] != "checkpoint" else []
+            small = small if words[0] not in ("checkpoint", "init") else []
             tokens = ["--tokens", "3"] if words[0] == "sample" else []
             assert main([*words, *small, *tokens]) == 0, capfd.readouterr().err
             printed[words[0]] = capfd.readouterr().out
     assert "{+The quick one." in printed["data"]
-    assert str(Path("runs/lora_chat/adapter")) in printed["train"]
-    config = json.loads(Path("runs/lora_chat/adapter/adapter_config.json").read_text())
+    assert str(Path("runs/base-chat-lora/adapter")) in printed["train"]
+    config = json.loads(Path("runs/base-chat-lora/adapter/adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (16, "base")
-    adapter = load_file("runs/lora_chat/adapter/adapter_model.safetensors")
+    adapter = load_file("runs/base-chat-lora/adapter/adapter_model.safetensors")
     base, merged = load_file("base/model.safetensors"), load_file("merged/model.safetensors")
     name = "model.layers.1.self_attn.q_proj"
     a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")

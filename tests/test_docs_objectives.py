@@ -21,7 +21,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     commands = shell_commands(block.text)
     assert len(commands) == 2
     for command in commands:
-        words = shlex.split(command)[2:]  # without the variable and the program
+        words = shlex.split(command)[1:]  # without the program
         assert main([*words, *(x for key in FEW for x in ("--set", key))]) == 0
         printed = capsys.readouterr().out
     assert "accuracy" in printed

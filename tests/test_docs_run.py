@@ -20,7 +20,6 @@ from tests.support.documents import (
 
 PARALLEL = "--set parallel.remat=full --set zero_optimization.offload_optimizer.device=cpu"
 ON = "jaxspeed launch --on"
-BASE = "--set model.pretrained=base --set data.path=chat.jsonl"
 RANKING = (
     "--set objective.type=ranking:Ranking --set objective.beta=2 --set data.source=ranking:pairs "
     "--set run.output=runs/ranking"
@@ -54,8 +53,8 @@ LONG = (
     "jaxspeed launch --processes 4 --devices-per-process 2 --max-restarts 3 "
     "-- train configs/tiny.yaml",
     # of the run that the second one leaves
-    "jaxspeed eval configs/tiny.yaml",
-    "jaxspeed sample configs/tiny.yaml --prompt 'import ' --tokens 100",
+    "jaxspeed eval runs/tiny",
+    "jaxspeed sample runs/tiny --prompt 'import ' --tokens 100",
     "jaxspeed sample configs/tiny.yaml --prompt 'def ' --temperature 0.7 --top-p 0.9 --stop '#'",
     "jaxspeed checkpoint export runs/tiny weights/ --dtype bf16",
 )
@@ -90,7 +89,7 @@ NOT_RUN = {
             "jaxspeed eval config.yaml --data notes.txt --ema",
             "jaxspeed sample config.yaml --prompt 'def ' --tokens 40 --ema",
             "jaxspeed checkpoint export runs/config averaged/ --format hf --ema",
-            "jaxspeed sample config.yaml --output copied --prompt 'def ' --tokens 20",
+            "jaxspeed sample copied --prompt 'def ' --tokens 20",
             "jaxspeed checkpoint export copied exported/ --format hf",
         ),
         "tests/cli/test_using_checkpoints.py runs it, where there is a run",
@@ -115,19 +114,16 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             *(
-                f"jaxspeed {command} configs/lora_chat.yaml {BASE}"
-                for command in ("train", "data show")
+                f"jaxspeed {command} --model base --data chat.jsonl --lora 16"
+                for command in ("train", "init config.yaml")
             ),
-            f"jaxspeed sample configs/lora_chat.yaml {BASE} --chat",
-            "jaxspeed checkpoint export runs/lora_chat merged/ --merge",
+            "jaxspeed sample runs/base-chat-lora --chat",
+            "jaxspeed checkpoint export runs/base-chat-lora merged/ --merge",
         ),
         "tests/test_docs_fine_tuning.py runs it",
     ),
     **dict.fromkeys(
-        (
-            f"PYTHONPATH=. jaxspeed {command} configs/tiny.yaml {RANKING}"
-            for command in ("train", "eval")
-        ),
+        (f"jaxspeed {command} configs/tiny.yaml {RANKING}" for command in ("train", "eval")),
         "tests/test_docs_objectives.py runs it",
     ),
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",

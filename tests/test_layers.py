@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
 LAYERS = (
     "lazy_names.py",
     "errors.py",
+    "near_words.py",
     "deepspeed_habits.py",
     "axes.py",
     "known_jax_bugs",

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json
+from jaxspeed.cli.common import IMPORTS, command, loaded, out, print_json, shown
 
 
 def add(commands: Any) -> None:
@@ -17,16 +17,19 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--layers",
         type=int,
-        help="check a model with this many layers, if the full one is too large",
+        help="check a model with this many layers, if the full one is too large; by default all",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     config = loaded(args)
-    from jaxspeed.run import check_run, source_of
+    with shown(IMPORTS):
+        from jaxspeed.run import check_run, source_of
 
-    report = check_run(source_of(config, name=args.config), layers=args.layers)
+        source = source_of(config, name=args.config)
+    with shown("checking"):
+        report = check_run(source, layers=args.layers)
     if args.json:
         print_json({"ok": report.ok, "gradient": report.gradient, **asdict(report)})
     else:

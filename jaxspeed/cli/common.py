@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from jaxspeed.config import Config
 
+IMPORTS = "importing JAX, starting devices"
 INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 
@@ -37,20 +39,40 @@ def command(
         help=what,
         description=textwrap.fill(f"{what[0].upper()}{what[1:]}.", _HELP_WIDTH),
         epilog=_wrapped(f"example: {example}"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     if config:
-        parser.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
+        parser.add_argument(
+            "config", metavar="CONFIG", help="a YAML or JSON file, or a run's folder"
+        )
         add_overrides(parser)
         if devices:
             add_output(parser)
             parser.add_argument(
                 "--devices",
                 metavar="WHICH",
-                help="cpu, gpu or tpu, or simulated ones: cpu:8 (overrides run.devices)",
+                help="cpu, gpu or tpu, or simulated ones: cpu:8 (overrides run.devices; by default "
+                "those that JAX finds)",
             )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """A help with each option's default, in parentheses if its sentence does not have it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        is_value = bool(action.option_strings) and action.nargs != 0
+        has_default = is_value and default not in (None, "", [], argparse.SUPPRESS)
+        if not has_default or f"({default})" in text or "default" in text:
+            return text
+        return f"{text} (%(default)s)"
+
+
+def config_or_run(parser: argparse.ArgumentParser) -> argparse.Action:
+    """The argument CONFIG of a command's parser."""
+    return next(action for action in parser._actions if action.dest == "config")
 
 
 _HELP_WIDTH = 78
@@ -86,7 +108,11 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", metavar="DIR", help="the run's folder (overrides run.output)")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="the run's folder (overrides run.output; by default runs/ and the config's name)",
+    )
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
@@ -109,7 +135,23 @@ def loaded(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
 
     overrides = [*overrides_of(args), *more]
     options: dict[str, Any] = {"auto": args.auto, "strict": args.strict}
-    return load_config(args.config, overrides, hidden_size=hidden_size, **options)
+    config = load_config(args.config, overrides, hidden_size=hidden_size, **options)
+    if getattr(args, "verb", None) is None:  # `data` needs no model
+        refuse_python_model(args.config, config)
+    return config
+
+
+def refuse_python_model(folder: str, config: "Config") -> None:
+    """Raise ConfigError for the folder of a run that no config describes entirely."""
+    from jaxspeed.config.parse import PASSED
+
+    if passed := config.given.get(PASSED):
+        arguments = ", ".join(f"{name}=..." for name in passed)
+        raise ConfigError(
+            f"{folder}: a run of jaxspeed.run.train({arguments}), which Python passed and no "
+            "config names. Continue it there, or read it with evaluate_run, sample_run or chat_run "
+            f"of jaxspeed.run and source_of({json.dumps(folder)}, {arguments})"
+        )
 
 
 def out(stderr: bool = False) -> "Console":
@@ -126,6 +168,14 @@ def out(stderr: bool = False) -> "Console":
     console = Out(stderr=stderr)
     has_width = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return console if has_width else Out(stderr=stderr, width=120)
+
+
+def shown(what: str) -> AbstractContextManager[None]:
+    """Show, on a terminal, that a command other than train does this now."""
+    from jaxspeed.metrics.start_lines import start_lines
+
+    console = out(stderr=True)
+    return start_lines(console if console.is_terminal else None)(what)
 
 
 def refuse_unwritable(option: str, path: str) -> None:

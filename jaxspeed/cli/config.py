@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from jaxspeed.cli.common import (
     command,
+    config_or_run,
     hidden_size,
     out,
     overrides_of,
@@ -38,8 +40,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--fix", metavar="OUT", help="write the config with the errors fixed that have one answer"
     )
-    config = next(action for action in parser._actions if action.dest == "config")
-    config.nargs = "?"
+    config_or_run(parser).nargs = "?"
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -88,19 +89,21 @@ def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) ->
     from jaxspeed.config.verdicts import shortened
 
     console = out()
-    table = Table(box=None)
-    for name in ("key", "value", "verdict", ""):
-        table.add_column(name, overflow="fold")
-    counts = []
+    counts = Counter(row.verdict for row in rows)
+    console.print(
+        f"{len(rows)} keys: "
+        + ", ".join(f"[{style}]{counts[name]} {name}[/]" for name, style in STYLES.items())
+    )
+    # The key's line holds no more than it and its value, so that 80 columns do not break a key.
+    table = Table(box=None, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for verdict, style in STYLES.items():
-        of_verdict = [row for row in rows if row.verdict == verdict]
-        counts.append(f"{len(of_verdict)} {verdict}")
-        for row in of_verdict:
-            cells = (row.key, shortened(str(row.value), 40), row.sentence)
-            key, value, sentence = map(escape, cells)
-            table.add_row(key, value, f"[{style}]{verdict}[/]", sentence)
-    console.print(table)
-    console.print(", ".join(counts))
+        for row in rows:
+            if row.verdict == verdict:
+                key = f"[bold]{escape(row.key)}[/]: {escape(shortened(str(row.value), 40))}"
+                table.add_row(f"[{style}]{verdict}[/]", f"{key}\n{escape(row.sentence)}")
+    console.print(table, highlight=False)
     for title, lines in (
         ("filled in", [f"{k}: {f.value}, from {f.source}" for k, f in examined.filled.items()
                        if f.value is not None]),

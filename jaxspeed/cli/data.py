@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspeed.cli.common import command, loaded, out, print_json
 
 if TYPE_CHECKING:
+    from jaxspeed.data import Tokenizer
     from jaxspeed.data.shown_samples import ShownData
 
 
@@ -60,19 +61,27 @@ def _natural(text: str) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     config = loaded(args)
-    from jaxspeed.data import read_tokenizer
     from jaxspeed.data.model_limits import limits_of_run
     from jaxspeed.data.shown_samples import as_json, show_data
     from jaxspeed.interop.pretrained import data_section
 
     limits = limits_of_run(config)
-    tokenizer = read_tokenizer(args.output) if args.output else None
-    shown = show_data(data_section(config), limits, tokenizer, args.n)
+    shown = show_data(data_section(config), limits, _tokenizer(args), args.n)
     if args.json:
         print_json(as_json(shown))
     else:
         _print_samples(shown)
     return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
+    """The tokenizer of the run that --output, or CONFIG, names."""
+    from jaxspeed.data import read_tokenizer
+    from jaxspeed.data.tokenizer import tokenizer_file
+
+    run = Path(args.config)
+    is_run = run.is_dir() and tokenizer_file(run) is not None
+    return read_tokenizer(args.output or run) if args.output or is_run else None
 
 
 def _print_samples(shown: "ShownData") -> None:
@@ -128,16 +137,15 @@ def _print_samples(shown: "ShownData") -> None:
 
 def _tokenize(args: argparse.Namespace) -> int:
     config = loaded(args)
-    from jaxspeed.data import read_tokenizer, tokenize
+    from jaxspeed.data import tokenize
     from jaxspeed.data.model_limits import limits_of_run
     from jaxspeed.interop.pretrained import data_section
 
     limits = limits_of_run(config)
-    tokenizer = read_tokenizer(args.output) if args.output else None
     summary = tokenize(
         data_section(config),
         args.out,
-        tokenizer=tokenizer,
+        tokenizer=_tokenizer(args),
         vocab_size=limits.vocab_size,
         pairs=limits.pairs,
     )

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from jaxspeed.cli.common import add_checkpoint, command, loaded, out, print_json
+from jaxspeed.cli.common import IMPORTS, add_checkpoint, command, loaded, out, print_json, shown
 
 # The columns of the table, and their formats.
 COLUMNS = {
@@ -37,11 +37,13 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = loaded(args)
-    from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.run import evaluate_run, source_of
+    with shown(IMPORTS):
+        from jaxspeed.checkpoint.process_agreement import is_first
+        from jaxspeed.run import evaluate_run, source_of
 
-    source = source_of(config, name=args.config)
-    figures = evaluate_run(source, args.tag, data=args.data, ema=args.ema)
+        source = source_of(config, name=args.config)
+    with shown("evaluating"):
+        figures = evaluate_run(source, args.tag, data=args.data, ema=args.ema)
     if not is_first():
         return 0
     if args.json:

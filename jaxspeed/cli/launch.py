@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.cli.common import program
+from jaxspeed.cli.common import Help, program
 from jaxspeed.errors import ConfigError
 from jaxspeed.launch.binding import has_gpus
 from jaxspeed.launch.hostfile import checked_host, exported_environment, read_hostfile, selected
@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
         description="Run a command in many processes: on this host, on those of a hostfile, or\n"
         "by a scheduler.",
         epilog="example: jaxspeed launch --processes 4 --logs logs -- train configs/tiny.yaml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument(
         "words",

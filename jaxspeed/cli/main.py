@@ -15,30 +15,61 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import INTERRUPTED
+from jaxspeed.cli.common import INTERRUPTED, Help
 from jaxspeed.errors import JaxspeedError, exit_code
+from jaxspeed.near_words import did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 COMMANDS = (  # each has a module of its name
-    *("train", "eval", "sample", "plan", "check", "config"),
+    *("init", "train", "eval", "sample", "plan", "check", "config"),
     *("checkpoint", "data", "report", "launch"),
 )
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """The argument parser of one command, or, where there is no such command, of all."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="jaxspeed",
         description="Train Flax models whose state does not fit one device.",
         epilog="example: jaxspeed train configs/tiny.yaml",
+        formatter_class=Help,
     )
     top.add_argument("--version", action=_Version, help="show the version and exit")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in [command] if command in COMMANDS else COMMANDS:
         importlib.import_module(f"jaxspeed.cli.{name}").add(commands)
     return top
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that suggests what a mistyped command or option means."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = self._chosen(parsed)
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            hints = [did_you_mean(option, parser._option_string_actions) for option in options]
+            text = f"unrecognized arguments: {' '.join(unknown)}"
+            parser.error(". ".join([text, *filter(None, hints)]))
+        return parsed
+
+    def _chosen(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:
+        """The parser of the command, and of its verb, that were parsed."""
+        parser: argparse.ArgumentParser = self
+        while below := [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]:
+            parser = below[0].choices[getattr(parsed, below[0].dest)]
+        return parser
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if hint := did_you_mean(str(value), map(str, action.choices or ())):
+                raise argparse.ArgumentError(action, f"{error.message}. {hint}") from None
+            raise
 
 
 class _Version(argparse.Action):

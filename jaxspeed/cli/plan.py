@@ -31,13 +31,16 @@ def add(commands: Any) -> None:
         "jaxspeed plan configs/llama3_8b.yaml --target v5p:2x2x2 --compile",
         config=False,
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML or JSON file")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a YAML or JSON file, or a run's folder"
+    )
     add_overrides(parser)
     add_output(parser)
     parser.add_argument(
         "--target",
         metavar="TARGET",
-        help="absent devices to plan for: v5p:4x4x8, 2x v5e:16x16, h100:64, a100-40g:1, cpu:8",
+        help="absent devices to plan for: v5p:4x4x8, 2x v5e:16x16, h100:64, a100-40g:1, cpu:8; by "
+        "default those here",
     )
     parser.add_argument(
         "--compile",
@@ -98,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     if args.targets:
         return _list_targets(args)
     if args.config is None:
-        raise ConfigError("plan needs a CONFIG, a YAML or JSON file; or --targets")
+        raise ConfigError(
+            "plan needs a CONFIG: a YAML or JSON file, or a run's folder; or --targets"
+        )
     if args.target and args.devices:
         raise ConfigError("--target and --devices: give only one; a target determines its devices")
     if not args.patience > 0:

@@ -32,7 +32,11 @@ def add(commands: Any) -> None:
         "jaxspeed report --json",
         config=False,
     )
-    parser.add_argument("--devices", metavar="WHICH", help="cpu, gpu or tpu, or cpu:8")
+    parser.add_argument(
+        "--devices",
+        metavar="WHICH",
+        help="cpu, gpu or tpu, or cpu:8; by default those that JAX finds",
+    )
     parser.add_argument(
         "--models",
         action="store_true",

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxspeed.cli.common import add_checkpoint, command, loaded, print_json
+from jaxspeed.cli.common import IMPORTS, add_checkpoint, command, loaded, print_json, shown
 from jaxspeed.errors import ConfigError
+
+PROMPT, TOKENS, TEMPERATURE = "def ", 200, 0.8  # of the schema, which help does not import
 
 
 def add(commands: Any) -> None:
@@ -22,7 +24,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--prompt",
         action="append",
-        help="start of a text (overrides run.sample_prompt); may be repeated, for a batch",
+        help=f"start of a text (overrides run.sample_prompt, {PROMPT!r} by default); may be "
+        "repeated, for a batch",
     )
     parser.add_argument(
         "--chat",
@@ -33,17 +36,34 @@ def add(commands: Any) -> None:
         "standard input is one",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message of --chat")
-    parser.add_argument("--tokens", type=int, help="number of tokens (overrides run.sample_tokens)")
-    parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
-    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens")
     parser.add_argument(
-        "--top-p", type=float, help="draw from the fewest tokens of this probability together"
+        "--tokens",
+        type=int,
+        help=f"number of tokens (overrides run.sample_tokens, {TOKENS} by default)",
     )
     parser.add_argument(
-        "--min-p", type=float, help="draw from tokens of this share of the largest probability"
+        "--temperature",
+        type=float,
+        help=f"0 always takes the most likely token (overrides "
+        f"run.sample_temperature, {TEMPERATURE} by default)",
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, help="above 1: tokens seen before become less likely"
+        "--top-k", type=int, help="draw from the k most likely tokens; by default from all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="draw from the fewest tokens of this probability together (1 by default)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        help="draw from tokens of this share of the largest probability (0 by default)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        help="above 1: tokens seen before become less likely (1 by default)",
     )
     parser.add_argument(
         "--stop",
@@ -71,17 +91,19 @@ def run(args: argparse.Namespace) -> int:
     config = loaded(args)
     if args.chat is not None:
         return _chat(args, config)
-    from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.generation import Request, Sampling
-    from jaxspeed.run import sample_run, source_of
+    with shown(IMPORTS):
+        from jaxspeed.checkpoint.process_agreement import is_first
+        from jaxspeed.generation import Request, Sampling
+        from jaxspeed.run import sample_run, source_of
 
     rules = {name: getattr(args, name) for name in RULES}
     prompts = args.prompt or [config.run.sample_prompt]
     sampling = Sampling(config.run.sample_temperature, **rules)
     Request(prompts, sampling=sampling, stop=args.stop, seed=args.seed)  # refused at once
     options = {**rules, "stop": args.stop, "seed": args.seed}
-    source = source_of(config, name=args.config)
-    pieces = sample_run(source, args.tag, prompts, ema=args.ema, **options)
+    with shown("reading the model"):
+        source = source_of(config, name=args.config)
+        pieces = sample_run(source, args.tag, prompts, ema=args.ema, **options)
     if not is_first():  # each process computes the same text
         for _ in pieces:
             pass
@@ -101,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace, config: Any) -> int:
     """Answer one message, or each line of the standard input."""
-    from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.run import chat_run, source_of
+    with shown(IMPORTS):
+        from jaxspeed.checkpoint.process_agreement import is_first
+        from jaxspeed.run import chat_run, source_of
 
     rules = {name: getattr(args, name) for name in RULES}
     options = {**rules, "stop": args.stop, "seed": args.seed, "system": args.system}
@@ -111,7 +134,8 @@ def _chat(args: argparse.Namespace, config: Any) -> int:
 
     if not args.chat and jax.process_count() > 1:
         raise ConfigError("--chat: several processes need a text, since one alone reads the input")
-    chat = chat_run(source, args.tag, ema=args.ema, **options)
+    with shown("reading the model"):
+        chat = chat_run(source, args.tag, ema=args.ema, **options)
     shows = is_first() and not args.json
     for text in [args.chat] if args.chat else _lines():
         for piece in chat.reply(text):

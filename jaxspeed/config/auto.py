@@ -41,14 +41,15 @@ OWN_AUTO = {
     "pipeline.stages",
 }
 _LR, _PEAK = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
-_STEPS = "scheduler.params.total_num_steps"
+DECAY_END = "scheduler.params.total_num_steps"
+STEPS, EPOCHS = "run.steps", "run.epochs"
 # What Hugging Face fills in by the hidden size; the other keys of its formula are harmless here.
 BY_HIDDEN_SIZE = "zero_optimization.stage3_param_persistence_threshold"
 # What only the user knows: the key that is asked for, and an example.
 _ASKED = {
     **dict.fromkeys((TRAIN, MICRO, ACCUMULATION), (MICRO, 8)),
     **dict.fromkeys((_LR, _PEAK), (_LR, 5e-5)),
-    _STEPS: (_STEPS, 1000),
+    DECAY_END: (DECAY_END, 1000),
 }
 
 
@@ -125,7 +126,7 @@ def fill_autos(
     if BY_HIDDEN_SIZE in open_paths and hidden_size and (size := hidden_size(autos.tree)):
         open_paths.remove(BY_HIDDEN_SIZE)
         autos.filled[BY_HIDDEN_SIZE] = Filled(10 * size, _RESOLVERS[BY_HIDDEN_SIZE][0])
-        autos.tree = _with(autos.tree, BY_HIDDEN_SIZE, 10 * size)
+        autos.tree = with_value(autos.tree, BY_HIDDEN_SIZE, 10 * size)
     asked: dict[str, Any] = {}
     for path in open_paths:
         _fill(autos, path, preset, platform or _platform(autos.tree), asked)
@@ -143,7 +144,7 @@ def _put(autos: Autos, path: str, value: Any) -> None:
     """Set one of the caller's values, unless the config has another one."""
     before = read(autos.tree, path, "auto")
     if before in ("auto", value):
-        autos.tree = _with(autos.tree, path, value)
+        autos.tree = with_value(autos.tree, path, value)
         autos.filled[path] = Filled(value, "auto")
     else:
         actual = f"{shown(value)} by auto, while the config has {shown(before)}"
@@ -161,11 +162,16 @@ def _fill(
         value = default(autos.tree, platform) if callable(default) else default
     if value is None and _is_dropped(path):
         source, value = DROPPED, LEAVE_OUT
+    if value is None and path == DECAY_END and read(autos.tree, EPOCHS) is not None:
+        # Any number, until the data are read: no schedule is built with it (train_state).
+        autos.filled[path] = Filled("the last step", EPOCHS)
+        autos.tree = with_value(autos.tree, path, 1)
+        return
     if value is not None:
         autos.filled[path] = Filled(None if value is LEAVE_OUT else value, source)
-        autos.tree = _with(autos.tree, path, value)
+        autos.tree = with_value(autos.tree, path, value)
         return
-    autos.tree = _with(autos.tree, path, LEAVE_OUT)
+    autos.tree = with_value(autos.tree, path, LEAVE_OUT)
     works = "Write a value"
     if source:
         works = f"It is resolved from {source}, which the config does not set. {works}"
@@ -210,12 +216,12 @@ def _is_dropped(path: str) -> bool:
     return section_class is not None and issubclass(section_class, Coercing) and not is_precision
 
 
-def _with(tree: Tree, path: str, value: Any) -> Tree:
+def with_value(tree: Tree, path: str, value: Any) -> Tree:
     """Copy of the tree with a value at a path, or without it for LEAVE_OUT."""
     head, _, rest = path.partition(".")
     if rest:
         inner = tree.get(head)
-        return {**tree, head: _with(inner if isinstance(inner, dict) else {}, rest, value)}
+        return {**tree, head: with_value(inner if isinstance(inner, dict) else {}, rest, value)}
     if value is LEAVE_OUT:
         return {key: item for key, item in tree.items() if key != head}
     return {**tree, head: value}
@@ -254,7 +260,7 @@ _RESOLVERS: dict[str, tuple[str, Callable[[Tree], Any]]] = {
     ACCUMULATION: (f"{TRAIN} or {MICRO}", _batch),
     _LR: (_PEAK, _number(_PEAK)),
     _PEAK: (_LR, _number(_LR)),
-    _STEPS: ("run.steps", _number("run.steps")),
+    DECAY_END: (STEPS, _number(STEPS)),
     "fp16.enabled": ("bf16.enabled true", _unless("bf16.enabled")),
     "bf16.enabled": ("fp16.enabled true", _unless("fp16.enabled")),
     "mesh.tensor": ("tensor_parallel.autotp_size", _number("tensor_parallel.autotp_size")),

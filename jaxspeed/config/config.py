@@ -83,6 +83,8 @@ class Config(Settings):
 
     @classmethod
     def _of(cls, examined: "Examined", filled: bool) -> Self:
+        from jaxspeed.config.load import with_open_end
+
         settings = examined.settings
         values = {name: getattr(settings, name) for name in type(settings).model_fields}
         section = settings.model
@@ -90,7 +92,7 @@ class Config(Settings):
             values["model"] = None
         config = cls.model_construct(_fields_set=set(settings.model_fields_set), **values)
         config._quantize = section.quantize if section else None
-        config._given = examined.tree if filled else examined.given
+        config._given = with_open_end(examined) if filled else examined.given
         notes = {
             path: f"Ignored, as by DeepSpeed. {where}".rstrip()
             for path, where in examined.ignored.items()

@@ -1,8 +1,10 @@
 """Cross-field validation: contradictions between config keys that are valid by themselves."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_keys, batch_problem
+from jaxspeed.config.before_start import misfit
 from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
@@ -71,6 +73,8 @@ def _batch(settings: Settings) -> Iterator[Problem]:
     # A number of stages that depends on the devices is checked when these are known.
     stages = stages_of(settings, max(settings.mesh.pipe, 1))
     problem = batch_problem(batch_keys(settings, settings.mesh.ranks, stages))
+    if problem and (mesh := misfit(settings)):
+        problem = replace(problem, works=f"{problem.works} And {mesh}.")
     if problem:
         yield problem
 
@@ -251,7 +255,8 @@ def _model(settings: Settings) -> Iterator[Problem]:
                 yield Problem(f"model.quantize.{key}", actual, works)
     if len(named) != 1 and not alone:
         actual = " and ".join(named) or "neither family nor factory nor pretrained"
-        yield Problem("model", actual, "Needs exactly one of the three.")
+        works = "Needs exactly one of model.family, model.factory and model.pretrained."
+        yield Problem("model", actual, works)
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; set the sizes of a factory in model.config."
         yield Problem("model.preset", f'"{model.preset}" with {named[0]}', works)
@@ -274,6 +279,9 @@ def _lora(settings: Settings) -> Iterator[Problem]:
 
 
 def _run(settings: Settings) -> Iterator[Problem]:
+    if settings.run.epochs is not None and settings.run.steps is not None:
+        actual = f"{settings.run.epochs:g}, while run.steps is {settings.run.steps}"
+        yield Problem("run.epochs", actual, "Remove one: each is the run's length.", ("run.steps",))
     if "://" in (settings.run.output or ""):
         works = "Needs a local folder; run.checkpoints takes a URL."
         yield Problem("run.output", f'"{settings.run.output}"', works)
@@ -291,6 +299,9 @@ def _data(settings: Settings) -> Iterator[Problem]:
     if data.eval is not None and data.held_out and "held_out" in data.model_fields_set:
         works = "Remove one: evaluation is on data.eval, or on a share of the training data."
         yield Problem("data.held_out", f"{data.held_out}, while data.eval is set", works)
+    if data.tokenizer == "bpe" and settings.model is not None and settings.model.pretrained:
+        works = "Remove it: pretrained weights know the tokens of their own tokenizer."
+        yield Problem("data.tokenizer", '"bpe", with model.pretrained', works)
     if data.held_out == 1:
         yield Problem(
             "data.held_out", "1", "Needs less than 1: some samples must remain for training."

@@ -11,10 +11,11 @@ from typing import Any
 
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.suggestions import is_near, suggest
+from jaxspeed.config.suggestions import suggest
 from jaxspeed.config.tree import VOCABULARY, section_in
 from jaxspeed.config.types import Coercing, Lenient, Section
 from jaxspeed.config.verdicts import Key, shown
+from jaxspeed.near_words import is_near
 
 _ZERO = "zero_optimization"
 

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from jaxspeed.config.patterns import pattern_problem
 from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.config.tensor_section import ShardedLayer, TorchSpec
 from jaxspeed.config.torch_names import example_pattern, looks_like_regex, path_patterns
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
+from jaxspeed.near_words import did_you_mean
 
 # -- `tensor_parallel.preset_model`: sharding of the modules of a family ---------------------------
 

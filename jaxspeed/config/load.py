@@ -7,7 +7,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxspeed.config.auto import AutoValues, Filled, HiddenSize, fill_autos
+from jaxspeed.config.auto import (
+    DECAY_END,
+    EPOCHS,
+    STEPS,
+    AutoValues,
+    Filled,
+    HiddenSize,
+    fill_autos,
+    with_value,
+)
 from jaxspeed.config.cross_checks import check
 from jaxspeed.config.deepspeed_forms import rewrite
 from jaxspeed.config.equivalent_keys import mesh_from_keys, with_one_offload, with_one_recompute
@@ -68,10 +77,10 @@ def examine(
     written, problems, origin = read_source(source)
     if problems and not written:
         return Examined({}, {}, Settings(), tuple(problems), origin, is_read=False)
-    if isinstance(overrides, str):
-        overrides = [overrides]
+    overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     problems += filter(None, [apply_override(written, override) for override in overrides])
 
+    _override_length(written, overrides)
     plain = _without_comments(written)
     forms = rewrite(plain, strict or plain.get("strict") is True)
     problems += forms.problems
@@ -100,6 +109,21 @@ def examine(
         notes=forms.notes | notes,
         advice=autos.advice,
     )
+
+
+def _override_length(written: dict[str, Any], overrides: Iterable[Any]) -> None:
+    """Remove the steps of a run whose epochs are overridden, or the epochs if its steps are."""
+    overridden = {str(override).partition("=")[0] for override in overrides}
+    for key, other in ((STEPS, EPOCHS), (EPOCHS, STEPS)):
+        if key in overridden and other not in overridden and read(written, key) is not None:
+            written["run"].pop(other.rpartition(".")[2], None)
+
+
+def with_open_end(examined: Examined) -> dict[str, Any]:
+    """The tree with its "auto" filled in, except an end of the schedule that the run's moves."""
+    end = examined.filled.get(DECAY_END)
+    is_of_run = end is not None and end.source in (STEPS, EPOCHS)
+    return with_value(examined.tree, DECAY_END, "auto") if is_of_run else examined.tree
 
 
 def _without_comments(node: Any) -> Any:

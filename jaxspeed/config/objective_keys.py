@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import operator
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +12,10 @@ from pydantic import ValidationError
 
 from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.suggestions import closest, did_you_mean
 from jaxspeed.config.tree import section_at
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
+from jaxspeed.near_words import closest, did_you_mean
 
 # Imported where a config names one. Of families, each of which has one:
 OF_FAMILIES = {
@@ -37,12 +39,15 @@ _TYPE = "objective.type"
 
 
 def imported(path: str) -> Any:
-    """What a path package.module:name names.
+    """What a path package.module:name names; the current folder is searched last.
 
     Raises:
       ImportError, AttributeError: it is not there.
     """
     module, _, name = path.partition(":")
+    is_known = module.startswith("jaxspeed.") or not {"", os.getcwd()}.isdisjoint(sys.path)
+    if not is_known:  # a script in bin/ does not have it, unlike `python -m`
+        sys.path.append(os.getcwd())
     return operator.attrgetter(name)(importlib.import_module(module))
 
 

@@ -16,10 +16,11 @@ from jaxspeed.config.optimizers import (
 )
 from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.suggestions import REMOVE, Fix, closest, did_you_mean
+from jaxspeed.config.suggestions import REMOVE, Fix
 from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import REMOVED, judge, shown
+from jaxspeed.near_words import closest, did_you_mean
 
 
 def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str]]:

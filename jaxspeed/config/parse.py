@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.config.tree import keys_in
 from jaxspeed.config.verdicts import shown
+from jaxspeed.near_words import did_you_mean
 
 # Of a config, with YAML's aliases written out. What is read takes a pass over all of it, and each
 # unknown key a comparison with all known ones.
@@ -21,6 +21,8 @@ MOST_VALUES = 10_000
 MOST_KEYS = 1_000
 DEEPEST = 50
 LONGEST_KEY = 200
+RUN_CONFIG = "run.yaml"  # in a run's folder: its config with all overrides
+PASSED = "_passed_in_python"  # a comment in it: arguments of `jaxspeed.run.train` beside the config
 _LONGEST_NUMBER = 4_300  # as in Python
 
 
@@ -33,7 +35,10 @@ class _Pairs(list):
 
 
 def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
-    """Read a dict or a .json, .yaml or .yml file: (tree, problems, name)."""
+    """Read a dict, a .json, .yaml or .yml file, or a run's folder: (tree, problems, name).
+
+    The output of a run's config is the folder itself, wherever that is now.
+    """
     if isinstance(source, Mapping):
         return *as_tree(source), "the config"
     if not isinstance(source, str | Path):
@@ -43,11 +48,14 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
     path = Path(source)
     origin = shown(str(path)).strip('"')
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        file = path / RUN_CONFIG if path.is_dir() else path
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise TooLarge(f"over {MOST_BYTES:,} bytes")
-        tree, problems = _parsed(content.decode("utf-8-sig"), path.suffix.lower())
+        tree, problems = _parsed(content.decode("utf-8-sig"), file.suffix.lower())
+        if file != path and isinstance(tree, dict):
+            tree["run"] = {**(tree.get("run") or {}), "output": str(path)}
     except TooLarge as error:
         return {}, [Problem(origin, str(error), _NO_CONFIG)], origin
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -105,16 +113,28 @@ def apply_override(tree: dict[str, Any], override: Any) -> Problem | None:
 
 def _unreadable(path: Path, error: Exception) -> Problem:
     name = shown(str(path)).strip('"')
+    if isinstance(error, FileNotFoundError) and path.is_dir():
+        return _no_run(path, name)
     if isinstance(error, FileNotFoundError):
         near = did_you_mean(path.name, _file_names(path.parent))
         return Problem(name, "no such file", near or f"The folder is {path.parent.absolute()}.")
-    if isinstance(error, IsADirectoryError):
-        return Problem(name, "a folder", "Needs a .json, .yaml or .yml file.")
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         return Problem(name, place, "Needs JSON, in which comments may stand.")
     reason = re.sub(r"\s+", " ", str(error))
     return Problem(name, reason[:200], "Needs a readable .json, .yaml or .yml file.")
+
+
+def _no_run(folder: Path, name: str) -> Problem:
+    """The problem of a folder without a run's config."""
+    if (folder / "run.json").exists():
+        works = "Name the run's config file once: training then stores it in the folder."
+        return Problem(name, f"a run's folder without {RUN_CONFIG}", works)
+    if (folder / "config.json").exists():
+        works = "Needs a config; `jaxspeed train --model FOLDER --data FILE` trains such a model."
+        return Problem(name, "the folder of a model", works)
+    works = "Needs a .json, .yaml or .yml file, or the folder of a run."
+    return Problem(name, "a folder that holds no run", works)
 
 
 def _file_names(folder: Path) -> list[str]:

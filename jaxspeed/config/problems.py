@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspeed.config.suggestions import REMOVE, Fix, closest, did_you_mean, suggest
+from jaxspeed.config.suggestions import REMOVE, Fix, suggest
 from jaxspeed.config.tree import PARAMS, keys_in, read, section_at
 from jaxspeed.config.types import Coercing
 from jaxspeed.config.verdicts import printable, shown
 from jaxspeed.errors import ConfigError
+from jaxspeed.near_words import closest, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,11 @@ class RunSection(Section):
         "Platform: cpu, gpu or tpu, or simulated devices such as cpu:8; by default what JAX finds.",
     )
     steps: Count | None = honoured(None, "Total optimizer steps, also of a resumed run.")
+    epochs: Positive | None = honoured(
+        None,
+        "Passes over the training samples (of a mixture, until its first source is exhausted), "
+        "instead of steps, which follow once the data are read.",
+    )
     seed: Seed = honoured(0, "Seed of the initial weights and of every random stream.")
     output: Text | None = honoured(
         None, "The folder of the run: its config, metrics, checkpoints and loss curve."

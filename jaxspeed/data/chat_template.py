@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxspeed.config.suggestions import closest
 from jaxspeed.data.files import read_text
 from jaxspeed.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from jaxspeed.errors import DataError
+from jaxspeed.near_words import closest
 
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]  # of characters: [start, end) each

@@ -90,7 +90,7 @@ def open_columns(
     shown, field = f"{kind} {', '.join(paths)}", source.text_field
     ids = token_records.token_field(tables[0])
     if pairs or source.format is not None or ids is None or field in tables[0]:
-        records = [RecordFile(str(f), partial(_records, f, kind)) for f in column_paths]
+        records = [RecordFile(str(f), partial(records_of, f, kind)) for f in column_paths]
         if chats := chats_in(source, shown, records, tables[0], pairs):
             return chats
     if all(field in names for names in tables):
@@ -116,11 +116,11 @@ def _texts(file: Path, kind: str, field: str) -> Iterator[str]:
             yield files.text_of({field: text}, field, f"{file}, row {i}")
 
 
-def _records(file: Path, kind: str) -> Iterator[files.Record]:
-    """The columns of conversations, as records."""
+def records_of(file: Path, kind: str, more: Sequence[str] = ()) -> Iterator[files.Record]:
+    """The columns of conversations, and `more` of them, as records."""
     with _opened(file, kind) as (names, batches):
         rows = itertools.count()
-        for batch in batches([name for name in names if name in COLUMNS]):
+        for batch in batches([name for name in names if name in (*COLUMNS, *more)]):
             for row in batch.to_pylist():
                 yield files.Record(f"row {next(rows)}", _without_none(row))
 

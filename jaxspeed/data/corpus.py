@@ -151,6 +151,9 @@ _OF_CHATS = {
 
 def _check_keys(data: Data, has_chats: bool) -> None:
     chat_keys = [key for key, default in _OF_CHATS.items() if getattr(data, key) != default]
+    is_set = "train_on" in data.model_fields_set  # its default too is meant for conversations
+    if is_set and any(source.source != "synthetic" for source in data.sources):  # as of a plan
+        chat_keys.append("train_on")
     if chat_keys and not has_chats:
         raise DataError(
             f"data.{chat_keys[0]}: only conversations have it, and the sources hold none; "

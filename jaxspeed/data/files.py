@@ -234,13 +234,20 @@ def read_array(file: Path) -> np.ndarray:
     return array
 
 
+_FORMS = (
+    ". A conversation has messages, prompt and completion, or instruction and output (docs/data.md)"
+)
+
+
 def text_of(record: Any, field: str, where: str) -> str:
     """The text in a record's field."""
     if not isinstance(record, dict):
         raise DataError(f"data: {where}: a {type(record).__name__}, not an object with fields")
     if field not in record:
         has = ", ".join(map(str, record)) or "none"
-        raise DataError(f'data: {where}: no field "{field}" (data.text_field); its fields: {has}')
+        raise DataError(
+            f'data: {where}: no field "{field}" (data.text_field); its fields: {has}{_FORMS}'
+        )
     if not isinstance(record[field], str):
         kind = type(record[field]).__name__
         raise DataError(f'data: {where}: the field "{field}" holds a {kind}, not text')

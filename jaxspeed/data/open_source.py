@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,16 @@ def by_file(source: SourceSection) -> dict[str, SourceSection]:
             changed["format"] = None
         sections[name] = source.model_copy(update=changed)
     return sections
+
+
+def fields_of_records(sources: Iterable[SourceSection]) -> Iterator[list[str]]:
+    """The names of each record's fields, of sources that are files of records."""
+    for source in sources:
+        file, kind = Path(source.path or ""), source.source
+        is_json, field = kind in ("json", "jsonl"), source.text_field
+        assert kind is not None
+        read = files.json_records(file) if is_json else columns.records_of(file, kind, [field])
+        yield from ([*record.value] for record in read if isinstance(record.value, dict))
 
 
 def _kind_of(file: Path) -> str:

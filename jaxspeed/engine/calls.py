@@ -23,19 +23,30 @@ class Calls:
         self.program, self.processes = program, Processes()
         self.new_shapes = False
         self._shapes = {name: ShapeLog(name) for name in NAMES}
+        self._log_of_name = self._shapes[NAMES[0]]
 
     def place(self, batch: Any, name: str, size: int | None, extra: Any = None) -> Any:
         """A user's batch, checked and on the devices, for the call of this name."""
         batch = self.program.read_batch(batch, size, extra)
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
-        self.new_shapes = self._shapes[name].see(placed)
+        self._log_of_name = self._shapes[name]
+        self.new_shapes = self._log_of_name.is_new(placed)
         return placed
 
-    def compile_together(self, function: Any, state: Any, batch: Any) -> None:
-        """Compile for new shapes, and wait until all processes have.
+    def log_shapes(self, batch: Any) -> None:
+        """Log the shapes of the last batch, if they are new."""
+        if self.new_shapes:
+            self._log_of_name.see(batch)
 
-        Otherwise those that are ready early wait in a collective: Gloo gives up after 30 s.
+    def compile_together(self, function: Any, state: Any, batch: Any) -> None:
+        """Log new shapes, compile for them, and wait until all processes have.
+
+        Otherwise those that are ready early wait in a collective: Gloo gives up after 30 s. A batch
+        that the loss refuses, as a trace shows, has no new shapes.
         """
+        if self.new_shapes and hasattr(function, "trace"):
+            self(function.trace, state, batch)
+        self.log_shapes(batch)
         if self.new_shapes and jax.process_count() > 1:
             if isinstance(function, PhasedStep):
                 self(function.compile, state, batch)

@@ -35,6 +35,7 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
@@ -81,6 +82,7 @@ class Engine(DeepSpeedHabits):
     """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
 
     _held: Mapping[str, Any] = MappingProxyType({})  # what a step's phases read beside the state
+    _is_closed = False
 
     def __init__(self, program: Program, state: TrainState) -> None:
         self._state = state
@@ -164,7 +166,7 @@ class Engine(DeepSpeedHabits):
         `extra` is a tree of arrays for `loss_fn(model, batch, extra)`, which are not divided into
         samples: a graph's edges, another network's weights, tables. They stay where they lie.
         """
-        self._adapters.in_use("train_batch")
+        self._refuse_training()
         placed = self._place(batch, "train_batch", self.program.batch.train, extra)
         if not self._moves_checked:
             if asks(self.program):
@@ -181,6 +183,15 @@ class Engine(DeepSpeedHabits):
         compiled = partial(self.compiled, batch, extra)
         self._profile.end(self._reporter.step, metrics, compiled, placed, self._state)
         return metrics
+
+    def _refuse_training(self) -> None:
+        """Raise JaxspeedError if the engine is closed, or has no adapter in use."""
+        if self._is_closed:
+            raise JaxspeedError(
+                "engine.train_batch: the engine is closed, and no longer writes metrics or "
+                "checkpoints; close it after the last step. engine.wait() waits for all so far"
+            )
+        self._adapters.in_use("train_batch")
 
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
@@ -303,11 +314,12 @@ class Engine(DeepSpeedHabits):
 
     @watched("save")
     def close(self) -> None:
-        """Wait, stop saving in the background, and close what writes metrics."""
+        """Wait, stop saving in the background, and close what writes metrics; ends training."""
         self.wait()
         self._saver.close()
         while self._closing:
             self._closing.pop()()
+        self._is_closed = True
 
     def on_close(self, fn: Callable[[], None]) -> None:
         """Call `fn` in `close`, after the last hooks."""
@@ -579,13 +591,15 @@ class Engine(DeepSpeedHabits):
         extra: Any = None,
         *,
         meanwhile: Callable[[], None] | None = None,
+        showing: Showing = not_shown,
     ) -> CompiledReport:
         """Bytes, flops and collectives of the compiled step for a batch of these shapes.
 
-        `meanwhile` is called while it compiles, if that takes more than a second.
+        `meanwhile` is called while it compiles, if that takes more than a second; `showing` shows
+        its phases.
         """
         with self.program.set_mesh():
-            return compiled_report(self.program, batch, self._from_file, extra, meanwhile)
+            return compiled_report(self.program, batch, self._from_file, extra, meanwhile, showing)
 
     @watched("compile")
     def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:

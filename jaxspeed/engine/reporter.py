@@ -182,15 +182,18 @@ class ShapeLog:
 
     def __init__(self, program: str) -> None:
         self._program = program
-        self._seen: dict[Any, int] = {}
+        self._seen: set[Any] = set()
 
-    def see(self, batch: Any) -> bool:
-        """Whether these shapes are new; says so in the log."""
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        key = tuple((jax.tree_util.keystr(k), tuple(x.shape), str(x.dtype)) for k, x in leaves)
+    def is_new(self, batch: Any) -> bool:
+        """Whether a batch has shapes that were not seen yet."""
+        return _shapes_of(batch) not in self._seen
+
+    def see(self, batch: Any) -> None:
+        """Remember the shapes of a batch, and log them if they are new."""
+        key = _shapes_of(batch)
         if key in self._seen:
-            return False
-        self._seen[key] = len(self._seen) + 1
+            return
+        self._seen.add(key)
         shown = ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in key)
         log.info("%s: compiling for batch %s", self._program, shown)
         if len(self._seen) >= MANY:
@@ -201,4 +204,9 @@ class ShapeLog:
                 len(self._seen),
                 shown,
             )
-        return True
+
+
+def _shapes_of(batch: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Name, shape and dtype of each array of a batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return tuple((jax.tree_util.keystr(k), tuple(x.shape), str(x.dtype)) for k, x in leaves)

@@ -12,6 +12,7 @@ from jax.interpreters import partial_eval
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
+from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.train.phases import StepPhase, over_programs, shapes_after
 from jaxspeed.train.program import Program
@@ -24,6 +25,7 @@ def compiled_report(
     from_file: StepFromFile | None = None,
     extra: Any = None,
     meanwhile: Callable[[], None] | None = None,
+    showing: Showing = not_shown,
 ) -> CompiledReport:
     """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes.
 
@@ -32,7 +34,7 @@ def compiled_report(
     batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
     parameters = _sizes(program)
     if len(program.phases) > 1:
-        with program.set_mesh():
+        with program.set_mesh(), showing("compiling the step's programs"):
             return report_of_phases(
                 program,
                 batch,
@@ -44,17 +46,23 @@ def compiled_report(
                 ),
             )
     (step,) = program.phases
-    report, _ = _compiled(
-        step,
-        step.trace(program.values(batch)),
-        meanwhile,
-        from_file.compiled(batch) if from_file else None,
-        pipeline=program.pipeline_report(batch),
-        transfer=transfer_of(program, batch),
-        waiting=program.table.host_bytes_by_role(),
-        kept=program.kept_report(batch),
-        parameters=parameters,
-    )
+    with showing("tracing the step"):
+        traced = step.trace(program.values(batch))
+        reports = {
+            "pipeline": program.pipeline_report(batch),
+            "transfer": transfer_of(program, batch),
+            "kept": program.kept_report(batch),
+        }
+    with showing("loading the step" if from_file else "compiling the step"):
+        report, _ = _compiled(
+            step,
+            traced,
+            meanwhile,
+            from_file.compiled(batch) if from_file else None,
+            waiting=program.table.host_bytes_by_role(),
+            parameters=parameters,
+            **reports,
+        )
     check_host_bytes(program, report.host_argument_bytes, report.host_temp_bytes)
     return report
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.errors import ConfigError
+from jaxspeed.near_words import did_you_mean
 
 BUILT_IN = Path(__file__).with_name("chips.yaml")
 # libyaml's is ten times as fast: 0.1 s for the table.

@@ -7,9 +7,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.chip import Chip, read_chips
+from jaxspeed.near_words import did_you_mean
 
 __all__ = ["Chip", "chip_named", "chips_of", "speeds_table"]
 

@@ -20,6 +20,7 @@ from jaxspeed.hlo.parser import parse
 from jaxspeed.hlo.sequence_exchanges import sequence_exchanges
 from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
+from jaxspeed.placement.paths import counted
 from jaxspeed.placement.show import as_text, bytes_text, scaled_text
 from jaxspeed.remat.residual_report import ResidualReport
 
@@ -117,6 +118,9 @@ class CompiledReport:
         parts: list[Any] = [Group(shown, Text(_CPU_NOTE)) if of_table else shown]
         if self.no_text:
             parts.append(Text(f"flops, bytes accessed and collectives are unknown: {self.no_text}"))
+        if self.unknown_loops:
+            loops = counted(len(self.unknown_loops), "loop")
+            parts.append(Text(f"of {loops} without a fixed length, one iteration is counted"))
         if self.kept:
             parts.append(self.kept)
         if self.transfer:
@@ -191,8 +195,8 @@ def report(
         raise JaxspeedError("this backend does not report the memory of its programs")
     text, no_text = _text(compiled)
     module = parse(text) if text else None
-    counted = cost(module) if module else None
-    flops = counted.flops if counted else None
+    costs = cost(module) if module else None
+    flops = costs.flops if costs else None
     in_host = (
         memory.host_argument_size_in_bytes,
         memory.host_temp_size_in_bytes,
@@ -206,10 +210,10 @@ def report(
         host_bytes=sum(in_host) - memory.host_alias_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes or None,
         flops=flops,
-        bytes_accessed=counted.bytes_accessed if counted else None,
+        bytes_accessed=costs.bytes_accessed if costs else None,
         collectives=tuple(collectives(module, mesh)) if module else None,
         compile_seconds=compile_seconds,
-        uncounted=counted.uncounted if counted else (),
+        uncounted=costs.uncounted if costs else (),
         unknown_loops=unknown_loops(module) if module else (),
         pipeline=pipeline,
         host_argument_bytes=in_host[0],
@@ -273,8 +277,6 @@ def _summary(report: CompiledReport) -> Table:
         table.add_row("compile time (measured)", f"{report.compile_seconds:.2f} s")
     for kernel in report.uncounted:
         table.add_row("flops not counted in", kernel)
-    for loop in report.unknown_loops:
-        table.add_row("counted once, length unknown", loop)
     return table
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,8 @@ from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_ten
 from jaxspeed.placement.codec import Codec
 from jaxspeed.quantization.codecs import MatrixCodec
 from jaxspeed.user_models.pretrained_model import Origin, Pretrained
+
+log = logging.getLogger("jaxspeed")
 
 
 class FolderWeights:
@@ -139,17 +142,48 @@ def tokenizer_of(weights: Any) -> Tokenizer | None:
 
 def refuse_other_tokenizer(tokenizer: Tokenizer | None, weights: Any, what: str) -> None:
     """Raise ConfigError if the folder of a frozen model's weights has another tokenizer."""
-    of_folder = tokenizer_of(weights)
-    if tokenizer is None or of_folder is None or tokenizer.to_bytes() == of_folder.to_bytes():
-        return
-    sizes = tokenizer.vocab_size, of_folder.vocab_size
-    unlike = [i for i in range(min(sizes)) if tokenizer.spell([i]) != of_folder.spell([i])]
-    if unlike or sizes[0] != sizes[1]:
-        shown = min([*unlike, *(min(sizes),) * (sizes[0] != sizes[1])])
+    if why := _unlike(tokenizer, tokenizer_of(weights)):
         raise ConfigError(
             f"{what}: {weights.folder.path} has another tokenizer than the model that trains: its "
-            f"token {shown} is {of_folder.spell([shown])!r}, not {tokenizer.spell([shown])!r}"
+            f"{why}"
         )
+
+
+def warn_of_other_tokenizer(config: Config, tokenizer: Tokenizer | None, size: int | None) -> None:
+    """Warn if the text of a run is not in the tokens that a pretrained model's weights know.
+
+    `size` is that of the model's vocabulary.
+    """
+    if tokenizer is None or config.model is None or config.model.pretrained is None:
+        return
+    folder = PretrainedFolder(config.model.pretrained).path
+    if tokenizer_file(folder) is None:
+        is_chosen = "tokenizer" in config.data.model_fields_set or tokenizer.name != "bytes"
+        if not is_chosen and size != tokenizer.vocab_size:
+            log.warning(
+                "model.pretrained: %s has no tokenizer, so that text is read as bytes, which its "
+                "weights may not know; name theirs as data.tokenizer",
+                folder,
+            )
+    elif why := _unlike(tokenizer, read_tokenizer(folder)):
+        log.warning(
+            "data.tokenizer: %s is not that of model.pretrained, whose weights know other tokens: "
+            "its %s. Without the key, the folder's tokenizer is read",
+            tokenizer.name,
+            why,
+        )
+
+
+def _unlike(tokenizer: Tokenizer | None, of_folder: Tokenizer | None) -> str:
+    """The first token of a folder that another tokenizer spells otherwise; empty if none does."""
+    if tokenizer is None or of_folder is None or tokenizer.to_bytes() == of_folder.to_bytes():
+        return ""
+    sizes = tokenizer.vocab_size, of_folder.vocab_size
+    unlike = [i for i in range(min(sizes)) if tokenizer.spell([i]) != of_folder.spell([i])]
+    if not unlike and sizes[0] == sizes[1]:
+        return ""
+    shown = min([*unlike, *(min(sizes),) * (sizes[0] != sizes[1])])
+    return f"token {shown} is {of_folder.spell([shown])!r}, not {tokenizer.spell([shown])!r}"
 
 
 def padding_of(folder: PretrainedFolder) -> int | None:

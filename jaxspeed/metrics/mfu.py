@@ -19,6 +19,7 @@ from jaxspeed.train.program import Program
 from jaxspeed.user_models.batches import call_loss
 from jaxspeed.user_models.config_model import family_sizes, own_objective
 from jaxspeed.user_models.own_axes import with_own_axes
+from jaxspeed.user_models.user_code import foreign
 
 
 class Parameter(Protocol):
@@ -64,7 +65,8 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
         loss_fn = program.traced_loss.loss_fn
-        return parse_loss(call_loss(loss_fn, bound, batch, variables, 0, 0, train=False))[0]
+        with foreign("loss_fn(model, batch)", batch):
+            return parse_loss(call_loss(loss_fn, bound, batch, variables, 0, 0, train=False))[0]
 
     parameters = {
         path: jax.ShapeDtypeStruct(program.table.shape_of(path), rows[0].read.dtype)

@@ -57,11 +57,12 @@ class Progress:
         self._began = clock()
         self._last_line = -math.inf
         self._last_said = -1
-        self._live = _Line(self) if _is_watched(self._console) else None
+        is_live = is_watched(self._console)
+        self._live = LiveLine(self._console, lambda: self, stays=True) if is_live else None
 
     def __enter__(self) -> Self:
         if self._live:
-            self._live.start()
+            self._live.__enter__()
         return self
 
     def __exit__(
@@ -72,7 +73,7 @@ class Progress:
     ) -> None:
         """The last state stays on the screen, whatever ended the run."""
         if self._live:
-            self._live.stop()
+            self._live.__exit__()
         elif self._shown and self._last_said != self._step:
             self._plain_line()
 
@@ -154,29 +155,37 @@ class Progress:
         yield line
 
 
-class _Line:
-    """The live line: painted four times per second, with other output above it."""
+class LiveLine:
+    """A line at the end of a terminal: painted four times per second, with other output above it.
 
-    def __init__(self, progress: Progress) -> None:
+    Args:
+      console: of the terminal.
+      line: what stands on it now.
+      stays: whether its last state stays on the screen.
+    """
+
+    def __init__(self, console: Console, line: Callable[[], Any], stays: bool = False) -> None:
         self._live = Live(
-            get_renderable=lambda: progress,
-            console=progress._console,
+            get_renderable=line,
+            console=console,
             refresh_per_second=4,
+            transient=not stays,
             redirect_stdout=is_terminal(sys.stdout),
             redirect_stderr=is_terminal(sys.stderr),
         )
-        self._following = written_above()
+        self._following = written_above(console)
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         self._live.start(refresh=True)
         self._following.__enter__()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *caught: Any) -> None:
         self._following.__exit__(None, None, None)
         self._live.stop()
 
 
-def _is_watched(console: Console) -> bool:
+def is_watched(console: Console) -> bool:
     """Whether a live line can be shown; FORCE_COLOR alone does not make a pipe a terminal."""
     return console.is_interactive and is_terminal(console.file)
 
@@ -221,19 +230,25 @@ def is_terminal(stream: Any) -> bool:
 
 
 @contextmanager
-def written_above() -> Iterator[None]:
-    """Redirect `logging` handlers of the real streams to Rich's proxies.
+def written_above(console: Console) -> Iterator[None]:
+    """Redirect `logging` handlers of the terminal to Rich's proxies, and Rich's to the console.
 
     Rich replaces `sys.stdout` and `sys.stderr` during a live display, but a handler that was
-    created before has the original stream.
+    created before has the original stream. A handler of Rich's own writes to its console's stream
+    itself, where the live line stands. One whose stream is redirected to a file is left alone.
     """
     stand_ins = {
         id(stream.rich_proxied_file): stream
         for stream in (sys.stdout, sys.stderr)
         if hasattr(stream, "rich_proxied_file")
     }
-    moved = []
+    moved, shown_on = [], []
     for handler in _handlers():
+        if isinstance(of_handler := getattr(handler, "console", None), Console):
+            if is_terminal(of_handler.file):
+                handler.console = console  # type: ignore[attr-defined]
+                shown_on.append((handler, of_handler))
+            continue
         stream = getattr(handler, "stream", None)
         if isinstance(handler, logging.StreamHandler) and id(stream) in stand_ins:
             handler.setStream(stand_ins[id(stream)])
@@ -243,6 +258,8 @@ def written_above() -> Iterator[None]:
     finally:
         for handler, stream in moved:
             handler.setStream(stream)
+        for of_rich, before in shown_on:
+            of_rich.console = before  # type: ignore[attr-defined]
 
 
 def _handlers() -> list[logging.Handler]:

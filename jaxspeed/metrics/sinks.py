@@ -6,7 +6,6 @@ writes.
 """
 
 import importlib
-import importlib.util
 import logging
 import os
 import uuid
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from jaxspeed.config import Config
+from jaxspeed.config.before_start import monitor_packages, refuse_missing
 from jaxspeed.config.run_sections import FileMonitor, Wandb
-from jaxspeed.errors import ConfigError, RunError
+from jaxspeed.errors import RunError
 from jaxspeed.metrics.records import from_json, plain, to_json
 
 RECORDS = "metrics.jsonl"
@@ -119,10 +119,7 @@ def sinks_of(config: Config, folder: str | Path, resume_from_step: int | None = 
 
 def require_monitors(config: Config) -> bool:
     """Whether the config enables a monitor. ConfigError if its extra is missing."""
-    if config.tensorboard.enabled:
-        _need("tensorboardX", "tensorboard")
-    if config.wandb.enabled:
-        _need("wandb", "wandb")
+    refuse_missing(monitor_packages(config))
     return config.tensorboard.enabled or config.wandb.enabled or config.csv_monitor.enabled
 
 
@@ -150,14 +147,6 @@ def _place(section: FileMonitor, default: Path) -> Path:
     if section.output_path:
         return Path(section.output_path) / section.job_name
     return default / section.job_name if "job_name" in section.model_fields_set else default
-
-
-def _need(library: str, extra: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        raise ConfigError(
-            f"{extra}.enabled: needs {library}, which is not installed; "
-            f'pip install "jaxspeed[{extra}]", or set {extra}.enabled to false'
-        )
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, int | float]:

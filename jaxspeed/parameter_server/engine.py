@@ -24,6 +24,7 @@ from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.interop.pretrained import refuse_other_tokenizer, tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
 from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram, build
@@ -112,7 +113,7 @@ class ServedEngine(Engine):
           StateLostError: on Ray, a server died. Assigning `state`, or `load_checkpoint`, starts
             another.
         """
-        self._adapters.in_use("train_batch")
+        self._refuse_training()
         parts = self._parts(batch, "train_batch", self.program.batch.train, extra)
         start = time.perf_counter()
         metrics = self._as_arrays(self._aborting(self._schedule.train, parts))
@@ -185,6 +186,7 @@ class LocalServedEngine(ServedEngine):
 
     def _parts(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> list[Any]:
         placed = self._place(batch, what, size, extra)
+        self._call.log_shapes(placed)
         self.traffic.order.clear()
         return self.program.parts(placed)
 
@@ -253,18 +255,22 @@ def engine_of(
     optimizer: optax.GradientTransformation | None,
     *,
     example_batch: Any = None,
+    showing: Showing = not_shown,
+    before_init: Callable[[Program], Any] = lambda program: None,
     **options: Any,
 ) -> Engine:
     """An engine of any kind that writes to no monitor, for a run that writes records of its own.
 
-    Arguments are those of `jaxspeed.initialize`.
+    `showing` shows its phases, and `before_init` is called before anything is compiled; the other
+    arguments are those of `jaxspeed.initialize`.
     """
     model, loss_fn = resolve_model(config, model, loss_fn)
     enable_compilation_cache(config.run.compilation_cache)
     with paused_collector():
-        program = build(
-            config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
-        )
+        with showing("building the model"):
+            program = build(
+                config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
+            )
         tokenizer = tokenizer_of(program.model.weights) if program.frozen else None
         for name, frozen in program.frozen.items():
             refuse_other_tokenizer(tokenizer, frozen.model.weights, name)
@@ -273,8 +279,11 @@ def engine_of(
             read_identity(config.run.executable, trusted=config.run.trust_executable)
         refuse_attention(program, example_batch)
         warn_of_room(program, example_batch)
+        before_init(program)
+        is_read = config.model is not None and config.model.pretrained is not None
         try:
-            state = program.init(config.run.seed)
+            with showing("reading weights" if is_read else "initializing weights"):
+                state = program.init(config.run.seed)
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_out_of_memory(program, error) from error

@@ -10,7 +10,7 @@ from jaxspeed.data import known_shapes
 from jaxspeed.engine import compiled_report
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.offload_check import asks, transfer_in, transfer_of
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import ConfigError, DataError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile import PATIENCE
@@ -22,7 +22,7 @@ from jaxspeed.planner.time import time_in
 from jaxspeed.planner.time.torus import refuse_torus
 from jaxspeed.planner.trace import read_step
 from jaxspeed.planner.trace.traced_step import on_chip, with_overlap
-from jaxspeed.run.start import Source
+from jaxspeed.run.start import Source, in_steps
 from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.train.program import Program
 
@@ -44,6 +44,7 @@ def plan_run(
     compiler. With `search_seconds` variants of the config are searched, and with `compiling` the
     best of them is compiled.
     """
+    source = _in_steps(source)
     if target is None:
         return _here(source, compiling)
     # JAX caches traces, so even the first is made as on the target.
@@ -80,6 +81,16 @@ def plan_run(
         if report and transfer:
             report = replace(report, transfer=transfer.counted(report.flops))
         return _advised(replace(estimated, compiled=report, outcome=outcome), source, batch)
+
+
+def _in_steps(source: Source) -> Source:
+    """The run with its number of steps, for which run.epochs needs the data."""
+    if source.config.run.epochs is None:
+        return source
+    try:
+        return in_steps(source, source.corpus())
+    except DataError as error:
+        raise ConfigError(f"run.epochs: {error}. With run.steps a plan needs no data") from None
 
 
 def _here(source: Source, compiling: bool) -> Plan:

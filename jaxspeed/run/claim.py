@@ -19,6 +19,7 @@ from typing import Any
 from etils import epath
 
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
+from jaxspeed.config.tree import given_leaves
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, RunError
 
@@ -27,6 +28,22 @@ WHOSE, LOCK = "run.json", ".lock"
 TOUCH_SECONDS = 10.0
 SETTLE_SECONDS = 1.0  # a bucket's lock is read back so long after it was written
 PART = ".part"
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each value that differs, with the part of it that does."""
+    there, here = (
+        {key: value for key, value in given_leaves(tree) if value is not None}
+        for tree in (before, now)
+    )
+    for key in sorted({*there, *here}):
+        texts = [json.dumps(of[key]) if key in of else "not set" for of in (there, here)]
+        if texts[0] == texts[1]:
+            continue
+        if shortened(texts[0]) == shortened(texts[1]):
+            start = next((i for i, pair in enumerate(zip(*texts)) if len({*pair}) > 1), 20) - 20
+            texts = [f"...{text[start:]}" for text in texts]
+        yield "  {}: {} there, {} here".format(key, *map(shortened, texts))
 
 
 class Claim:
@@ -120,14 +137,7 @@ class Claim:
         if before is None:
             return False
 
-        def shown(of: Mapping[str, Any], key: str) -> str:
-            return shortened(json.dumps(of.get(key)))
-
-        differences = [
-            f"  {key}: {shown(before, key)} there, {shown(now, key)} here"
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
+        differences = list(_differences(before, now))
         if before.get("data") != now.get("data"):
             differences.append(
                 "  (data: a digest of the data; source stdlib changes with Python's version)"

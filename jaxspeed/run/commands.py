@@ -19,7 +19,14 @@ from jaxspeed.errors import ConfigError, DataError, ModelError
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.run.evaluation import Evaluated, evaluate
 from jaxspeed.run.sampling import Chat, sample_texts
-from jaxspeed.run.start import Source, before_step_0, checkpointer_of, open_run, source_of
+from jaxspeed.run.start import (
+    Source,
+    before_step_0,
+    checkpointer_of,
+    in_steps,
+    open_run,
+    source_of,
+)
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.user_models.config_model import own_objective
 
@@ -173,8 +180,9 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
             raise ConfigError("check: layers needs a model.family in the config")
         tree["model"].setdefault("config", {})["num_hidden_layers"] = layers
         source = replace(source, config=load_config(tree))
-    engine, corpus = source.engine(), source.corpus()
-    samples, size = corpus.train, engine.program.batch.train
+    corpus = source.corpus()
+    engine, samples = in_steps(source, corpus).engine(), corpus.train
+    size = engine.program.batch.train
     before = before_step_0(source, engine, corpus.tokenizer)
     return engine.check(before.in_memory(samples, ids=samples.sample_ids(0, size)).batch(0, size))
 
@@ -186,7 +194,7 @@ class ChosenCheckpoint:
     """
 
     def __init__(self, source: Source, tag: str | None) -> None:
-        self._source, self._tag = source, tag
+        self._source, self._tag = in_steps(source, None), tag
         self._all = checkpointer_of(source)
         self.folder = self._all.folder
         self._tags = [info.tag for info in self._all.list() if info.ok]

@@ -1,6 +1,7 @@
 """The folder of a run and that of its checkpoints: what is in them, and whose they are."""
 
 import contextlib
+import json
 from collections.abc import Mapping
 from os.path import realpath
 from pathlib import Path
@@ -10,6 +11,7 @@ from etils import epath
 
 from jaxspeed.checkpoint.stores import LocalStore, Place, store_at
 from jaxspeed.checkpoint.verification import written_tags
+from jaxspeed.config.parse import RUN_CONFIG
 from jaxspeed.errors import ConfigError
 from jaxspeed.run.claim import LOCK, PART, WHOSE, Claim
 
@@ -34,8 +36,13 @@ class RunFolder:
         self._claims: list[Claim] = []
         self._written: list[tuple[Claim, str]] = []  # by `open`, of a new run
 
-    def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Lock the folders for the run that `whose` describes, and write its files.
+    def open(
+        self,
+        whose: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Lock the folders for the run that `whose` describes; write its files and its config.
 
         Raises:
           ConfigError: one cannot be written, another process uses it, or it holds another run.
@@ -61,7 +68,7 @@ class RunFolder:
                         "their weights, or the run.output of that run to continue it"
                     )
             if not begun:
-                self._written = [(output, name) for name in (*files, WHOSE, LOCK)]
+                self._written = [(output, name) for name in (*files, WHOSE, RUN_CONFIG, LOCK)]
                 if not (kept.folder / WHOSE).exists():
                     self._written += [(kept, name) for name in (WHOSE, LOCK)]
                 for name, data in files.items():
@@ -69,6 +76,8 @@ class RunFolder:
                 output.identify(whose)
             kept.take()
             kept.identify(whose)
+            if config is not None:  # which may change: run.json alone identifies the run
+                output.write(RUN_CONFIG, _as_yaml(config))
         except BaseException:
             self.close()
             raise
@@ -119,3 +128,14 @@ class RunFolder:
         while self._claims:
             self._claims.pop().release()
         self._written = []
+
+
+_HEAD = "# The config of this run, with overrides, as it was last started. A command that takes a\n"
+_HEAD += "# config also takes this folder.\n"
+
+
+def _as_yaml(config: Mapping[str, Any]) -> bytes:
+    import yaml
+
+    plain = json.loads(json.dumps(config, default=str))
+    return (_HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).encode()

@@ -7,28 +7,39 @@ from rich.console import Console
 
 from jaxspeed.engine.oom_help import device_limit, stored_bytes
 from jaxspeed.hardware.targets import Target, memory_of_machine
+from jaxspeed.metrics.start_lines import start_lines
 from jaxspeed.placement.paths import counted
 from jaxspeed.placement.show import bytes_text, scaled_text
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.train.program import Program
 
 
-def show_opening(console: Console, trainer: Trainer) -> None:
-    """Print devices, data, placement table, the compiled step and its memory."""
+def show_opening(console: Console, trainer: Trainer, detailed: bool | None = None) -> None:
+    """Print devices, data, and memory; if detailed, placement table and compiled step too.
+
+    By default a run of adapters, or of one device, is not.
+    """
     engine, program = trainer.engine, trainer.engine.program
     if jax.process_index() != 0:
         console = Console(quiet=True)
+    if detailed is None:
+        detailed = len(program.devices) > 1 and not trainer.has_adapters
     console.print(on_what(program), highlight=False)
+    console.print(trainable_line(program.table), highlight=False)
     console.print(f"data  {trainer.corpus.summary}", highlight=False)
     console.print(f"run   {trainer.folder.path}, {_where(trainer)}", highlight=False)
     console.print()
     if not program.in_this_process:
         return
-    console.print(engine.placements)
+    if detailed:
+        console.print(engine.placements)
     with trainer.recorder.phase("compile"):
         meanwhile = trainer.sample.compile if trainer.sample else None
-        compiled = engine.compiled(trainer.example(), meanwhile=meanwhile)
-    console.print(compiled)
+        showing = start_lines(console)
+        compiled = engine.compiled(trainer.example(), meanwhile=meanwhile, showing=showing)
+    if detailed:
+        console.print(compiled)
     temp_bytes = max(report.temp_bytes for report in (compiled, *compiled.others.values()))
     console.print(memory_line(program, temp_bytes), highlight=False)
     console.print()
@@ -45,6 +56,13 @@ def on_what(program: Program, target: Target | None = None) -> str:
     exchanges = f"\n{program.exchange_text}" if program.exchange_text else ""
     on = f"[bold]{parameters} parameters {program.place}[/] {where}"
     return f"{on}, {program.config.compute_dtype}{exchanges}"
+
+
+def trainable_line(table: PlacementTable) -> str:
+    """Number and share of the parameters that are trained."""
+    counts = [(math.prod(row.leaf.shape), row.leaf.trainable) for row in table]
+    trained, total = sum(n for n, trains in counts if trains), sum(n for n, _ in counts)
+    return f"trainable parameters {trained:,} of {total:,} ({100 * trained / max(total, 1):.3g}%)"
 
 
 def memory_line(
@@ -72,9 +90,10 @@ def memory_line(
 
 
 def _where(trainer: Trainer) -> str:
-    step = trainer.reached.step
+    step, batch = trainer.reached.step, trainer.engine.program.batch.train
+    epochs = trainer.steps * batch / len(trainer.corpus.train)
     if step >= trainer.steps:
         return f"all {step} steps are done"
     if step:
         return f"resumed after step {step} of {trainer.steps}"
-    return counted(trainer.steps, "step")
+    return f"{counted(trainer.steps, 'step')} ({epochs:.3g} epochs)"

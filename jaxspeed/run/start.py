@@ -5,6 +5,7 @@ What is cheap to open comes first, so that mistakes in a config are reported ear
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ import optax
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
+from jaxspeed.config.before_start import check_start
+from jaxspeed.config.parse import PASSED
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -23,9 +26,15 @@ from jaxspeed.data.tokenizer import files_of, read_tokenizer, tokenizer_file, to
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError, DataError, JaxspeedError
-from jaxspeed.interop.pretrained import data_section, refuse_other_tokenizer
+from jaxspeed.interop.pretrained import (
+    data_section,
+    refuse_other_tokenizer,
+    warn_of_other_tokenizer,
+)
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
+from jaxspeed.metrics import ModelFlops, program_model_flops
+from jaxspeed.metrics.start_lines import Showing, not_shown, start_lines
 from jaxspeed.objectives import objective_of
 from jaxspeed.parameter_server import batch_of
 from jaxspeed.parameter_server.engine import engine_of
@@ -38,6 +47,7 @@ from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 from jaxspeed.run.watchdog import Watchdog, watchdog_of
+from jaxspeed.train.program import Program
 from jaxspeed.user_models.config_model import (
     family_sizes,
     hidden_size_of,
@@ -100,6 +110,12 @@ class Source:
         is_there = self.folder.has_begun() and tokenizer_file(folder) is not None
         return read_tokenizer(folder) if is_there else None
 
+    def stored_config(self) -> dict[str, Any]:
+        """The config for the run's folder, with a comment on what only Python has of the run."""
+        names = ("model", "loss_fn", "optimizer")
+        passed = [name for name in names if getattr(self, name) is not None]
+        return self.config.given | ({PASSED: passed} if passed else {})
+
     @staticmethod
     def start(config: Config) -> None:
         """Join the other processes, compare what they run, and start this one's devices."""
@@ -115,8 +131,9 @@ class Source:
         """This process's watchdog; no field, since a plan sends the source to other processes."""
         return watchdog_of(self.config.run.watchdog)
 
-    def engine(self) -> Engine:
-        return engine_of(self.config, self.model, self.loss_fn, self.optimizer)
+    def engine(self, **how: Any) -> Engine:
+        """An engine with a fresh state; arguments are those of `engine_of`."""
+        return engine_of(self.config, self.model, self.loss_fn, self.optimizer, **how)
 
     def batch_size(self) -> int:
         return batch_of(self.config).train
@@ -132,8 +149,9 @@ class RaySource(Source):
         start_devices("cpu")
         watchdog_of(config.run.watchdog)
 
-    def engine(self) -> RayEngine:
-        return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
+    def engine(self, showing: Showing = not_shown, **how: Any) -> RayEngine:
+        with showing("starting workers and servers"):
+            return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
 
     def batch_size(self) -> int:
         return ray_resources(self.config).batch.train
@@ -166,9 +184,14 @@ def source_of(
 def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
-    if config.run.steps is None:
-        raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
-    corpus = source.corpus()
+    check_start(config)
+    showing = start_lines(console if is_first() else None)
+    with showing("reading the data"):
+        corpus = source.corpus()
+    warn_of_other_tokenizer(config, corpus.tokenizer, source.reads.vocab_size)
+    stored = source.stored_config()
+    source = in_steps(source, corpus)
+    config = source.config
     whose = {
         "model": config.given.get("model"),
         "objective": config.given.get("objective"),
@@ -180,7 +203,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     }
     files = files_of(corpus.tokenizer)
     processes = Processes()
-    processes.first("opening the folder of the run", lambda: folder.open(whose, files))
+    processes.first("opening the folder of the run", lambda: folder.open(whose, files, stored))
     unseen = processes.all(
         "looking for the folder of the run",
         folder.has_begun,
@@ -193,8 +216,16 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             folder.path,
             unseen,
         )
+    flops = list[ModelFlops]()
+
+    def count_flops(program: Program) -> None:
+        with showing("tracing the loss"):
+            flops.append(program_model_flops(program, corpus.train.shapes(program.batch.train)))
+
     try:
-        engine = source.engine()
+        engine = source.engine(showing=showing, before_init=count_flops)
+        if not flops:
+            count_flops(engine.program)
         before = before_step_0(source, engine, corpus.tokenizer)
         checkpointer = checkpointer_of(source)
         checkpointer.check(engine.program, engine.excludes_frozen())
@@ -213,19 +244,33 @@ def open_run(source: Source, console: Any = None) -> Trainer:
             )
         with source.watchdog.section("evaluate"):
             corpus = before.stored(corpus, folder.computed)
-    with source.watchdog.section("restore"):
+    with source.watchdog.section("restore"), showing("restoring a checkpoint"):
         reached = Reached() if before.is_warm and not before.has_begun else begin()
     report_progress(reached.step)
     recorder = recorder_of(
         engine,
         folder,
-        corpus,
+        flops[0],
         step=reached.step,
         seconds=_with_opening(reached, time.perf_counter() - begun),
         watchdog=source.watchdog,
         console=console,
     )
-    return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
+    with showing("tracing the evaluation"):
+        return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
+
+
+def in_steps(source: Source, corpus: Corpus | None) -> Source:
+    """The run with run.steps, which follow from run.epochs and the corpus; at least one.
+
+    Without a corpus it is a run that does not train.
+    """
+    epochs = source.config.run.epochs
+    if epochs is None:
+        return source
+    batches = 0.0 if corpus is None else epochs * len(corpus.train) / source.batch_size()
+    steps = max(1, math.ceil(round(batches, 6)))
+    return replace(source, config=load_config(source.config, [f"run.steps={steps}"]))
 
 
 def before_step_0(source: Source, engine: Engine, tokenizer: Tokenizer | None) -> BeforeStep0:

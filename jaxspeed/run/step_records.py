@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import jax
 from rich.console import Console
 
-from jaxspeed.data import Corpus
 from jaxspeed.engine import Engine
 from jaxspeed.errors import RunError
 from jaxspeed.metrics import (
@@ -18,7 +17,6 @@ from jaxspeed.metrics import (
     Progress,
     Sink,
     TimeLedger,
-    program_model_flops,
     sinks_of,
     utilisation,
 )
@@ -205,7 +203,7 @@ class Recorder:
 def recorder_of(
     engine: Engine,
     folder: RunFolder,
-    corpus: Corpus,
+    flops: ModelFlops | None,
     *,
     step: int,
     seconds: Mapping[str, float],
@@ -220,6 +218,4 @@ def recorder_of(
 
     shown = console if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
-    program = engine.program
-    flops = program_model_flops(program, corpus.train.shapes(program.batch.train))
     return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened, watchdog)

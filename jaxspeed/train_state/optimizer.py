@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxspeed.config import Config, match
+from jaxspeed.config.auto import DECAY_END
 from jaxspeed.config.schema import Fp16
+from jaxspeed.config.tree import read
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim import (
     LRSchedule,
@@ -86,6 +88,11 @@ def optimizer_of(
         if section.params.get(name)
     ]
     scheduler = config.scheduler
+    if config.run.epochs is not None and read(config.given, DECAY_END) == "auto":
+        raise ConfigError(
+            f'{DECAY_END}: "auto" with run.epochs, which jaxspeed.run.train reads from its data; '
+            "jaxspeed.initialize has none: set run.steps"
+        )
     schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
     transform = build_optimizer(
         section.type,

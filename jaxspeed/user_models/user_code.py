@@ -33,7 +33,10 @@ def foreign(call: str, batch: Any = None) -> Iterator[None]:
 
 
 # Boilerplate lines of the messages of JAX and Flax.
-NOISE = re.compile(r"^(-{4,}|See https?://|For simplicity, JAX has removed|Found at:? *$)")
+NOISE = re.compile(
+    r"^(-{4,}|See https?://|For simplicity, JAX has removed|Found at:? *$"
+    r"|The error occurred while tracing the function)"
+)
 LINES, CHARACTERS = 12, 1200
 
 
@@ -52,6 +55,11 @@ ADVICE = (
         re.compile(r"should match the mesh passed to shard_map|[Ss]et_mesh.* can only be used"),
         "the model brings a mesh of its own: remove its jax.shard_map, jax.set_mesh and mesh= "
         "arguments. The config's mesh shards parameters and activations",
+    ),
+    (
+        re.compile(r"__array__\(\) was called on traced array"),
+        "NumPy computes with values, which are not known while a step is compiled: call jax.numpy "
+        "(jnp) in its place",
     ),
     (
         re.compile(r"Resource axis: \w+ of .* is not found in mesh"),

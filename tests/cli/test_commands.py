@@ -1,8 +1,10 @@
 """The commands as people and programs call them: what they print, and how they end."""
 
+import argparse
 import contextlib
 import io
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,10 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxspeed import models, run
 from jaxspeed.cli.main import COMMANDS, main, parser
-from jaxspeed.config import explain_config
+from jaxspeed.config import explain_config, load_config
 from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.errors import PlacementError
+from jaxspeed.metrics import start_lines
 from jaxspeed.placement.mesh import resolve_sizes
 from tests.run import small
 
@@ -35,7 +39,9 @@ def trained(tmp_path_factory):
     config = small.write(
         folder, run={"steps": 8, "sample_tokens": 12, "sample_prompt": "ab", "eval_every": 4}
     )
-    done = jaxspeed("train", config, "--json")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(start_lines, "LASTS", 0)
+        done = jaxspeed("train", config, "--json")
     assert done.returncode == 0, done.stderr
     return config, folder / "run", done
 
@@ -45,6 +51,9 @@ HELPS = [
     *(("checkpoint", verb) for verb in ("list", "show", "verify", "export")),
     *(("data", verb) for verb in ("show", "tokenize", "verify")),
 ]
+
+
+VERBS = (("checkpoint",), ("data",))  # which have no options
 
 
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)
@@ -65,6 +74,50 @@ def test_every_help_fits_80_columns(words, capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 80
     example = shown.partition("example: jaxspeed ")[2].replace("\\\n", "")
     assert parser().parse_args(shlex.split(example)).command in COMMANDS
+
+
+DEFAULTS_OF_SCHEMA = {
+    "--prompt": load_config({}).run.sample_prompt,
+    "--tokens": load_config({}).run.sample_tokens,
+    "--temperature": load_config({}).run.sample_temperature,
+}
+
+
+@pytest.mark.parametrize("words", [x for x in HELPS if x not in VERBS], ids=" ".join)
+def test_every_option_with_a_default_has_it_in_its_help(words, capsys):
+    top = parser()
+    chosen = top._chosen(argparse.Namespace(**dict(zip(("command", "verb"), words))))
+    formatter, checked = chosen._get_formatter(), 0
+    for action in chosen._actions:
+        default = action.default
+        if "sample" in words and action.option_strings:
+            default = DEFAULTS_OF_SCHEMA.get(action.option_strings[0], default)
+        if action.nargs != 0 and default not in (None, "", [], argparse.SUPPRESS):
+            checked += 1
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            assert shown in formatter._expand_help(action), action.option_strings
+    assert checked or words[0] not in ("plan", "launch", "sample", "train")
+
+
+TYPOS = {
+    "trian x": 'Did you mean "train"?',
+    "data shwo x": 'Did you mean "show"?',
+    "train x --devics cpu:2": 'Did you mean "--devices"?',
+    "plan x --serch": 'Did you mean "--search"?',
+    "checkpoint export a b --formt=hf": 'Did you mean "--format"?',
+    "train x --engine rai": 'Did you mean "ray"?',
+}
+
+
+@pytest.mark.parametrize("words", TYPOS)
+def test_a_mistyped_command_or_option_names_the_one_that_is_meant(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    errors = capsys.readouterr().err
+    assert errors.rstrip().endswith(TYPOS[words])
+    with pytest.raises(SystemExit, match="2"):
+        main(["nonsense"])
+    assert "Did you mean" not in capsys.readouterr().err
 
 
 def test_a_width_that_the_environment_gives_is_followed_in_a_pipe(tmp_path, monkeypatch):
@@ -125,7 +178,23 @@ def test_what_train_names_is_there(trained):
         assert small.Path(result[name]).exists()
     assert (folder / "loss.svg").read_text().startswith("<svg ")
     assert result["sample"].startswith("ab")
-    assert result["again"].startswith("jaxspeed train")
+    assert "jaxspeed train" in result["again"]
+
+
+def test_train_names_the_phases_of_its_start_with_their_seconds(trained):
+    _, _, done = trained
+    phases = re.findall(r"^([a-z][A-Za-z, ]+): \d+\.\d s$", done.stderr, re.M)
+    assert phases == [
+        "importing JAX, starting devices",
+        "reading the data",
+        "building the model",
+        "tracing the loss",
+        "initializing weights",
+        "restoring a checkpoint",
+        "tracing the evaluation",
+        "tracing the step",
+        "compiling the step",
+    ]
 
 
 def test_train_shows_the_table_the_collectives_and_m(trained):
@@ -136,27 +205,41 @@ def test_train_shows_the_table_the_collectives_and_m(trained):
     assert "embed/table" in done.stderr
 
 
+@pytest.mark.sampled
+def test_a_run_of_one_device_shows_a_summary_without_the_table(tmp_path):
+    config = small.write(tmp_path, run={"devices": "cpu:1", "steps": 1, "sample_tokens": 0})
+    done = small.jaxspeed("train", config)
+    assert done.returncode == 0, done.stderr
+    assert "trainable parameters" in done.stdout and "needed: " in done.stdout
+    assert "ZeRO stage 3" not in done.stdout and "compiled, per device" not in done.stdout
+
+
 def test_the_command_that_continues_does(trained, tmp_path):
-    config, _, done = trained
-    again = json.loads(done.stdout)["again"].split()[1:]
+    _, folder, done = trained
+    again = json.loads(done.stdout)["again"].partition("jaxspeed ")[2].split()
+    assert again == ["train", str(folder), "--set", "run.steps=16"]
+    before = (folder / "run.json").read_bytes()
     more = jaxspeed(*again, "--json")
     assert more.returncode == 0, more.stderr
     assert json.loads(more.stdout)["steps"] == 16
     assert "resumed after step 8 of 16" in more.stderr
-    assert str(config) in again
+    assert load_config(folder).run.steps == 16  # what the next command reads
+    quiet = jaxspeed("train", folder, "--quiet")
+    assert quiet.stdout == f"{folder / 'checkpoints' / 'step-00000016'}\n" and not quiet.stderr
+    assert (folder / "run.json").read_bytes() == before
 
 
 def test_eval_gives_the_loss_that_training_ended_with(trained):
-    config, _, done = trained
-    found = jaxspeed("eval", config, "--json", "--tag", "step-00000008")
+    _, folder, done = trained
+    found = jaxspeed("eval", folder, "--json", "--tag", "step-00000008")
     assert found.returncode == 0, found.stderr
     found = json.loads(found.stdout)
     assert found["eval_loss"] == pytest.approx(json.loads(done.stdout)["eval_loss"], rel=1e-6)
 
 
 def test_sample_writes_the_prompt_and_as_many_tokens(trained):
-    config, _, done = trained
-    words = ("sample", config, "--tag", "step-00000008", "--tokens", "12", "--prompt", "ab")
+    _, folder, done = trained
+    words = ("sample", folder, "--tag", "step-00000008", "--tokens", "12", "--prompt", "ab")
     shown = jaxspeed(*words)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == json.loads(done.stdout)["sample"] + "\n"  # the same seed
@@ -164,17 +247,60 @@ def test_sample_writes_the_prompt_and_as_many_tokens(trained):
     assert cold[0].stdout == cold[1].stdout != shown.stdout
 
 
+def test_a_run_s_folder_is_a_config_wherever_it_is(trained, tmp_path):
+    config, folder, _ = trained
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert load_config(moved).run.output == str(moved)
+    assert load_config(moved).model == load_config(config).model
+    shown = [jaxspeed("data", "show", x, "-n", "1").stdout for x in (config, folder, moved)]
+    assert shown[0] and shown[0] == shown[1] == shown[2]
+    sampled = jaxspeed("sample", moved, "--tokens", "1", "--json")
+    assert sampled.returncode == 0 and json.loads(sampled.stdout), sampled.stderr
+    planned = jaxspeed("plan", moved, "--no-compile", "--json")
+    assert json.loads(planned.stdout)["batch"]["train"] == 16, planned.stderr
+
+
+def test_a_run_without_its_config_names_what_would_do(trained, tmp_path):
+    _, folder, _ = trained
+    old = shutil.copytree(folder, tmp_path / "old")
+    (old / "run.yaml").unlink()
+    refused = jaxspeed("sample", old)
+    assert refused.returncode == 2 and "a run's folder without run.yaml" in refused.stderr
+
+
+def test_a_run_of_a_python_model_is_named_as_such(tmp_path):
+    config = json.loads(small.write(tmp_path).read_text())
+    section = config.pop("model")["config"]
+    config["run"]["steps"] = 1
+    config["data"]["seq_len"] = 16
+    run.train(config, *passed_model(section))
+    for command in ("train", "sample", "eval", "plan", "check"):
+        refused = jaxspeed(command, tmp_path / "run")
+        text = " ".join(refused.stderr.split())
+        assert refused.returncode == 2 and "Traceback" not in text
+        assert "a run of jaxspeed.run.train(model=..., loss_fn=...), which Python passed" in text
+    shown = jaxspeed("data", "show", tmp_path / "run", "-n", "1")
+    assert shown.returncode == 0, shown.stderr
+    source = run.source_of(tmp_path / "run", *passed_model(section))  # as the error says
+    assert run.evaluate_run(source)["step"] == 1
+
+
+def passed_model(sizes):
+    """A model and a loss as a script passes them."""
+    built = models.build("gpt2", None, sizes)
+    return built.factory, built.loss
+
+
 @pytest.mark.full  # the check itself: tests/engine/test_check.py
 def test_check_agrees_and_says_so(trained):
-    config, _, _ = trained
-    words = ("check", config, "--layers", "1")
+    _, folder, _ = trained
+    words = ("check", folder, "--layers", "1")
     shown = jaxspeed(*words)
     assert shown.returncode == 0 and "agrees with the step on one device" in shown.stdout
     assert "blocks/mlp/up/kernel" in shown.stdout
 
 
 def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
-    from jaxspeed import run
     from jaxspeed.engine.check_report import LeafDifference
 
     bad = CheckReport(0.5, (LeafDifference("w", 0.5, 0.5),), 1e-4, 8)
@@ -236,6 +362,8 @@ def test_a_run_is_exported_for_hugging_face_and_continued_from_there(trained, tm
     (tmp_path / "alone" / "run.json").unlink()
     refused = jaxspeed(*words)
     assert refused.returncode != 0 and "name the model with --config" in refused.stderr
+    named = jaxspeed(*words[:3], tmp_path / "y", *words[4:], "--config", folder)
+    assert named.returncode == 0, named.stderr
 
 
 def test_config_gives_a_verdict_to_each_key_and_the_schema(tmp_path):

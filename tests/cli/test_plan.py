@@ -183,6 +183,10 @@ MISTAKES = {
         "mesh.pipe up to 2",
     ),
     "no model": (["configs/ds_config.json"], "no model"),
+    "epochs of data that are absent": (
+        ["CONFIG", "--target", "cpu:8", "--set", "run.epochs=1", "--set", "data.path=/nowhere"],
+        "With run.steps a plan needs no data",
+    ),
     "no config": ([], "plan needs a CONFIG"),
     "unknown target": (["CONFIG", "--target", "h101:8"], 'Did you mean "h100"?'),
     "a torus as a count": (["CONFIG", "--target", "v5p:8"], "8 chips are v5p:2x2x2"),
@@ -222,6 +226,17 @@ def test_a_mistake_is_one_message_and_no_traceback(config, name):
     assert done.returncode == 2, done.stderr
     assert hint in " ".join(done.stderr.split()), done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1
+
+
+def test_a_plan_of_epochs_counts_the_tokens_of_the_data(config):
+    """2,110 samples of 16 tokens, 16 a step: 2 epochs are 264 steps."""
+    words = ("--target", "h100:8", "--json")
+    figures = [
+        json.loads(plan(config, *words, "--set", length).stdout)
+        for length in ("run.epochs=2", "run.steps=264")
+    ]
+    assert figures[0]["time"]["run"] == figures[1]["time"]["run"]
+    assert figures[0]["time"]["run"]["tokens"]
 
 
 def test_the_plan_of_a_target_has_its_devices_and_their_memory(config):

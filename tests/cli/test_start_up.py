@@ -91,6 +91,22 @@ def test_train_restarts_once_for_huge_pages_where_it_must_ask(kernel, given, see
     assert tunables == [text.format(given, "glibc.malloc.hugetlb=1") for text in seen]
 
 
+@pytest.mark.parametrize("command", ["train", "eval", "sample", "check"])
+def test_a_command_names_the_imports_before_it_makes_them(command):
+    code = (
+        "import contextlib, sys\n"
+        "from jaxspeed.cli import main\n"
+        "from jaxspeed.metrics import start_lines as module\n"
+        "class Seen(Exception): pass\n"
+        "def showing(what): raise Seen(what, [m for m in ('flax', 'jax') if m in sys.modules])\n"
+        "module.start_lines = lambda console: showing\n"
+        f"try: main([{command!r}, 'configs/tiny.yaml'])\n"
+        "except Seen as seen: print(*seen.args)"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert child.stdout == "importing JAX, starting devices []\n", child.stderr
+
+
 def test_train_restarts_before_it_imports_much():
     code = (
         "import os, sys\n"

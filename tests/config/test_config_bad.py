@@ -485,7 +485,7 @@ BAD = {
     "family and factory": (
         {"model": {"family": "gpt2", "factory": "a.b:c"}},
         "model",
-        "exactly one of the three",
+        "exactly one of model.family, model.factory and model.pretrained",
     ),
     "factory without a name": (
         {"model": {"factory": "my_package.models"}},

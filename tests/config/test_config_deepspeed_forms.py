@@ -4,9 +4,10 @@ or are errors with the key that is meant."""
 import pytest
 
 from jaxspeed.config import Config, examine, explain_config, fix_config
-from jaxspeed.config.suggestions import closest, suggest
+from jaxspeed.config.suggestions import suggest
 from jaxspeed.config.tree import VOCABULARY, read
 from jaxspeed.errors import ConfigError
+from jaxspeed.near_words import closest
 
 pytestmark = pytest.mark.fast
 

@@ -79,8 +79,20 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path):
 
 
 def test_a_folder_is_no_config(tmp_path):
-    with pytest.raises(ConfigError, match=r"a folder\. Needs a \.json, \.yaml or \.yml file"):
+    with pytest.raises(ConfigError, match=r"holds no run\. Needs a \.json, \.yaml or \.yml file"):
         load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the folder of a model\. .*train --model FOLDER"):
+        load_config(tmp_path)
+
+
+def test_a_schedule_s_end_stays_that_of_the_run_when_autos_are_filled_in():
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    written = {"run": {"steps": 10}, "scheduler": schedule, "train_batch_size": 8}
+    config = load_config(written, auto="hf")
+    assert config.scheduler.params["total_num_steps"] == 10
+    longer = load_config(config, ["run.steps=30"])
+    assert longer.scheduler.params["total_num_steps"] == 30
 
 
 def test_a_file_that_is_no_text_is_one_config_error(tmp_path):

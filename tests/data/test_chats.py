@@ -531,6 +531,8 @@ def test_keys_of_conversations_need_some(tmp_path):
     text = {"source": "text", "path": str(tmp_path / "a.txt")}
     with pytest.raises(DataError, match=r"data.train_on: only conversations have it"):
         opened({**text, "train_on": "last_turn"})
+    with pytest.raises(DataError, match=r"data.train_on: only conversations have it"):
+        opened({**text, "train_on": "assistant"})  # set, though it is the default
     with pytest.raises(DataError, match=r"data.format: source text has no records"):
         opened({**text, "format": "messages"})
 

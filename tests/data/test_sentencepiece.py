@@ -139,7 +139,7 @@ def test_a_run_and_its_export_have_the_model(data, file, model, tmp_path, monkey
     class Begun(Exception):
         pass
 
-    def no_engine(source):
+    def no_engine(source, **_):
         raise Begun
 
     monkeypatch.setattr(Source, "engine", no_engine)

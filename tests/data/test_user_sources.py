@@ -1,5 +1,6 @@
 """Iterables of a user's own: records with ids, loaders of batches, tensors of other libraries."""
 
+import json
 import sys
 import types
 
@@ -7,6 +8,7 @@ import grain
 import numpy as np
 import pytest
 
+from jaxspeed.config.objective_keys import imported
 from jaxspeed.data import open_source
 from jaxspeed.errors import DataError
 from tests.data.corpora import opened
@@ -17,6 +19,17 @@ pytestmark = pytest.mark.fast
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(0, 512, 5 + RNG.integers(60)) for _ in range(40)]
 ROWS = RNG.integers(0, 512, (40, 24))
+
+
+def test_an_import_path_is_searched_in_the_current_folder_last(tmp_path, monkeypatch):
+    (tmp_path / "records_here.py").write_text("from json import loads as read")
+    (tmp_path / "json.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    assert imported("records_here:read") is json.loads  # the library's, not the folder's
+    assert sys.path[-1] == str(tmp_path)
+    with pytest.raises(ImportError):
+        imported("no_such_records:read")
 
 
 @pytest.fixture

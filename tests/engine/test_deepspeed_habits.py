@@ -4,6 +4,7 @@ import argparse
 import copy
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -75,7 +76,7 @@ def test_the_lines_run(engine, tmp_path, monkeypatch):
         found += lines(caught)
     ours = [line for line in found if "initialize" not in line and "pretrained" not in line]
     batch = tiny.batch()
-    names = {"engine": engine, "batch": batch, "x": batch["x"]}
+    names = {"engine": engine, "batch": batch, "x": batch["x"], "jax": jax}
     for line in ours:
         exec(line, names)
         if "engine.step(" in line:  # donates the state

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspeed import ModelError
 from tests.engine import tiny
 
 
@@ -75,6 +76,17 @@ def test_shapes_that_keep_changing_are_warned_of(engine, caplog):
     assert "the 4th batch shape" in warning
     assert "pad batches" in warning
     assert "float32[8, 4]" in warning
+
+
+def test_a_batch_that_the_loss_refuses_has_no_new_shape(engine, caplog):
+    wide = {**tiny.batch(), "x": np.zeros((8, 9), np.float32)}
+    for call in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(ModelError):
+            call(wide)
+    assert not lines(caplog, logging.INFO)
+    for length in range(1, 4):
+        engine.train_batch(padded(length))
+    assert len(lines(caplog, logging.INFO)) == 3 and not lines(caplog, logging.WARNING)
 
 
 def test_a_dtype_that_jax_stores_alike_is_no_new_shape(engine, compilations, caplog):

@@ -319,5 +319,13 @@ def test_nothing_is_logged_above_information_by_a_plain_run(caplog):
     assert not [r for r in caplog.records if r.name.startswith("jaxspeed")]
 
 
+def test_a_closed_engine_trains_no_step():
+    engine = tiny.engine(PAIR)
+    engine.close()
+    with pytest.raises(jaxspeed.JaxspeedError, match=r"the engine is closed.*engine\.wait"):
+        engine.train_batch(tiny.batch())
+    assert np.isfinite(float(engine.eval_batch(tiny.batch())["loss"]))
+
+
 def test_x64_is_left_as_the_user_set_it():
     assert jnp.zeros(1).dtype == jnp.float32

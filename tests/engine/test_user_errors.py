@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from jaxspeed import ModelError
+from jaxspeed.metrics import program_model_flops
 from jaxspeed.user_models.user_code import CHARACTERS, foreign, reason_of
 from tests.engine import tiny
 
@@ -28,6 +30,21 @@ def test_the_types_of_a_loop_that_does_not_keep_them_are_shown():
     assert "carry[1]" in text and "int32[]" in text and "float32[]" in text
     assert "test_user_errors.py, line" in text and "its micro-batch: ['x'] float32[8, 8]" in text
     assert "docs.jax.dev" not in text and "-----" not in text
+
+
+def test_numpy_in_a_loss_is_told_of_jnp_by_whatever_traces_it():
+    def loss_fn(model, batch):
+        return np.square(model(batch["x"])).mean()
+
+    engine = tiny.engine(loss_fn=loss_fn)
+    for trace in (
+        lambda: engine.train_batch(tiny.batch()),
+        lambda: program_model_flops(engine.program, tiny.batch()),
+    ):
+        with pytest.raises(ModelError, match=r"call jax\.numpy \(jnp\)") as told:
+            trace()
+        assert "test_user_errors.py, line" in str(told.value)
+        assert "error occurred while tracing" not in str(told.value)
 
 
 def test_a_multi_line_message_keeps_its_lines():

@@ -107,6 +107,12 @@ def test_it_prints_itself_with_a_row_for_like_collectives(mesh):
         assert " x ".join(one.axes) in text
 
 
+def test_loops_without_a_known_length_are_a_sentence_without_their_names(mesh):
+    text = str(dataclasses.replace(report(compile_step(mesh), mesh), unknown_loops=("jit(f)/a",)))
+    assert "of 1 loop without a fixed length, one iteration is counted" in text
+    assert "jit(f)" not in text
+
+
 def test_what_is_unknown_or_absent_has_no_figure(mesh):
     """A GPU's program from the compilation cache has no peak; a single device no collectives."""
     made = report(compile_step(mesh), mesh)

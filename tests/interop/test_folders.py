@@ -17,9 +17,10 @@ import pytest
 from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
+from jaxspeed.data import BPETokenizer, ByteTokenizer
 from jaxspeed.interop import HFForm, MappingTable, TensorRule, pretrained
 from jaxspeed.interop.hf_folder import PretrainedFolder
-from jaxspeed.interop.pretrained import data_section
+from jaxspeed.interop.pretrained import data_section, warn_of_other_tokenizer
 from jaxspeed.interop.safetensors import TensorFile
 from tests.interop import folders
 
@@ -130,6 +131,32 @@ def test_the_tokenizer_of_a_folder_is_the_datas(tmp_path):
         data_section(config)
     (source / "tokenizer.model").write_text("")
     assert data_section(config).tokenizer == str(source)
+
+
+def test_a_tokenizer_other_than_the_pretrained_models_is_warned_of_and_a_new_one_refused(
+    tmp_path, caplog
+):
+    source = folders.folder(tmp_path, folders.LLAMA, {})
+    config = {"train_batch_size": 8, "model": {"pretrained": str(source)}}
+
+    def warning(used, **data):
+        caplog.clear()
+        config_of_data = jaxspeed.Config(**config, data=data)
+        warn_of_other_tokenizer(config_of_data, used, 512)
+        return caplog.text
+
+    read_as_bytes = ByteTokenizer()
+    assert "has no tokenizer, so that text is read as bytes" in warning(read_as_bytes)
+    assert not warning(read_as_bytes, tokenizer="bytes")  # it is meant
+    of_folder = BPETokenizer.train(["some words, some more words"] * 9, 270)
+    (source / "tokenizer.json").write_bytes(of_folder.to_bytes())
+    assert not warning(of_folder)
+    assert "data.tokenizer: bytes is not that of model.pretrained" in warning(read_as_bytes)
+    assert "is not that of model.pretrained" in warning(BPETokenizer.train(["a b c"], 262))
+    with pytest.raises(
+        jaxspeed.ConfigError, match=r'tokenizer: found "bpe", with model\.pretrained'
+    ):
+        jaxspeed.Config(**config, data={"tokenizer": "bpe"})
 
 
 def test_gpt2s_fused_projection_is_split_and_joined(tmp_path):

@@ -6,34 +6,11 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.logging import RichHandler
 
 from jaxspeed.metrics import Progress
-from tests.metrics.screen import Screen
 
 pytestmark = pytest.mark.fast
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def screen(request, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "FORCE_COLOR", "LINES"):
-        monkeypatch.delenv(name, raising=False)
-    columns = getattr(request, "param", 80)
-    monkeypatch.setenv("COLUMNS", str(columns))  # Rich asks the real streams, which are pytest's
-    return Screen(columns)
 
 
 def record(step, **more):
@@ -91,6 +68,44 @@ def test_other_output_appears_above_the_line_unbroken(screen, clock):
     assert above == ["a warning that was logged", "printed by someone", "an error", "said"]
     assert "5/100  loss 2.000" in line
     assert after == "logged afterwards"
+
+
+@pytest.fixture
+def of_rich():
+    """A logger as the command line has it: Rich's handler, of a console for standard errors."""
+    logger = logging.getLogger("of rich")
+    handler = RichHandler(
+        console=Console(stderr=True, soft_wrap=True), show_path=False, show_time=False
+    )
+    logger.addHandler(handler)
+    yield logger
+    logger.removeHandler(handler)
+
+
+def test_a_log_message_of_the_command_line_leaves_one_live_line(screen, clock, of_rich):
+    with screen:
+        with Progress(100, clock=clock) as progress:
+            run(progress, clock, range(1, 4))
+            progress._live._live.refresh()
+            of_rich.warning("step 3: the gradient norm " + "was clipped " * 9)
+            run(progress, clock, range(4, 6))
+        of_rich.warning("logged afterwards")
+    lines = screen.lines()
+    assert sum("/100" in line for line in lines) == 1 and "5/100" in lines[-2]
+    assert lines[0].startswith("WARNING  step 3: the gradient norm was clipped")
+    assert sum(line.count("clipped") for line in lines) == 9
+    assert lines[-1] == "WARNING  logged afterwards"
+
+
+def test_redirected_log_messages_stay_in_their_file(screen, clock, of_rich, monkeypatch):
+    errors = io.StringIO()
+    with screen:
+        monkeypatch.setattr(sys, "stderr", errors)
+        with Progress(100, clock=clock) as progress:
+            run(progress, clock, range(1, 4))
+            of_rich.warning("for the file")
+    assert errors.getvalue().split() == ["WARNING", "for", "the", "file"]
+    assert len(screen.lines()) == 1
 
 
 def test_ctrl_c_leaves_the_last_state_and_the_cursor(screen, clock):

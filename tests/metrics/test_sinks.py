@@ -1,6 +1,7 @@
 """Records on disk: read back as written, and as one run however often it was stopped."""
 
 import csv
+import importlib.machinery
 import json
 import logging
 import math
@@ -198,7 +199,7 @@ def tensorboard(monkeypatch):
     made = []
     module = types.ModuleType("tensorboardX")
     module.SummaryWriter = lambda **how: made.append(Recorder(**how)) or made[-1]
-    module.__spec__ = types.SimpleNamespace()
+    module.__spec__ = importlib.machinery.ModuleSpec("a", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
     return made
 
@@ -208,7 +209,7 @@ def wandb(monkeypatch):
     made = []
     module = types.ModuleType("wandb")
     module.init = lambda **how: made.append(Recorder(**how)) or made[-1]
-    module.__spec__ = types.SimpleNamespace()
+    module.__spec__ = importlib.machinery.ModuleSpec("a", None)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return made
 

@@ -97,7 +97,7 @@ def test_it_trains_and_evaluates_like_plain_flax(named, tmp_path, capsys):
 
     if named == "objective":  # its options are part of the run, as the model is
         assert main(["train", str(path), "--set", "objective.beta=1"]) == 2
-        assert "objective: {" in capsys.readouterr().err
+        assert "objective.beta: 2.0 there, 1 here" in capsys.readouterr().err
 
 
 def reduction_of(name: str) -> tuple[str, str]:

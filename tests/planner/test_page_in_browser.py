@@ -136,6 +136,19 @@ def test_it_opens_at_a_phone_s_and_a_desk_s_width(opened, plan, dark):
     assert len(numbers) > 50 and not page_read.wrong(numbers, figures)
 
 
+@pytest.mark.parametrize("best", [True, False], ids=["a best one", "none fits"])
+def test_the_headline_of_a_search_is_the_best_config_s(drawn, best):
+    figures = page_figures.gpus()
+    place = f"/search/candidates/{figures['search']['best']}"
+    if not best:
+        figures["search"]["best"] = None
+    places = [places.split()[0] for _, places, *_ in shown(drawn(figures))]
+    of_headline = places[: places.index("/memory/device") if best else 8]
+    assert (f"{place}/seconds" in of_headline) == (f"{place}/mfu" in of_headline) == best
+    assert (f"{place}/compiled/device_bytes" in of_headline) == best
+    assert any(x.startswith(("/time/step", "/memory/device")) for x in of_headline) != best
+
+
 def test_a_bad_page_fails_the_checks(browser, tmp_path):
     """The checks above can fail: a page that scrolls, is faint, complains and asks for more."""
     path = tmp_path / "bad.html"
@@ -269,7 +282,7 @@ def test_bars_are_as_long_as_their_bytes(drawn):
 
 
 def test_memory_over_the_limit_is_marked(drawn):
-    over = [e for e in drawn(page_figures.gpus()) if "over" in e.looks]
+    over = [e for e in drawn(page_figures.without("search")) if "over" in e.looks]
     assert len(over) == 2  # in the headline and in the memory
     fits = page_figures.gpus()
     fits["target"]["memory"] *= 2
@@ -290,7 +303,7 @@ VERDICTS = {
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_headline_has_the_compilers_verdict_if_it_ran(drawn, name):
     verdict, outcome, says = VERDICTS[name]
-    figures = page_figures.gpus()
+    figures = page_figures.without("search")
     figures["memory"]["verdict"] = verdict
     if outcome:
         needs, host, fits = outcome

@@ -61,6 +61,21 @@ def test_checkpoints_of_another_run_are_refused_with_what_differs(tmp_path, shar
     opened(tmp_path / "b", SEED_6, tmp_path / "other").close()
 
 
+def test_of_another_model_what_differs_is_shown(tmp_path):
+    sizes = {"family": "llama", "config": {f"size_{i}": i for i in range(20)}}
+    path = "/data/" + "a" * 80
+    before = {"model": sizes, "tokenizer": f"{path}/old.json", "seed": 5}
+    now = {**before, "model": {**sizes, "config": {**sizes["config"], "size_19": 7, "more": 1}}}
+    opened(tmp_path / "a", before).close()
+    with pytest.raises(jaxspeed.ConfigError, match="another run") as caught:
+        opened(tmp_path / "a", {**now, "tokenizer": f"{path}/new.json"})
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  model.config.more: not set there, 1 here",
+        "  model.config.size_19: 19 there, 7 here",
+        f'  tokenizer: ...{"a" * 19}/old.json" there, ...{"a" * 19}/new.json" here',
+    ]
+
+
 def test_the_checkpoints_of_an_output_are_refused_to_another_one(tmp_path):
     opened(tmp_path / "a").close()
     with pytest.raises(jaxspeed.ConfigError, match=r"(?s)run\.checkpoints: .* seed: 5 there"):

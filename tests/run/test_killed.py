@@ -169,4 +169,4 @@ def test_a_run_that_is_asked_to_stop_saves_and_shows_how_to_resume(tmp_path, sen
     steps = [r["step"] for r in read_records(records) if "loss" in r]
     assert f"step-{steps[-1]:08}" in listed
     assert steps == list(range(1, steps[-1] + 1))
-    assert f"jaxspeed train {config}" in " ".join(said.split())
+    assert f"jaxspeed train {tmp_path / 'run'}" in " ".join(said.split())

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import jaxspeed
 from jaxspeed.checkpoint import checkpointer
+from jaxspeed.config import load_config
 from jaxspeed.engine import Engine
 from jaxspeed.generation import TextPiece
 from jaxspeed.metrics import read_records
@@ -66,6 +67,48 @@ def test_steps_evaluations_and_checkpoints_are_those_that_are_asked_for(tmp_path
     assert len(evaluated) == 3  # of the two batches that are held out
     kept = sorted(int(path.name[-8:]) for path in (tmp_path / "elsewhere").glob("step-*"))
     assert kept == [info.step for info in run.checkpointer.list()] == [6, 10, 12]
+
+
+def test_epochs_are_passes_over_the_training_samples_and_schedules_follow_them(tmp_path):
+    """32 samples a step, 48 of 64 for training: 3.9 epochs are 5.85 steps, thus 6."""
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    schedule["params"] |= {"warmup_num_steps": 2, "warmup_max_lr": 0.1, "warmup_type": "linear"}
+
+    def rates(folder, **length):
+        written = config(tmp_path / folder, **{"steps": None, **length}) | {"scheduler": schedule}
+        written["train_batch_size"] = 32
+        train(written, PAIR, squared_error)
+        records = read_records(tmp_path / folder / "run" / "metrics.jsonl")
+        return [(r["step"], r["lr"]) for r in records if "lr" in r]
+
+    assert rates("a", epochs=3.9) == rates("b", steps=6)
+    longer = load_config(tmp_path / "a" / "run", ["run.steps=8"])  # the override replaces epochs
+    assert train(longer, PAIR, squared_error).reached.step == 8
+
+
+def test_the_length_of_a_run_is_in_steps_or_in_epochs(tmp_path):
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.epochs: .*Remove one"):
+        load_config(config(tmp_path, epochs=1))
+    unknown = config(tmp_path, epochs=1, steps=None)
+    unknown["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    with pytest.raises(jaxspeed.ConfigError, match=r'"auto" with run\.epochs.*set run\.steps'):
+        jaxspeed.initialize(PAIR, squared_error, unknown)
+
+
+def test_a_loss_that_cannot_be_traced_is_reported_before_anything_is_compiled(tmp_path):
+    compiled = []
+
+    def note(name, seconds, **about):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with pytest.raises(jaxspeed.ModelError, match=r"call jax\.numpy"):
+            trained(tmp_path, lambda model, batch: np.square(model(batch["x"])).mean())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert compiled == []
 
 
 def test_the_weights_begin_at_the_seed_or_where_another_run_ended(tmp_path):

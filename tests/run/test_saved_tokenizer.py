@@ -1,5 +1,6 @@
 """The tokenizer is saved with a run and with each checkpoint, with the files beside it."""
 
+import contextlib
 import json
 import shutil
 
@@ -10,7 +11,9 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.cli.main import main
 from jaxspeed.data import BPETokenizer, ByteTokenizer, read_tokenizer
 from jaxspeed.data.tokenizer import files_of, tokenizer_in
+from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.run import source_of, train
+from jaxspeed.run.start import Source
 from tests.data.corpora import opened, sentences
 from tests.interop import folders
 
@@ -118,6 +121,37 @@ def test_a_run_its_checkpoint_and_its_export_have_the_files(pretrained, tmp_path
         words = ["checkpoint", "export", source, out, "--format", "hf", "--config", config]
         assert main([*map(str, words)]) == 0
         assert contents(out) == expected
+
+
+def test_a_run_of_a_pretrained_model_names_what_it_reads_and_warns_of_another_tokenizer(
+    pretrained, tmp_path, caplog, monkeypatch
+):
+    (tmp_path / "corpus.txt").write_text(" ".join([TEXT] * 200))
+    given = {
+        "run": {"steps": 1, "output": str(tmp_path / "run")},
+        "model": {"pretrained": str(pretrained)},
+        "data": {"path": str(tmp_path / "corpus.txt"), "source": "text", "seq_len": 8},
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+    }
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(FOREIGN).replace("fox", "hare"))
+    given["data"]["tokenizer"] = str(other)
+    shown = []
+
+    def engine(source, **_):
+        def named(what):
+            shown.append(what)
+            return contextlib.nullcontext()
+
+        engine_of(source.config, None, None, None, showing=named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Source, "engine", engine)
+    with pytest.raises(KeyboardInterrupt):
+        train(given)
+    assert "other.json is not that of model.pretrained" in caplog.text
+    assert shown == ["building the model", "reading weights"]
 
 
 @pytest.mark.parametrize(

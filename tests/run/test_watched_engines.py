@@ -19,11 +19,6 @@ LANGUAGE = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return tiny.engine(stage=3)
-
-
 def watched(engine):
     """The watchdog of an engine, and the sections that it enters."""
     dog = Watchdog(Config.load({"run": {"watchdog": {"enabled": True}}}).run.watchdog)
@@ -52,7 +47,8 @@ def trained(engine, dog, sections):
     assert sections == ["evaluate", "compile"] and dog.sections.look().section == "user_code"
 
 
-def test_each_call_of_an_engine_has_its_section(engine, tmp_path):
+def test_each_call_of_an_engine_has_its_section(tmp_path):
+    engine = tiny.engine(stage=3)
     dog, sections = watched(engine)
     trained(engine, dog, sections)
     called = {
@@ -68,7 +64,6 @@ def test_each_call_of_an_engine_has_its_section(engine, tmp_path):
         getattr(engine, name)(*given)
         assert sections == [section], name
         assert dog.sections.look().section == ("end" if name == "close" else "user_code")
-    engine._watch = None
 
 
 @pytest.mark.parametrize(
@@ -93,10 +88,10 @@ def test_each_generated_token_is_progress():
     np.testing.assert_equal(sections, ["generate"] * 3)
 
 
-def test_a_batch_that_is_refused_leaves_the_time_to_the_user(engine):
+def test_a_batch_that_is_refused_leaves_the_time_to_the_user():
+    engine = tiny.engine(stage=3)
     dog, _ = watched(engine)
     with pytest.raises(jaxspeed.BatchError):
         engine.train_batch(tiny.batch(3))
     at = dog.sections.look()
     assert (at.section, at.bound) == ("step", "user_code")
-    engine._watch = None

@@ -36,6 +36,7 @@ CHIPS = "<!-- a file of chips -->"
 # Programs of shell blocks that only prepare a checkout.
 PREPARING = {"git", "cd", "cp", "python3", "."}
 # Configs that a reader has, as if they said this.
+RUNS = ("runs/", "copied")  # folders of a reader's runs
 READERS_CONFIGS = {"config.yaml", "config.json", "ds_config.json"}
 READERS_CONFIG = {"train_batch_size": 64}
 SECTIONS = {path.partition(".")[0] for path in VOCABULARY}
@@ -107,7 +108,7 @@ def _jaxspeed_problems(words: list[str]) -> Iterator[str]:
     if getattr(given, "engine", None) == "ray":
         overrides = [*overrides, "parallel.data_reduction=parameter_server"]
     try:
-        if config in READERS_CONFIGS:
+        if config in READERS_CONFIGS or str(config).startswith(RUNS):
             jaxspeed.Config.load(READERS_CONFIG, overrides)
         elif config is not None:
             jaxspeed.Config.load(ROOT / config, overrides)

@@ -65,6 +65,7 @@ class RayEngine(ServedEngine):
             self.wait()
             self._saver.close()
         finally:
+            self._is_closed = True
             self.ends.close()
 
     def compiled(self, batch: Batch, extra: Any = None, **_: Any) -> CompiledReport:

@@ -152,4 +152,4 @@ def test_unsupported_configs_are_refused_before_anything_starts(folder, capsys, 
 def test_without_ray_the_extra_is_named(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # an import of it fails
     assert main(["train", str(TINY), *settings(folder), "--engine", "ray"]) == 2
-    assert "pip install 'jaxspeed[ray]'" in capsys.readouterr().err
+    assert 'pip install "jaxspeed[ray]"' in capsys.readouterr().err

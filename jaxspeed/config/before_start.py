@@ -1,0 +1,96 @@
+"""What a run needs, which is checked before JAX is imported: packages, devices, steps."""
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxspeed.axes import axis_names, product
+from jaxspeed.config.schema import Settings
+from jaxspeed.errors import ConfigError
+
+
+class Package(NamedTuple):
+    """An optional package, the key that needs it, and the extra that installs it."""
+
+    key: str
+    name: str
+    extra: str
+    otherwise: str = ""
+
+
+RAY = Package("--engine ray", "ray", "ray")
+
+
+def refuse_missing(packages: Iterable[Package]) -> None:
+    """Raise ConfigError if one is not installed; a folder of its name, as W&B writes one, is none.
+
+    This imports none of them.
+    """
+    for key, name, extra, otherwise in packages:
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # of what is before the dot
+            spec = None
+        is_folder = spec and spec.origin is None and spec.submodule_search_locations is not None
+        if spec is None or is_folder:
+            raise ConfigError(
+                f'{key}: needs {name}, which is not installed; pip install "jaxspeed[{extra}]"'
+                f"{otherwise}"
+            )
+
+
+def monitor_packages(config: Settings) -> Iterator[Package]:
+    for key, name in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(config, key).enabled:
+            yield Package(f"{key}.enabled", name, key, f", or set {key}.enabled to false")
+
+
+def packages(config: Settings) -> Iterator[Package]:
+    """The optional packages that training needs, as far as the config's words show them."""
+    yield from monitor_packages(config)
+    data = config.data
+    for source in [*data.sources, *([data.eval] if data.eval else [])]:
+        paths = [*([source.path] if source.path else []), *(source.paths or [])]
+        on_hub = source.source == "huggingface" and not all(Path(p).exists() for p in paths)
+        if on_hub:
+            yield Package("data.source", "datasets", "hf")
+        if source.source in ("parquet", "arrow") or any(p.endswith(".parquet") for p in paths):
+            yield Package("data.path", "pyarrow", "arrow")
+        if sys.version_info < (3, 14) and any(p.endswith(".zst") for p in paths):
+            yield Package("data.path", "backports.zstd", "zstd")
+    if data.tokenizer.endswith(".model"):
+        yield Package("data.tokenizer", "sentencepiece", "sentencepiece")
+
+
+def check_start(config: Settings, more: Iterable[Package] = ()) -> None:
+    """Check what training needs: packages, `more` too, simulated devices, a number of steps.
+
+    Raises:
+      ConfigError: one is missing, or the mesh is of another number of devices.
+    """
+    refuse_missing([*more, *packages(config)])
+    if config.parallel.data_reduction != "parameter_server" and (text := misfit(config)):
+        raise ConfigError(text)
+    if config.run.steps is None and config.run.epochs is None:
+        raise ConfigError(
+            "run.steps: missing. Needs the number of steps to train for, or run.epochs."
+        )
+
+
+def misfit(settings: Settings) -> str:
+    """Why the mesh does not divide the simulated devices of `run.devices`; empty if it does."""
+    written = settings.run.devices or ""
+    count = int(written.partition(":")[2] or 0)
+    sizes = {axis: size for axis, size in settings.mesh.model_dump().items() if size != 1}
+    fixed = product([axis for axis in sizes if sizes[axis] != -1], sizes)
+    is_open = -1 in sizes.values()
+    if not count or (count % fixed == 0 if is_open else count == fixed):
+        return ""
+    shape = ", ".join(f"mesh.{axis} {sizes[axis]}" for axis in axis_names() if axis in sizes)
+    needs = f"a multiple of {fixed}" if is_open else f"{fixed}"
+    return (
+        f"{shape or 'mesh of all axes 1'} needs {needs} devices, and run.devices {written} has "
+        f"{count}; -1 for one axis takes those that remain"
+    )
