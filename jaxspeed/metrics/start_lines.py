@@ -25,7 +25,7 @@ def not_shown(_: str) -> AbstractContextManager[None]:
 
 def start_lines(console: Console | None, clock: Callable[[], float] = time.monotonic) -> Showing:
     """How the first process of a run shows its phases: `with showing("compiling"): ...`."""
-    if console is None or any(os.environ.get(name, "0") != "0" for name in _RANKS):
+    if console is None or console.quiet or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return not_shown
 
     @contextmanager
