@@ -34,7 +34,7 @@ DEFAULT = not full and not sampled
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-for test-map test-sample test-full test-record test-oldest install-oldest references lint format types docs bench clean
+.PHONY: help install train test test-fast test-for test-map test-sample test-full test-record test-oldest install-oldest references lint format types docs wheel bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -110,6 +110,13 @@ types: $(INSTALLED)  ## the type checker
 docs: $(INSTALLED)  ## the pages and the API reference as HTML, in docs/_build
 	$(BIN)/python -m sphinx -q -W docs docs/_build
 	@echo "docs/_build/index.html"
+
+wheel: $(INSTALLED)  ## an sdist and a wheel in dist/, checked and tried in a venv without the checkout
+	rm -rf dist build
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist dist/*.tar.gz
+	$(BIN)/python -m twine check --strict dist/*
+	tools/try_wheel dist/*.whl $(BIN)/python
 
 bench: $(INSTALLED)  ## every benchmark, each in a process of its own
 	set -e; for file in $(filter-out benchmarks/reference_%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done

@@ -1,4 +1,4 @@
-"""The package as people install it: every folder listed, and whole inside the wheel."""
+"""The package as people install it: every folder is listed, and is in the sdist and the wheel."""
 
 import ast
 import collections
@@ -6,15 +6,19 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from jaxspeed.cli.report import EXTRAS
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"jaxspeed": ROOT / "jaxspeed", "jaxspeed.models": ROOT / "models"}
+CONFIGS = {f"configs/{file.name}" for file in (ROOT / "configs").iterdir()}
 
 
 def packages_on_disk() -> set[str]:
@@ -34,7 +38,8 @@ def modules_on_disk() -> set[str]:
 
 
 def test_every_folder_of_the_package_is_listed():
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk()
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    assert listed == {*packages_on_disk(), "jaxspeed.configs"}
 
 
 def test_every_folder_with_modules_is_a_package():
@@ -64,25 +69,50 @@ def test_no_public_class_name_occurs_twice():
 def test_the_extras_are_those_that_the_readme_may_name():
     extras = set(PROJECT["project"]["optional-dependencies"])
     logs = {"tensorboard", "wandb", "plot"}
-    data = {"hf", "arrow", "zstd", "sentencepiece"}
-    assert extras == {"test", "tpu", "cuda", "bench", "ray", "docs", *data, *logs}
+    data = {"hf", "s3", "gs", "arrow", "zstd", "sentencepiece"}
+    assert extras == {"test", "tpu", "cuda", "bench", "ray", "docs", "eval", *data, *logs}
+    assert set(EXTRAS) <= extras
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from a copy, so that nothing is left beside the sources."""
+def sdist(tmp_path_factory):
+    """An sdist built from a copy, so that nothing is left beside the sources."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    ):
         shutil.copy(ROOT / name, source)
-    for name in ("jaxspeed", "models"):
+    for name in ("jaxspeed", "models", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "tests").mkdir()
+    (source / "tests/test_package.py").touch()
+    code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    built = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=source)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return next(source.glob("dist/jaxspeed-*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps"]
+    command = [sys.executable, "-m", "pip", "wheel", str(sdist), "--no-deps"]
     command += ["--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    (found,) = out.glob("jaxspeed-*.whl")
-    return found
+    return next(out.glob("jaxspeed-*.whl"))
+
+
+def test_the_sdist_holds_the_sources_without_tests(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {name.replace("jaxspeed/models/", "models/") for name in modules_on_disk()}
+    assert {"CHANGELOG.md", "setup.py", *CONFIGS, *sources} <= names
+    assert not [name for name in names if name.startswith("tests")]
 
 
 def test_the_wheel_holds_every_module_and_what_modules_read(wheel):
@@ -90,6 +120,7 @@ def test_the_wheel_holds_every_module_and_what_modules_read(wheel):
     assert modules_on_disk() <= names
     files = {"py.typed", "hardware/chips.yaml", "planner/page.html"}
     assert {f"jaxspeed/{file}" for file in files} <= names
+    assert {f"jaxspeed/{config}" for config in CONFIGS} <= names
     assert any(name.endswith("/LICENSE") for name in names)
 
 
@@ -99,11 +130,13 @@ def test_an_old_python_is_told_what_is_needed(monkeypatch):
         runpy.run_path(str(ROOT / "setup.py"))
 
 
-def test_models_import_from_the_wheel(wheel, tmp_path):
+def test_models_and_configs_are_read_from_the_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
         "import jaxspeed, jaxspeed.models\n"
         "for name in jaxspeed.models.FAMILIES: jaxspeed.models.family(name)\n"
+        "from jaxspeed.config import load_config\n"
+        "assert load_config('tiny').run.steps == 300\n"
         "print(jaxspeed.models.__file__)"
     )
     # -S keeps an editable install's finder out; the libraries are put back by hand.

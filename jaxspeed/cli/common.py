@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxspeed.config import Config
 
 IMPORTS = "importing JAX, starting devices"
+CONFIGS = "a YAML or JSON file, a run's folder, or a name of `jaxspeed config --list`"
 INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 
@@ -42,9 +43,7 @@ def command(
         formatter_class=Help,
     )
     if config:
-        parser.add_argument(
-            "config", metavar="CONFIG", help="a YAML or JSON file, or a run's folder"
-        )
+        parser.add_argument("config", metavar="CONFIG", help=CONFIGS)
         add_overrides(parser)
         if devices:
             add_output(parser)

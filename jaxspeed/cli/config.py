@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -38,6 +39,9 @@ def add(commands: Any) -> None:
         "--schema", action="store_true", help="print the JSON Schema of configs instead"
     )
     parser.add_argument(
+        "--list", action="store_true", help="list the configs that jaxspeed has, by name"
+    )
+    parser.add_argument(
         "--fix", metavar="OUT", help="write the config with the errors fixed that have one answer"
     )
     config_or_run(parser).nargs = "?"
@@ -47,14 +51,22 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from jaxspeed.config import Config, examine, fix_config
     from jaxspeed.config.explain import explain
-    from jaxspeed.config.parse import LAST_COMMA
+    from jaxspeed.config.parse import LAST_COMMA, shipped_configs
     from jaxspeed.config.problems import config_error
 
     if args.schema:
         print_json(Config.json_schema())
         return 0
+    if args.list:
+        configs = {file.stem: _subject(file) for file in shipped_configs()}
+        if args.json:
+            print_json(configs)
+            return 0
+        for name, subject in configs.items():
+            out().print(f"{name:<18}{subject}", highlight=False, markup=False, soft_wrap=True)
+        return 0
     if args.config is None:
-        args.parser.error("CONFIG is missing (or --schema)")
+        args.parser.error("CONFIG is missing (or --schema or --list)")
     options: dict[str, Any] = {
         "auto": args.auto,
         "strict": args.strict,
@@ -79,6 +91,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(rows, examined, fixed, args.fix)
     return 2 if examined.problems else 0
+
+
+def _subject(file: Path) -> str:
+    """The first sentence of the comment with which a config begins."""
+    if file.suffix == ".json":
+        return "keys of DeepSpeed, in JSON"
+    comment = re.sub(r"\n# ?", " ", file.read_text(encoding="utf-8").partition("\nrun:")[0])
+    return re.split(r"[.:](?: |$)", comment.removeprefix("# "))[0]
 
 
 def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.cli.common import (
+    CONFIGS,
     add_output,
     add_overrides,
     command,
@@ -31,9 +32,7 @@ def add(commands: Any) -> None:
         "jaxspeed plan configs/llama3_8b.yaml --target v5p:2x2x2 --compile",
         config=False,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a YAML or JSON file, or a run's folder"
-    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIGS)
     add_overrides(parser)
     add_output(parser)
     parser.add_argument(

@@ -37,7 +37,8 @@ class _Pairs(list):
 def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
     """Read a dict, a .json, .yaml or .yml file, or a run's folder: (tree, problems, name).
 
-    The output of a run's config is the folder itself, wherever that is now.
+    The output of a run's config is the folder itself, wherever that is now. A path that does not
+    exist may name a shipped config.
     """
     if isinstance(source, Mapping):
         return *as_tree(source), "the config"
@@ -48,13 +49,14 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
     path = Path(source)
     origin = shown(str(path)).strip('"')
     try:
-        file = path / RUN_CONFIG if path.is_dir() else path
+        is_run = path.is_dir()
+        file = path / RUN_CONFIG if is_run else path if path.exists() else _shipped(path)
         with file.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise TooLarge(f"over {MOST_BYTES:,} bytes")
         tree, problems = _parsed(content.decode("utf-8-sig"), file.suffix.lower())
-        if file != path and isinstance(tree, dict):
+        if is_run and isinstance(tree, dict):
             tree["run"] = {**(tree.get("run") or {}), "output": str(path)}
     except TooLarge as error:
         return {}, [Problem(origin, str(error), _NO_CONFIG)], origin
@@ -66,6 +68,21 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
 
 
 _NO_CONFIG = "No config is that large."
+
+
+def shipped_configs() -> list[Path]:
+    """The configs in the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs"
+    folder = folder if folder.is_dir() else package.parent / "configs"
+    return sorted(file for file in folder.glob("*") if file.suffix in (".json", ".yaml"))
+
+
+def _shipped(path: Path) -> Path:
+    """The shipped config of a name such as tiny or configs/tiny.yaml; else the path itself."""
+    files = shipped_configs()
+    names = {name: file for file in files for name in (file.stem, file.name)}
+    return names.get(path.as_posix().removeprefix("configs/"), path)
 
 
 def as_tree(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -117,7 +134,9 @@ def _unreadable(path: Path, error: Exception) -> Problem:
         return _no_run(path, name)
     if isinstance(error, FileNotFoundError):
         near = did_you_mean(path.name, _file_names(path.parent))
-        return Problem(name, "no such file", near or f"The folder is {path.parent.absolute()}.")
+        near = near or did_you_mean(path.stem, [file.stem for file in shipped_configs()])
+        where = f"The folder is {path.parent.absolute()}; `jaxspeed config --list` has others."
+        return Problem(name, "no such file", near or where)
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         return Problem(name, place, "Needs JSON, in which comments may stand.")

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +141,15 @@ def test_a_missing_file_is_not_explained_as_an_empty_config(tmp_path):
     assert not fixed.exists()
     (row,) = explain_config(str(tmp_path / "no.json"))
     assert row.verdict == "refused" and "no such file" in row.sentence
+
+
+def test_the_shipped_configs_are_listed_with_their_subjects(capsys):
+    assert main(["config", "--list", "--json"]) == 0
+    subjects = json.loads(capsys.readouterr().out)
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    assert [*subjects] == sorted(file.stem for file in configs.iterdir())
+    assert subjects["llama3_8b"] == "Llama 3 8B in bf16, state sharded over all devices"
+    assert all(8 < len(subject) < 80 for subject in subjects.values())
 
 
 def test_the_version_is_that_of_the_package(capsys):

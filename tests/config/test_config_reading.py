@@ -78,6 +78,22 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path):
         load_config(tmp_path / "ds_confg.json")
 
 
+def test_a_shipped_config_is_named_anywhere_and_an_existing_path_wins(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = {name: load_config(name).run.steps for name in ("tiny", "configs/tiny.yaml")}
+    assert set(steps.values()) == {300}
+    assert load_config("tiny").run.output == "runs/tiny"  # that of the file, not of a run's folder
+    with pytest.raises(ConfigError, match=r'no such file\. Did you mean "llama3_8b"'):
+        load_config("lama3_8b")
+    with pytest.raises(ConfigError, match=r"no such file\. The folder is .*config --list"):
+        load_config("elsewhere/tiny.json/configs")
+    write(tmp_path, "tiny.yaml", "run: {steps: 7}\ntrain_batch_size: 8")
+    assert load_config("tiny.yaml").run.steps == 7
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(ConfigError, match="holds no run"):
+        load_config("tiny")
+
+
 def test_a_folder_is_no_config(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no run\. Needs a \.json, \.yaml or \.yml file"):
         load_config(tmp_path)
