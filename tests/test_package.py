@@ -65,7 +65,7 @@ def test_the_extras_are_those_that_the_readme_may_name():
     extras = set(PROJECT["project"]["optional-dependencies"])
     logs = {"tensorboard", "wandb", "plot"}
     data = {"hf", "arrow", "zstd", "sentencepiece"}
-    assert extras == {"test", "tpu", "cuda", "bench", "ray", "docs", *data, *logs}
+    assert extras == {"test", "tpu", "cuda", "bench", "ray", "docs", "eval", *data, *logs}
 
 
 @pytest.fixture(scope="module")
