@@ -5,7 +5,8 @@ NAMES: dict[str, str] = {
     "loss": "training loss of the step: total over weight, of the global batch",
     "weight": "denominator of the step's loss: number of tokens or samples that count",
     "eval_loss": "held-out loss: total over weight, of all evaluated held-out batches; beside it "
-    "the loss function's own metrics, as eval_NAME",
+    "the loss function's own metrics, as eval_NAME, and those of run.eval_tasks, as "
+    "eval_TASK/METRIC",
     "lr": "learning rate of the step",
     "muon_lr": "with Muon, instead of lr: learning rate of the matrices that Muon updates",
     "adam_lr": "with Muon, instead of lr: learning rate of the other parameters (Adam)",

@@ -1,9 +1,10 @@
-"""`jaxspeed eval CONFIG`: the loss of a checkpoint on files, or on held-out samples."""
+"""`jaxspeed eval CONFIG`: the loss of a checkpoint, or its scores on tasks of lm-eval."""
 
 import argparse
 from typing import Any
 
 from jaxspeed.cli.common import IMPORTS, add_checkpoint, command, loaded, out, print_json, shown
+from jaxspeed.errors import ConfigError
 
 # The columns of the table, and their formats.
 COLUMNS = {
@@ -20,7 +21,8 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "eval",
-        "compute the loss of a run's checkpoint, on files or on held-out samples",
+        "compute the loss of a run's checkpoint, on files or on held-out samples, or its scores on "
+        "tasks of lm-eval",
         "jaxspeed eval configs/tiny.yaml --data notes.txt",
     )
     parser.add_argument(
@@ -31,26 +33,70 @@ def add(commands: Any) -> None:
         help="a file, a folder or a glob, all of which is read, in place of the config's "
         "data.eval or held-out samples; may be repeated",
     )
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="in place of the loss: tasks of lm-eval, by name or as YAML files, separated by "
+        "commas; they may run code",
+    )
     add_checkpoint(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    tasks = [*filter(None, (args.tasks or "").split(","))]
+    if args.tasks is not None:
+        if args.data or not tasks:
+            raise ConfigError("--tasks: names of tasks or YAML files, and no --data beside them")
+        from jaxspeed.config.before_start import refuse_missing_tasks
+
+        refuse_missing_tasks("--tasks", tasks)
     config = loaded(args)
     with shown(IMPORTS):
         from jaxspeed.checkpoint.process_agreement import is_first
-        from jaxspeed.run import evaluate_run, source_of
+        from jaxspeed.run import evaluate_run, evaluate_run_on_tasks, source_of
 
         source = source_of(config, name=args.config)
     with shown("evaluating"):
-        figures = evaluate_run(source, args.tag, data=args.data, ema=args.ema)
+        if tasks:
+            figures = evaluate_run_on_tasks(source, tasks, args.tag, ema=args.ema)
+        else:
+            figures = evaluate_run(source, args.tag, data=args.data, ema=args.ema)
     if not is_first():
         return 0
     if args.json:
         print_json(figures)
+    elif tasks:
+        show_scores(figures)
     else:
         show(figures)
     return 0
+
+
+def show_scores(figures: dict[str, Any]) -> None:
+    """Print a row for each metric of each task."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = out()
+    console.print(weights_of(figures), highlight=False)
+    table = Table(box=None)
+    for title in ("task", "metric", "score", "standard error"):
+        table.add_column(title, justify="right" if title in ("score", "standard error") else "left")
+    for task, scores in figures["tasks"].items():
+        for name, value in scores.items():
+            metric, comma, choice = name.partition(",")
+            if not metric.endswith("_stderr"):
+                error = scores.get(f"{metric}_stderr{comma}{choice}")
+                text = "-" if error is None else f"{error:.4f}"
+                table.add_row(escape(task), escape(name), f"{value:.4f}", text)
+    console.print(table, highlight=False)
+
+
+def weights_of(figures: dict[str, Any]) -> str:
+    """What is evaluated, as a line."""
+    average = "moving average of the weights, " if figures["ema"] else ""
+    return f"{average}step {figures['step']} ({figures['checkpoint'] or 'no checkpoint'})"
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -59,9 +105,7 @@ def show(figures: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = out()
-    weights = "moving average of the weights, " if figures["ema"] else ""
-    checkpoint = figures["checkpoint"] or "no checkpoint"
-    console.print(f"{weights}step {figures['step']} ({checkpoint})", highlight=False)
+    console.print(weights_of(figures), highlight=False)
     columns = [name for name in COLUMNS if name in figures]
     table = Table(box=None)
     table.add_column("")

@@ -41,6 +41,14 @@ def refuse_missing(packages: Iterable[Package]) -> None:
             )
 
 
+def refuse_missing_tasks(key: str, tasks: Iterable[str]) -> None:
+    """Raise ConfigError if lm-eval, or the file of one of its tasks, is not there."""
+    refuse_missing([Package(key, "lm_eval", "eval")])
+    for task in tasks:
+        if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
+            raise ConfigError(f"{key}: {task}: no such file")
+
+
 def monitor_packages(config: Settings) -> Iterator[Package]:
     for key, name in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if getattr(config, key).enabled:
@@ -71,6 +79,8 @@ def check_start(config: Settings, more: Iterable[Package] = ()) -> None:
       ConfigError: one is missing, or the mesh is of another number of devices.
     """
     refuse_missing([*more, *packages(config)])
+    if config.run.eval_tasks:
+        refuse_missing_tasks("run.eval_tasks", config.run.eval_tasks)
     if config.parallel.data_reduction != "parameter_server" and (text := misfit(config)):
         raise ConfigError(text)
     if config.run.steps is None and config.run.epochs is None:

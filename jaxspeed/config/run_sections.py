@@ -294,6 +294,10 @@ class RunSection(Section):
         None, "Steps between evaluations on held-out samples; always one at the end."
     )
     eval_batches: Count | None = honoured(None, "Batches per evaluation; by default all.")
+    eval_tasks: list[Text] = honoured(
+        [],
+        "Tasks of lm-eval, by name or as YAML files, whose scores each evaluation computes too.",
+    )
     checkpoint_every: Count | None = honoured(
         None,
         "Steps between checkpoints; a tenth of the run by default, at most 1000. There is always "

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jaxspeed.config import Config, load_config
+from jaxspeed.config.before_start import refuse_missing_tasks
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import ByteTokenizer, Split
 from jaxspeed.data.evaluation_parts import evaluation_parts
@@ -18,6 +19,7 @@ from jaxspeed.engine import CheckReport, Engine
 from jaxspeed.errors import ConfigError, DataError, ModelError
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.run.evaluation import Evaluated, evaluate
+from jaxspeed.run.lm_eval_tasks import evaluate_tasks
 from jaxspeed.run.sampling import Chat, sample_texts
 from jaxspeed.run.start import (
     Source,
@@ -119,6 +121,23 @@ def evaluate_run(
         **extra,
         "files": [] if apart is None else files,
     }
+
+
+def evaluate_run_on_tasks(
+    source: Source, tasks: Sequence[str], tag: str | None = None, *, ema: bool = False
+) -> dict[str, Any]:
+    """The scores of a checkpoint on tasks of lm-eval, by name or as YAML files.
+
+    Arguments are those of `evaluate_run`; the first process alone has the scores.
+    """
+    refuse_missing_tasks("tasks", tasks)
+    checkpoint = ChosenCheckpoint(source, tag)
+    tokenizer = source.tokenizer(checkpoint.files())
+    engine, step, tag = checkpoint.restored(ema)
+    context, stop = source.config.data.seq_len, source.watchdog.progressed
+    with source.watchdog.section("evaluate"):
+        scores = evaluate_tasks(engine, tokenizer, tasks, context=context, stop=stop)
+    return {"step": step, "checkpoint": tag, "ema": ema, "tasks": scores}
 
 
 def _figures(evaluated: Evaluated, of_text: bool, of_bytes: bool) -> dict[str, Any]:

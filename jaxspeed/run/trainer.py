@@ -25,6 +25,7 @@ from jaxspeed.launch.variables import report_progress
 from jaxspeed.metrics import counted_tokens
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.lm_eval_tasks import evaluate_tasks
 from jaxspeed.run.sampling import FinalSample
 from jaxspeed.run.signals import StopRequest
 from jaxspeed.run.step_records import Recorder
@@ -255,22 +256,33 @@ class Trainer:
     # -- between steps --------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        held_out = self.corpus.held_out
-        if held_out is None:
+        held_out, tasks = self.corpus.held_out, self.config.run.eval_tasks
+        if held_out is None and not tasks:
             return
         if self.sample is not None and self.reached.step >= self.steps:
             with self.recorder.phase("evaluate"):
                 self.sample.start()
         self._read_all()
+        means = dict[str, float]()
         with self.recorder.phase("evaluate"):
             if self._evaluation_compiled is not None:
                 self._evaluation_compiled()
-            most = self.config.run.eval_batches
-            evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
-        if evaluated is None:
-            return
-        means = evaluated.means
-        self.reached.eval_loss, self.reached.eval_step = means["loss"], self.reached.step
+            if held_out is not None:
+                most = self.config.run.eval_batches
+                evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
+                if evaluated is None:
+                    return
+                means |= evaluated.means
+                self.reached.eval_loss = means["loss"]
+            if tasks:
+                tokenizer, context = self.corpus.tokenizer, self.corpus.context
+                options: dict[str, Any] = {"context": context, "stop": self._asked_to_stop}
+                scores = evaluate_tasks(self.engine, tokenizer, tasks, **options)
+                if scores is None:
+                    return
+                for task, metrics in scores.items():
+                    means |= {f"{task}/{name}": value for name, value in metrics.items()}
+        self.reached.eval_step = self.reached.step
         self.recorder.evaluated(self.reached.step, means)
 
     def _save(self) -> None:
