@@ -39,6 +39,7 @@ QUICK = (
     f"{ON} slurm --print --processes 16 --nodes 2 --devices-per-process 1 -- train config.yaml",
     f"{ON} kubernetes --print --processes 2 --devices-per-process 8 --image repo/image:1 "
     "--volume runs:/runs -- train config.yaml",
+    "jaxspeed config --list",
 )
 # Longer; `make test-full` runs them, the training ones for few steps.
 LONG = (

@@ -111,7 +111,8 @@ def _jaxspeed_problems(words: list[str]) -> Iterator[str]:
         if config in READERS_CONFIGS or str(config).startswith(RUNS):
             jaxspeed.Config.load(READERS_CONFIG, overrides)
         elif config is not None:
-            jaxspeed.Config.load(ROOT / config, overrides)
+            file = ROOT / config
+            jaxspeed.Config.load(file if file.exists() else config, overrides)  # a shipped one
         if getattr(given, "target", None):
             target_of(given.target)
     except JaxspeedError as error:
