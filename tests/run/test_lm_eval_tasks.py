@@ -101,9 +101,11 @@ def test_rows_of_a_batch_are_alike_and_few_shapes_are_compiled():
     tokens = MICRO * 256  # of a batch in training, as long as the context
     lengths = Counter(max(16, 1 << (len(before) - 1).bit_length()) for before, _ in pairs)
     assert {length for _, length in shapes} == set(lengths) and len(shapes) == len(lengths)
+    assert lengths[16] < 32 and lengths[256] > 8  # few of one, many of another
     for (rows, length), count in shapes.items():
-        assert rows % RANKS == 0 and rows * length <= tokens
-        assert count == -(-lengths[length] // rows)
+        enough = next(2**i for i in range(1, 9) if 2**i >= lengths[length])
+        assert (rows, count) == (min(tokens // length, enough), -(-lengths[length] // rows))
+        assert rows % RANKS == 0
 
 
 @pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * (CONTEXT + 1))])
