@@ -226,8 +226,8 @@ class TaskRequests:
         for length, group in itertools.groupby(ordered, key=padded.__getitem__):
             numbers = [*group]
             size = max(micro, micro * (data.seq_len or self.context) // length)
-            size = min(size // program.ranks, bucket(-(-len(numbers) // program.ranks), 1 << 30))
-            size = max(size, 1) * program.ranks
+            enough = 1 << (-(-len(numbers) // program.ranks) - 1).bit_length()
+            size = min(size // program.ranks, enough) * program.ranks
             for start in range(0, len(numbers), size):
                 yield numbers[start : start + size], size, length
                 if self._stop():

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 # What `make references` installs; a test that needs one that is absent is skipped by its name.
-PACKAGES = ("torch", "safetensors", "transformers", "peft", "bitsandbytes", "deepspeed", "trl")
+PACKAGES = (
+    "torch",
+    "safetensors",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "deepspeed",
+    "trl",
+    "lm_eval",
+)
 _ARRAY = "$array"
 
 

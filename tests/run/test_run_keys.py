@@ -1,8 +1,10 @@
 """What each key of the section `run` changes of a run, with a model that compiles in a second."""
 
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jaxspeed.config import load_config
 from jaxspeed.engine import Engine
 from jaxspeed.generation import TextPiece
 from jaxspeed.metrics import read_records
-from jaxspeed.run import open_run, sampling, show_ending, source_of, train
+from jaxspeed.run import open_run, sampling, show_ending, source_of, train, trainer
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, squared_error
 
@@ -67,6 +69,33 @@ def test_steps_evaluations_and_checkpoints_are_those_that_are_asked_for(tmp_path
     assert len(evaluated) == 3  # of the two batches that are held out
     kept = sorted(int(path.name[-8:]) for path in (tmp_path / "elsewhere").glob("step-*"))
     assert kept == [info.step for info in run.checkpointer.list()] == [6, 10, 12]
+
+
+def test_scores_of_tasks_are_in_the_metrics_of_each_evaluation(tmp_path, monkeypatch):
+    asked = []
+
+    def scores(engine, tokenizer, tasks, **more):
+        asked.append(tasks)
+        return {"arc": {"acc": 0.5, "acc_stderr": 0.125}}
+
+    monkeypatch.setattr(trainer, "evaluate_tasks", scores)
+    monkeypatch.setitem(sys.modules, "lm_eval", module := ModuleType("lm_eval"))
+    module.__spec__ = ModuleSpec("lm_eval", None, origin="here")
+    trained(tmp_path, steps=3, eval_every=2, eval_tasks=["arc"])
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    written = {r["step"]: r["eval_arc/acc"] for r in records if "eval_arc/acc" in r}
+    assert written == {2: 0.5, 3: 0.5} and asked == [["arc"], ["arc"]]
+    assert all("eval_loss" in r for r in records if "eval_arc/acc_stderr" in r)
+
+
+def test_a_run_with_tasks_needs_lm_eval_and_their_files(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", module := ModuleType("lm_eval"))
+    module.__spec__ = ModuleSpec("lm_eval", None, origin="here")
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.eval_tasks: no\.yaml: no such file"):
+        trained(tmp_path, eval_tasks=["no.yaml"])
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.eval_tasks: needs lm_eval, .*\[eval\]"):
+        trained(tmp_path, eval_tasks=["arc"])
 
 
 def test_epochs_are_passes_over_the_training_samples_and_schedules_follow_them(tmp_path):

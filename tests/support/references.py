@@ -95,6 +95,7 @@ class References:
         own = {"PYTHONPATH", "PYTHONHOME", "COVERAGE_PROCESS_START", "VIRTUAL_ENV"}
         env = {name: value for name, value in os.environ.items() if name not in own}
         env |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        env["HF_DATASETS_CACHE"] = self._folder.name
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 [self.python, HERE / "serve.py"],
