@@ -110,6 +110,7 @@ NOT_RUN = {
         ),
         "tests/test_docs_everyday.py runs it",
     ),
+    "jaxspeed eval runs/mine --tasks my_task.yaml,arc_easy": "lm-eval; tests/interop runs its own",
     "jaxspeed data show config.yaml -n 2": "tests/cli/test_data_show.py runs it",
     "jaxspeed sample config.yaml --chat 'Which fox?'": "tests/run/test_chat_run.py runs it",
     **dict.fromkeys(

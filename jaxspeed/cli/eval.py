@@ -1,6 +1,8 @@
 """`jaxspeed eval CONFIG`: the loss of a checkpoint, or its scores on tasks of lm-eval."""
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 from jaxspeed.cli.common import IMPORTS, add_checkpoint, command, loaded, out, print_json, shown
@@ -51,12 +53,14 @@ def run(args: argparse.Namespace) -> int:
         from jaxspeed.config.before_start import refuse_missing_tasks
 
         refuse_missing_tasks("--tasks", tasks)
+    if tasks or args.data:
+        args.config = config_of_folder(args.config)
     config = loaded(args)
     with shown(IMPORTS):
         from jaxspeed.checkpoint.process_agreement import is_first
         from jaxspeed.run import evaluate_run, evaluate_run_on_tasks, source_of
 
-        source = source_of(config, name=args.config)
+        source = source_of(config, name=str(args.config))
     with shown("evaluating"):
         if tasks:
             figures = evaluate_run_on_tasks(source, tasks, args.tag, ema=args.ema)
@@ -71,6 +75,24 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(figures)
     return 0
+
+
+def config_of_folder(name: str) -> Any:
+    """A config for a Hugging Face folder of a model or of an adapter, or else the name."""
+    model, adapter = Path(name) / "config.json", Path(name) / "adapter_config.json"
+    if adapter.is_file():
+        try:
+            base = json.loads(adapter.read_text())["base_model_name_or_path"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{adapter} names no base_model_name_or_path: {error!r}") from None
+        read = {"model": {"pretrained": base}, "lora": {"adapter": name}}
+    elif model.is_file():
+        read = {"model": {"pretrained": name}}
+    else:
+        return name
+    optimizer = {"type": "SGD", "params": {"lr": 1.0}}  # without state; never used
+    more = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "run": {"output": name}}
+    return read | more
 
 
 def show_scores(figures: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ IGNORED = -100  # a target that does not count
 # Of lm-eval's `generation_kwargs`, the first that is set.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 MOST_TOKENS = 256  # lm-eval's own limit, without one of these
+LENGTH = 2048  # of samples, without data.seq_len and for a long context
 RULES = ("top_k", "top_p", "min_p")
 # Draws for the standard error of a metric that has no formula.
 BOOTSTRAP = 1000
@@ -225,7 +226,7 @@ class TaskRequests:
         padded = [bucket(length, self.context) for length in lengths]
         for length, group in itertools.groupby(ordered, key=padded.__getitem__):
             numbers = [*group]
-            size = max(micro, micro * (data.seq_len or self.context) // length)
+            size = max(micro, micro * (data.seq_len or min(self.context, LENGTH)) // length)
             enough = 1 << (-(-len(numbers) // program.ranks) - 1).bit_length()
             size = min(size // program.ranks, enough) * program.ranks
             for start in range(0, len(numbers), size):

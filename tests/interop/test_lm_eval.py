@@ -176,7 +176,7 @@ def test_other_prompts_are_continued_as_by_lm_evals_own_model(evaluated, referen
 )
 def test_the_command_prints_those_scores(evaluated, tmp_path):
     config, tasks, reference = evaluated
-    words = ["eval", config, "--tasks", ",".join(tasks), "--json"]
+    words = ["eval", config.with_name("model"), "--tasks", ",".join(tasks), "--json"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "jaxspeed", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

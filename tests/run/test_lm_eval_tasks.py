@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxspeed.cli.eval import config_of_folder
 from jaxspeed.cli.main import main
+from jaxspeed.config import load_config
 from jaxspeed.data import ByteTokenizer
 from jaxspeed.data.tokenizer import load_tokenizer
 from jaxspeed.engine.logprobs import Logprobs
@@ -184,6 +186,23 @@ def test_scores_are_numbers_by_task_and_metric():
     filtered = {"exact_match,strict-match": 1}
     scores = {"t": {"acc": 0.5}, "u": {"exact_match,strict-match": 1.0}}
     assert scores_of({"t": metrics, "u": filtered}) == scores
+
+
+def test_a_folder_of_a_model_or_an_adapter_is_evaluated_without_a_config(tmp_path):
+    base, adapter, run = (tmp_path / name for name in ("base", "adapter", "run"))
+    files = {base: "config.json", adapter: "adapter_config.json", run: "run.yaml"}
+    for folder, file in files.items():
+        folder.mkdir()
+        (folder / file).write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    configs = [load_config(config_of_folder(str(folder))) for folder in (base, adapter)]
+    assert [config.model.pretrained for config in configs] == [str(base)] * 2
+    assert configs[0].lora is None and configs[1].lora.adapter == str(adapter)
+    assert [config.run.output for config in configs] == [str(base), str(adapter)]
+    assert config_of_folder(str(run)) == str(run)  # by its own config
+    for text in ("{", "[]", "{}"):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(ConfigError, match="names no base_model_name_or_path"):
+            config_of_folder(str(adapter))
 
 
 @pytest.mark.parametrize(
