@@ -126,8 +126,7 @@ def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monk
         return Outcome(None if refused else Report(), refused, 1.0)
 
     class Report:
-        argument_bytes = temp_bytes = output_bytes = 10**9
-        alias_bytes = host_bytes = 0
+        step_bytes, step_host_bytes = 3 * 10**9, 0
 
     monkeypatch.setattr(search_run, "compile_for", compile_for)
     monkeypatch.setattr(search_run, "_pool", lambda problem: Inline(problem.estimate))
