@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from jaxspeed.config import Config, load_config
-from jaxspeed.config.before_start import refuse_missing_tasks
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import ByteTokenizer, Split
 from jaxspeed.data.evaluation_parts import evaluation_parts
@@ -55,7 +54,12 @@ def train(
 
 
 def evaluate_run(
-    source: Source, tag: str | None = None, *, data: Sequence[str] = (), ema: bool = False
+    source: Source,
+    tag: str | None = None,
+    *,
+    data: Sequence[str] = (),
+    ema: bool = False,
+    tasks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The loss of a checkpoint, and what follows from it: perplexity, accuracy.
 
@@ -66,8 +70,16 @@ def evaluate_run(
       tag: the checkpoint; the newest intact one by default.
       data: paths of files and folders.
       ema: whether the moving average of the weights is evaluated.
+      tasks: of lm-eval, names or YAML files; scores "TASK/METRIC" are in place of the loss.
     """
     checkpoint, section = ChosenCheckpoint(source, tag), data_section(source.config)
+    if tasks:
+        tokenizer = source.tokenizer(checkpoint.files())
+        engine, step, tag = checkpoint.restored(ema)
+        with source.watchdog.section("evaluate"):
+            progressed = source.watchdog.progressed
+            scores = evaluate_tasks(engine, tokenizer, tasks, section.seq_len, progressed)
+        return {"step": step, "checkpoint": tag, "ema": ema, "files": [], **(scores or {})}
     apart = section.eval
     if not all(path and "\0" not in path for path in data):
         raise DataError("data: an empty path, or one with a NUL character; each needs a name")
@@ -121,23 +133,6 @@ def evaluate_run(
         **extra,
         "files": [] if apart is None else files,
     }
-
-
-def evaluate_run_on_tasks(
-    source: Source, tasks: Sequence[str], tag: str | None = None, *, ema: bool = False
-) -> dict[str, Any]:
-    """The scores of a checkpoint on tasks of lm-eval, by name or as YAML files.
-
-    Arguments are those of `evaluate_run`; the first process alone has the scores.
-    """
-    refuse_missing_tasks("tasks", tasks)
-    checkpoint = ChosenCheckpoint(source, tag)
-    tokenizer = source.tokenizer(checkpoint.files())
-    engine, step, tag = checkpoint.restored(ema)
-    context, stop = source.config.data.seq_len, source.watchdog.progressed
-    with source.watchdog.section("evaluate"):
-        scores = evaluate_tasks(engine, tokenizer, tasks, context=context, stop=stop)
-    return {"step": step, "checkpoint": tag, "ema": ema, "tasks": scores}
 
 
 def _figures(evaluated: Evaluated, of_text: bool, of_bytes: bool) -> dict[str, Any]:

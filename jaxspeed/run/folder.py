@@ -36,13 +36,8 @@ class RunFolder:
         self._claims: list[Claim] = []
         self._written: list[tuple[Claim, str]] = []  # by `open`, of a new run
 
-    def open(
-        self,
-        whose: Mapping[str, Any],
-        files: Mapping[str, bytes],
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Lock the folders for the run that `whose` describes; write its files and its config.
+    def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Lock the folders for the run that `whose` describes, and write its files.
 
         Raises:
           ConfigError: one cannot be written, another process uses it, or it holds another run.
@@ -68,7 +63,7 @@ class RunFolder:
                         "their weights, or the run.output of that run to continue it"
                     )
             if not begun:
-                self._written = [(output, name) for name in (*files, WHOSE, RUN_CONFIG, LOCK)]
+                self._written = [(output, name) for name in (*files, WHOSE, LOCK)]
                 if not (kept.folder / WHOSE).exists():
                     self._written += [(kept, name) for name in (WHOSE, LOCK)]
                 for name, data in files.items():
@@ -76,11 +71,13 @@ class RunFolder:
                 output.identify(whose)
             kept.take()
             kept.identify(whose)
-            if config is not None:  # which may change: run.json alone identifies the run
-                output.write(RUN_CONFIG, _as_yaml(config))
         except BaseException:
             self.close()
             raise
+
+    def store(self, config: Mapping[str, Any]) -> None:
+        """Write the config, which may change: run.json alone identifies the run."""
+        self._claims[0].write(RUN_CONFIG, _as_yaml(config))
 
     def withdraw(self) -> None:
         """Remove what `open` wrote of a new run, which is refused before it begins."""

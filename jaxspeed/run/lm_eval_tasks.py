@@ -1,8 +1,4 @@
-"""Tasks of EleutherAI's lm-eval: its requests for log-likelihoods and texts, by an engine.
-
-lm-eval reads the tasks and computes the scores. Each process answers all requests, and so lm-eval
-sees one.
-"""
+"""Tasks of EleutherAI's lm-eval, which reads them, and has its requests answered by an engine."""
 
 import contextlib
 import io
@@ -31,44 +27,27 @@ from jaxspeed.user_models.user_code import foreign
 
 log = logging.getLogger("jaxspeed")
 
-Scores = dict[str, dict[str, float]]  # of each task and group: its metrics, and "NAME_stderr"
-
 IGNORED = -100  # a target that does not count
-# Of lm-eval's `generation_kwargs`, the first that is set.
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-MOST_TOKENS = 256  # lm-eval's own limit, without one of these
-LENGTH = 2048  # of samples, without data.seq_len and for a long context
-RULES = ("top_k", "top_p", "min_p")
-# Draws for the standard error of a metric that has no formula.
-BOOTSTRAP = 1000
+LENGTH = 2048  # of a context, or of training's samples, that nothing else sets
+LIMITS = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
 
 
 def evaluate_tasks(
     engine: Engine,
     tokenizer: Tokenizer | None,
     tasks: Sequence[str],
-    *,
     context: int | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> Scores | None:
-    """The scores of an engine's model on tasks; None if `stop()` was true between two batches.
+) -> dict[str, float] | None:
+    """Scores as "TASK/METRIC", on every process; None if `stop()` was true between two batches.
 
-    Called on every process; the first one alone returns scores and prints.
-
-    Args:
-      tasks: names of lm-eval's tasks and groups, and YAML files. They may run code (`!function`).
-      context: tokens that the model sees, if its config has no max_position_embeddings.
-
-    Raises:
-      ModelError: the model writes no text, or a task raised an exception.
+    Tasks are names or YAML files, and may run code. Models without max_position_embeddings have
+    this `context`.
     """
     if tokenizer is None or has_scores(engine):
-        raise ModelError("tasks: the model has no tokenizer and next tokens, which lm-eval reads")
-    context = getattr(sizes_of(engine.program.source.model), "max_position_embeddings", context)
-    if context is None:
-        raise ModelError("tasks: neither the model nor data.seq_len says how many tokens it sees")
-    requests = TaskRequests(engine, tokenizer, context, stop)
-    # With several processes of lm-eval's own, which would be forks of one that has JAX's threads.
+        raise ModelError("tasks: lm-eval needs a model that writes text, and its tokenizer")
+    limit = getattr(sizes_of(engine.program.source.model), "max_position_embeddings", None)
+    # Else it forks processes, of one that has JAX's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # --json has the other
@@ -77,16 +56,18 @@ def evaluate_tasks(
         stack.enter_context(foreign(f"lm-eval ({', '.join(tasks)})"))
         stack.enter_context(engine.evaluating())
         from lm_eval import simple_evaluate
+        from lm_eval.api.model import TemplateLM
         from lm_eval.tasks import TaskManager
 
-        # To read the names of its own tasks takes lm-eval ten seconds.
+        model = type("EngineLM", (TaskRequests, TemplateLM), {})
+        # lm-eval reads the names of its own tasks for ten seconds.
         manager = TaskManager(include_defaults=not all(Path(task).is_file() for task in tasks))
         try:
             results = simple_evaluate(
-                model_of(requests),
+                model(engine, tokenizer, limit or context or LENGTH, stop),
                 tasks=[*tasks],
                 task_manager=manager,
-                bootstrap_iters=BOOTSTRAP,
+                bootstrap_iters=1000,
                 log_samples=False,
             )
         except Stopped:
@@ -94,203 +75,153 @@ def evaluate_tasks(
     return {} if results is None else scores_of(results["results"])
 
 
-def scores_of(results: Mapping[str, Mapping[str, Any]]) -> Scores:
-    """lm-eval's results: numbers by task and metric, with a filter's name if there is one."""
+def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers in lm-eval's results, whose metrics are named "METRIC,FILTER"."""
     return {
-        task: {
-            name.removesuffix(",none"): float(value)
-            for name, value in metrics.items()
-            if "," in name and isinstance(value, int | float)
-        }
+        f"{task}/{name.removesuffix(',none')}": float(value)
         for task, metrics in results.items()
+        for name, value in metrics.items()
+        if "," in name and isinstance(value, int | float)
     }
 
 
 class Stopped(BaseException):
-    """The run is to stop; lm-eval and its tasks catch no exception of this kind."""
+    """The run is to stop."""
 
 
 class TaskRequests:
-    """The answers to lm-eval's requests, computed in batches.
+    """Methods of lm-eval's `TemplateLM`, which splits texts into contexts and continuations.
 
-    A batch has as many tokens as one of training, rows of nearly the same length, and a shape that
-    few others have, so that few programs are compiled.
+    A batch has at most as many tokens as one of training, and a shape that few others have.
     """
 
+    eot_token_id: int | None = None
+    prefix_token_id: int = 0  # after which a text without a context begins
+
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        context: int,
-        stop: Callable[[], bool] = lambda: False,
+        self, engine: Engine, tokenizer: Tokenizer, context: int, stop: Callable[[], bool]
     ) -> None:
-        self._engine, self._tokenizer, self.context = engine, tokenizer, context
-        self._stop = stop
-        self._begin, self._end = added_tokens(tokenizer)
-        self.end = self._special("eos_token")
-        begin = self._special("bos_token")
-        self._prefix = self.end if begin is None else begin
-        self._prefix_text = None if self._prefix is None else tokenizer.spell([self._prefix])
+        super().__init__()
+        self._engine, self._tokenizer, self._context, self._stop = engine, tokenizer, context, stop
+        texts = special_tokens(tokenizer)
 
-    def _special(self, name: str) -> int | None:
-        text = special_tokens(self._tokenizer).get(name)
-        ids = [] if text is None else self._tokenizer.encode(text).tolist()
-        if len(ids) == 1:
-            return int(ids[0])
-        return self._tokenizer.end if name == "eos_token" else None
+        def token(*names: str) -> int | None:
+            encoded = [tokenizer.encode(texts[name]).tolist() for name in names if name in texts]
+            return next((ids[0] for ids in encoded if len(ids) == 1), tokenizer.end)
 
-    @property
-    def prefix(self) -> int:
-        """The token after which a text without a context begins."""
-        if self._prefix is None:
-            raise DataError(
-                "tasks: the tokenizer has neither bos_token nor eos_token, after which a text "
-                "without a context could begin"
-            )
-        return self._prefix
+        prefix, self.eot_token_id = token("bos_token", "eos_token"), token("eos_token")
+        if prefix is None:
+            raise DataError("tasks: the tokenizer has neither bos_token nor eos_token")
+        self.prefix_token_id, self._prefix = prefix, tokenizer.spell([prefix])
 
-    def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """The tokens of a text, with those that the tokenizer adds unless the text has them."""
-        ids = self._tokenizer.encode(text).tolist()
-        if special is None:
-            special = not (self._prefix_text and text.startswith(self._prefix_text))
-        return [*self._begin, *ids, *self._end] if special else ids
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **more: Any
+    ) -> list[int]:
+        """The tokens, with those that the tokenizer adds unless the text begins with one."""
+        begin, end = added_tokens(self._tokenizer)
+        ids = self._tokenizer.encode(string).tolist()
+        is_bare = add_special_tokens is None and self._prefix and string.startswith(self._prefix)
+        return ids if add_special_tokens is False or is_bare else [*begin, *ids, *end]
 
-    def loglikelihoods(
-        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[tuple[float, bool]]:
-        """Of the tokens of each continuation after its context, and whether each is the top one.
+    def _loglikelihood_tokens(self, requests: Any, **more: Any) -> list[tuple[float, bool]]:
+        """Of (texts, context, continuation): the log-likelihood, and whether it is greedy.
 
         A context that is too long loses its first tokens.
         """
-        answers = [(0.0, True)] * len(pairs)
-        for before, after in pairs:
-            if not before or not 0 < len(after) <= self.context:
-                raise DataError(
-                    f"tasks: a continuation of {len(after)} tokens after {len(before)}; it has "
-                    f"from 1 to {self.context}, the model's context, after at least 1"
-                )
-        rows = [[*before, *after][-self.context - 1 :] for before, after in pairs]
+        answers = [(0.0, True)] * len(requests)
+        counts = [len(after) for _, _, after in requests]
+        if not all(0 < count <= self._context for count in counts):
+            raise DataError(
+                f"tasks: continuations have {min(counts)} to {max(counts)} tokens; the model's "
+                f"context allows 1 to {self._context}"
+            )
+        rows = [[*before, *after][-self._context - 1 :] for _, before, after in requests]
         for numbers, size, length in self._batches([len(ids) - 1 for ids in rows]):
             tokens = np.zeros((size, length), np.int32)
             targets = np.full((size, length), IGNORED, np.int32)
-            for row, number in enumerate(numbers):
-                ids, count = rows[number], len(pairs[number][1])
-                tokens[row, : len(ids) - 1] = ids[:-1]
-                targets[row, len(ids) - 1 - count : len(ids) - 1] = ids[-count:]
+            for row, i in enumerate(numbers):
+                end = len(rows[i]) - 1
+                tokens[row, :end] = rows[i][:-1]
+                targets[row, end - counts[i] : end] = rows[i][-counts[i] :]
             scored = self._engine.logprobs({"tokens": tokens, "targets": targets}, is_top=True)
             sums, is_top = process_allgather((scored.sums, scored.is_top), tiled=True)
             is_greedy = (is_top | (targets == IGNORED)).all(-1)
-            for row, number in enumerate(numbers):
-                answers[number] = float(sums[row]), bool(is_greedy[row])
+            for row, i in enumerate(numbers):
+                answers[i] = float(sums[row]), bool(is_greedy[row])
         return answers
 
-    def texts(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What follows each context by its `generation_kwargs`, up to the first text of `until`."""
-        answers = [""] * len(requests)
-        numbers_of = dict[str, list[int]]()
-        for number, (_, wanted) in enumerate(requests):
-            numbers_of.setdefault(json.dumps(wanted, sort_keys=True), []).append(number)
-        for written, group in numbers_of.items():
+    def loglikelihood_rolling(self, requests: Any, **more: Any) -> list[float]:
+        """The log-likelihoods of texts, in parts as long as the context."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows: list[Any] = []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            parts = get_rolling_token_windows(ids, self.prefix_token_id, self._context, 1)
+            windows += [(i, *make_disjoint_window(part)) for part in parts]
+        totals = [0.0] * len(requests)
+        for (i, *_), (value, _) in zip(windows, self._loglikelihood_tokens(windows)):
+            totals[i] += value
+        return totals
+
+    def generate_until(self, requests: Any, **more: Any) -> list[str]:
+        """What follows each context, up to the first text of `until`."""
+        answers, groups = [""] * len(requests), dict[str, list[int]]()
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1]), []).append(i)
+        for written, group in groups.items():
             until, most, options = generation_options(json.loads(written))
-            if most >= self.context:
+            if most >= self._context:
                 raise ConfigError(
-                    f"tasks: max_gen_toks is {most}, and the model's context is {self.context}; "
-                    "set generation_kwargs.max_gen_toks of the task to less"
+                    f"tasks: max_gen_toks {most}; needs less than the context, {self._context}"
                 )
-            prompts = [self.encode(requests[n][0]) or [self.prefix] for n in group]
-            prompts = [ids[most - self.context :] for ids in prompts]
+            prompts = [self.tok_encode(requests[i].args[0]) for i in group]
+            prompts = [(ids or [self.prefix_token_id])[most - self._context :] for ids in prompts]
             for places, size, _ in self._batches([len(ids) + most for ids in prompts]):
-                filled = [prompts[i] for i in places]
+                rows = [prompts[i] for i in places]
                 outputs = self._engine.generate(
-                    filled + filled[-1:] * (size - len(filled)),
+                    rows + rows[-1:] * (size - len(rows)),
                     most,
                     stop=until,
-                    stop_tokens=[] if self.end is None else [self.end],
+                    stop_tokens=[] if self.eot_token_id is None else [self.eot_token_id],
                     seed=group[places[0]],
-                    context=self.context,
+                    context=self._context,
                     tokenizer=self._tokenizer,
                     **options,
                 )
                 for i, output in zip(places, outputs):
-                    text = self._tokenizer.decode(output.tokens)  # as lm-eval does, alone
-                    ends = [at for stop in until if (at := text.find(stop)) >= 0]
-                    answers[group[i]] = text[: min(ends)] if ends else text
+                    text = self._tokenizer.decode(output.tokens)  # without the prompt, as lm-eval
+                    answers[group[i]] = min([text, *(text.partition(x)[0] for x in until)], key=len)
         return answers
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-        """(numbers of sequences, number of rows, padded length), the longest first."""
-        program, data = self._engine.program, self._engine.config.data
+        """(numbers of sequences, rows, padded length), the longest first."""
+        program, trained = self._engine.program, self._engine.config.data.seq_len
         micro = program.batch.train // program.batch.accumulation
+        tokens = micro * (trained or min(self._context, LENGTH))
         ordered = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        padded = [bucket(length, self.context) for length in lengths]
+        padded = [bucket(length, self._context) for length in lengths]
         for length, group in itertools.groupby(ordered, key=padded.__getitem__):
             numbers = [*group]
-            size = max(micro, micro * (data.seq_len or min(self.context, LENGTH)) // length)
             enough = 1 << (-(-len(numbers) // program.ranks) - 1).bit_length()
-            size = min(size // program.ranks, enough) * program.ranks
+            size = min(max(micro, tokens // length) // program.ranks, enough) * program.ranks
             for start in range(0, len(numbers), size):
                 yield numbers[start : start + size], size, length
                 if self._stop():
                     raise Stopped
 
 
-def generation_options(wanted: Mapping[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
+def generation_options(wanted: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
     """(texts that end one, number of tokens, options of `Engine.stream`) of `generation_kwargs`."""
-    wanted = dict(wanted)
     until = wanted.pop("until", None) or []
     limits = [wanted.pop(name, None) for name in LIMITS]
-    most = next((int(limit) for limit in limits if limit is not None), MOST_TOKENS)
-    temperature = float(wanted.pop("temperature", 0.0) or 0.0)
-    draws = wanted.pop("do_sample", None) is not False and temperature > 0
-    rules = {name: wanted.pop(name) for name in RULES if name in wanted}
-    options = {"temperature": temperature, **rules} if draws else {"temperature": 0.0}
-    if (penalty := wanted.pop("repetition_penalty", None)) is not None:
-        options["repetition_penalty"] = penalty
+    draws = wanted.pop("do_sample", None) is not False
+    options: dict[str, Any] = {"temperature": float(wanted.pop("temperature", 0)) * draws}
+    for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
+        value = wanted.pop(name, None) or None  # 0 is none in transformers
+        if options["temperature"] or name == "repetition_penalty":
+            options |= {name: value} if value else {}
     if wanted:
         log.warning("tasks: generation_kwargs that are ignored: %s", ", ".join(wanted))
-    texts = [until] if isinstance(until, str) else until
-    return [text for text in texts if text], most, options
-
-
-def model_of(requests: TaskRequests) -> Any:
-    """lm-eval's model whose requests these answer."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    class EngineLM(TemplateLM):
-        @property
-        def eot_token_id(self) -> int:
-            return requests.prefix if requests.end is None else requests.end
-
-        @property
-        def prefix_token_id(self) -> int:
-            return requests.prefix
-
-        def tok_encode(
-            self, string: str, add_special_tokens: bool | None = None, **_: Any
-        ) -> list[int]:
-            return requests.encode(string, add_special_tokens)
-
-        def loglikelihood(self, instances: Any, disable_tqdm: bool = True) -> Any:
-            return super().loglikelihood(instances, disable_tqdm=True)
-
-        def _loglikelihood_tokens(self, encoded: Any, **_: Any) -> list[tuple[float, bool]]:
-            return requests.loglikelihoods([(before, after) for _, before, after in encoded])
-
-        def loglikelihood_rolling(self, instances: Any, disable_tqdm: bool = True) -> list[float]:
-            windows = list[tuple[int, Any]]()
-            for number, request in enumerate(instances):
-                ids = requests.encode(request.args[0])
-                parts = get_rolling_token_windows(ids, requests.prefix, requests.context, 1)
-                windows += [(number, make_disjoint_window(part)) for part in parts]
-            totals = [0.0] * len(instances)
-            answers = requests.loglikelihoods([pair for _, pair in windows])
-            for (number, _), (value, _) in zip(windows, answers):
-                totals[number] += value
-            return totals
-
-        def generate_until(self, instances: Any, disable_tqdm: bool = True) -> list[str]:
-            return requests.texts([request.args for request in instances])
-
-    return EngineLM()
+    texts = [text for text in ([until] if isinstance(until, str) else until) if text]
+    return texts, next((int(x) for x in limits if x is not None), 256), options

@@ -203,7 +203,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     }
     files = files_of(corpus.tokenizer)
     processes = Processes()
-    processes.first("opening the folder of the run", lambda: folder.open(whose, files, stored))
+    processes.first("opening the folder of the run", lambda: folder.open(whose, files))
     unseen = processes.all(
         "looking for the folder of the run",
         folder.has_begun,
@@ -232,6 +232,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     except JaxspeedError:
         folder.withdraw()
         raise
+    processes.first("storing the config in the folder", lambda: folder.store(stored))
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
     if console is not None and is_first():
         before.say = functools.partial(console.print, markup=False, highlight=False)

@@ -275,13 +275,11 @@ class Trainer:
                 means |= evaluated.means
                 self.reached.eval_loss = means["loss"]
             if tasks:
-                tokenizer, context = self.corpus.tokenizer, self.corpus.context
-                options: dict[str, Any] = {"context": context, "stop": self._asked_to_stop}
-                scores = evaluate_tasks(self.engine, tokenizer, tasks, **options)
+                of_data = self.corpus.tokenizer, tasks, self.corpus.context
+                scores = evaluate_tasks(self.engine, *of_data, self._asked_to_stop)
                 if scores is None:
                     return
-                for task, metrics in scores.items():
-                    means |= {f"{task}/{name}": value for name, value in metrics.items()}
+                means |= scores
         self.reached.eval_step = self.reached.step
         self.recorder.evaluated(self.reached.step, means)
 

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -13,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxspeed.data.tokenizer import read_tokenizer
 from jaxspeed.run import source_of
-from jaxspeed.run.lm_eval_tasks import TaskRequests
+from jaxspeed.run.lm_eval_tasks import TaskRequests, scores_of
 
 pytestmark = pytest.mark.sampled
 
@@ -132,22 +133,22 @@ def test_answers_and_scores_are_those_of_lm_evals_own_model(evaluated, reference
     config, tasks, reference = evaluated
     source = source_of(config)
     folder = source.config.model.pretrained
-    requests = TaskRequests(source.engine(), read_tokenizer(folder), CONTEXT)
+    requests = TaskRequests(source.engine(), read_tokenizer(folder), CONTEXT, lambda: False)
     assert reference["context"] == CONTEXT
     scored = reference["scored"]
     for texts, before, after, *_ in scored:
         if texts and texts[0]:  # as TemplateLM splits them
-            assert requests.encode(texts[0].rstrip()) == before
-            assert requests.encode("".join(texts))[len(before) :] == after
+            assert requests.tok_encode(texts[0].rstrip()) == before
+            assert requests.tok_encode("".join(texts))[len(before) :] == after
     assert len({len(before) + len(after) > CONTEXT + 1 for _, before, after, *_ in scored}) == 2
 
-    answers = requests.loglikelihoods([(before, after) for _, before, after, *_ in scored])
+    answers = requests._loglikelihood_tokens([request[:3] for request in scored])
     assert [value for value, _ in answers] == pytest.approx([x[3] for x in scored], abs=1e-4)
     assert [is_greedy for _, is_greedy in answers] == [x[4] for x in scored]
     assert answers[0][1] and not answers[1][1]
 
     written = reference["written"]
-    texts = requests.texts([(text, wanted) for text, wanted, _ in written])
+    texts = requests.generate_until([SimpleNamespace(args=x[:2]) for x in written])
     assert texts == [answer for _, _, answer in written]
 
     replayed = references.call(
@@ -165,9 +166,9 @@ def test_other_prompts_are_continued_as_by_lm_evals_own_model(evaluated, referen
     config, _, _ = evaluated
     source = source_of(config)
     folder = source.config.model.pretrained
-    requests = TaskRequests(source.engine(), read_tokenizer(folder), CONTEXT)
+    requests = TaskRequests(source.engine(), read_tokenizer(folder), CONTEXT, lambda: False)
     texts = references.call("lm_eval_scores.texts", folder=folder, prompts=PROMPTS)
-    assert requests.texts(PROMPTS) == texts
+    assert requests.generate_until([SimpleNamespace(args=x) for x in PROMPTS]) == texts
 
 
 @pytest.mark.skipif(
@@ -181,6 +182,7 @@ def test_the_command_prints_those_scores(evaluated, tmp_path):
     command = [sys.executable, "-m", "jaxspeed", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    for task, scores in json.loads(done.stdout)["tasks"].items():
-        numbers = {name: x for name, x in reference["results"][task].items() if "," in name}
-        assert scores == pytest.approx({n.removesuffix(",none"): x for n, x in numbers.items()})
+    figures = json.loads(done.stdout)
+    expected = scores_of(reference["results"])
+    assert len(expected) == 8
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)

@@ -60,6 +60,14 @@ def requests(stop=lambda: False, tokenizer=None, context=CONTEXT):
     return engine, TaskRequests(engine, tokenizer or ByteTokenizer(), context, stop)
 
 
+def answers(tasks, pairs):
+    return tasks._loglikelihood_tokens([(None, *pair) for pair in pairs])
+
+
+def written(tasks, prompts):
+    return tasks.generate_until([SimpleNamespace(args=prompt) for prompt in prompts])
+
+
 def expected(before, after):
     ids = [*before, *after]
     pairs = [(ids[i - 1], ids[i]) for i in range(len(before), len(ids))]
@@ -79,7 +87,7 @@ def test_a_continuations_tokens_count_and_a_context_loses_its_first_ones():
     rng = np.random.default_rng(1)
     sizes = [(1, 1), (5, 3), (1, CONTEXT), (CONTEXT, 1), (CONTEXT, 2), (60, 7), (2, 9)]
     pairs = [[rng.integers(1, 256, size).tolist() for size in both] for both in sizes]
-    assert tasks.loglikelihoods(pairs) == [expected(*pair) for pair in pairs]
+    assert answers(tasks, pairs) == [expected(*pair) for pair in pairs]
     rows = {tuple(row) for batch in engine.batches for row in batch["tokens"].tolist()}
     for before, after in pairs[-3:-1]:  # too long: the inputs are the last ones
         assert tuple([*before, *after][-CONTEXT - 1 : -1]) in rows
@@ -90,15 +98,15 @@ def test_a_continuation_is_greedy_if_each_of_its_tokens_is_the_most_likely():
     before = [7, (int(TOP[7]) + 1) % 256]  # whose own tokens are not
     after = after_top(before, 4)
     wrong = [[*after[:i], (after[i] + 1) % 256, *after[i + 1 :]] for i in range(4)]
-    answers = tasks.loglikelihoods([(before, x) for x in [after, *wrong, after[:1]]])
-    assert [is_greedy for _, is_greedy in answers] == [True, *[False] * 4, True]
+    scored = answers(tasks, [(before, x) for x in [after, *wrong, after[:1]]])
+    assert [is_greedy for _, is_greedy in scored] == [True, *[False] * 4, True]
 
 
 def test_rows_of_a_batch_are_alike_and_few_shapes_are_compiled():
     engine, tasks = requests(context=256)
     rng = np.random.default_rng(2)
     pairs = [(rng.integers(0, 9, n).tolist(), [1]) for n in [*rng.integers(1, 256, 90), 3, 250]]
-    assert tasks.loglikelihoods(pairs) == [expected(*pair) for pair in pairs]
+    assert answers(tasks, pairs) == [expected(*pair) for pair in pairs]
     shapes = Counter(batch["tokens"].shape for batch in engine.batches)
     tokens = MICRO * 256  # of a batch in training, as long as the context
     lengths = Counter(max(16, 1 << (len(before) - 1).bit_length()) for before, _ in pairs)
@@ -110,21 +118,23 @@ def test_rows_of_a_batch_are_alike_and_few_shapes_are_compiled():
         assert rows % RANKS == 0
 
 
-@pytest.mark.parametrize("pair", [([], [1]), ([1], []), ([1], [2] * (CONTEXT + 1))])
+@pytest.mark.parametrize("pair", [([1], []), ([1], [2] * (CONTEXT + 1))])
 def test_a_continuation_that_the_model_cannot_score_is_refused(pair):
-    with pytest.raises(DataError, match=f"tasks: a continuation of {len(pair[1])} tokens after"):
-        requests()[1].loglikelihoods([pair])
+    with pytest.raises(
+        DataError, match=rf"continuations have {len(pair[1])} to .* allows 1 to {CONTEXT}"
+    ):
+        answers(requests()[1], [pair])
 
 
 def test_a_text_ends_before_the_first_stop_string_and_a_prompt_loses_its_first_tokens():
     engine, tasks = requests()
     wanted = {"until": ["END", "t.", ""], "max_gen_toks": 10}
     asked = [("ab", wanted), ("x" * 50 + "yz", wanted), ("", {"until": "."}), ("ab", wanted)]
-    with pytest.raises(ConfigError, match=r"max_gen_toks is 256, .* context is 24"):
-        tasks.texts(asked)
+    with pytest.raises(ConfigError, match=r"max_gen_toks 256; .* context, 24"):
+        written(tasks, asked)
     asked[2] = ("", {"max_gen_toks": 4})
     engine, tasks = requests()
-    assert tasks.texts(asked) == ["a tex", "a tex", "a text. END", "a tex"]
+    assert written(tasks, asked) == ["a tex", "a tex", "a text. END", "a tex"]
     (_, tokens, options), *_ = engine.generated
     assert tokens == 10
     prompts = [prompt for batch, *_ in engine.generated for prompt in batch]
@@ -169,22 +179,22 @@ def test_special_tokens_are_added_unless_a_text_begins_with_the_first():
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer.beside = {"tokenizer_config.json": json.dumps(names).encode()}
     _, tasks = requests(tokenizer=tokenizer)
-    assert tasks.encode("a b") == [0, 2, 3] and tasks.encode("<s> a b") == [0, 2, 3]
-    assert tasks.encode("a b", special=False) == [2, 3]
-    assert (tasks.prefix, tasks.end) == (0, 1)
+    assert tasks.tok_encode("a b") == [0, 2, 3] and tasks.tok_encode("<s> a b") == [0, 2, 3]
+    assert tasks.tok_encode("a b", False) == [2, 3]
+    assert (tasks.prefix_token_id, tasks.eot_token_id) == (0, 1)
 
 
 def test_a_run_that_is_to_stop_ends_between_two_batches():
     engine, tasks = requests(stop=lambda: len(engine.batches) == 2)
     with pytest.raises(Stopped):
-        tasks.loglikelihoods([([1], [2] * n) for n in (1, 20, 1, 20) * 9])
+        answers(tasks, [([1], [2] * n) for n in (1, 20, 1, 20) * 9])
     assert len(engine.batches) == 2
 
 
 def test_scores_are_numbers_by_task_and_metric():
     metrics = {"alias": "a", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": "N/A"}
     filtered = {"exact_match,strict-match": 1}
-    scores = {"t": {"acc": 0.5}, "u": {"exact_match,strict-match": 1.0}}
+    scores = {"t/acc": 0.5, "u/exact_match,strict-match": 1.0}
     assert scores_of({"t": metrics, "u": filtered}) == scores
 
 
@@ -193,24 +203,22 @@ def test_a_folder_of_a_model_or_an_adapter_is_evaluated_without_a_config(tmp_pat
     files = {base: "config.json", adapter: "adapter_config.json", run: "run.yaml"}
     for folder, file in files.items():
         folder.mkdir()
-        (folder / file).write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        (folder / file).write_text(
+            json.dumps({"base_model_name_or_path": str(base), "peft_type": "LORA"})
+        )
     configs = [load_config(config_of_folder(str(folder))) for folder in (base, adapter)]
     assert [config.model.pretrained for config in configs] == [str(base)] * 2
     assert configs[0].lora is None and configs[1].lora.adapter == str(adapter)
     assert [config.run.output for config in configs] == [str(base), str(adapter)]
     assert config_of_folder(str(run)) == str(run)  # by its own config
-    for text in ("{", "[]", "{}"):
-        (adapter / "adapter_config.json").write_text(text)
-        with pytest.raises(ConfigError, match="names no base_model_name_or_path"):
-            config_of_folder(str(adapter))
 
 
 @pytest.mark.parametrize(
     "words, error",
     [
         (["--tasks", "arc_easy"], r'--tasks: needs lm_eval, .*pip install "jaxspeed\[eval\]"'),
-        (["--tasks", "arc_easy", "--data", "a.txt"], "--tasks: .*no --data"),
-        (["--tasks", ","], "--tasks: names of tasks"),
+        (["--tasks", "arc_easy", "--data", "a.txt"], "--tasks: .*without --data"),
+        (["--tasks", ","], "--tasks: needs names"),
     ],
 )
 def test_the_command_refuses_tasks_before_it_reads_the_config(words, error, monkeypatch, capsys):
