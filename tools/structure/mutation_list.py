@@ -488,7 +488,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     ),
     (
         "rows = pair_rows(batch, pairs_per_row)",
-        'rows = pair_rows({**batch, "mask": _of_texts(batch)}, pairs_per_row)',
+        'rows = pair_rows({**batch, "mask": of_texts(batch)}, pairs_per_row)',
         "test_a_step_of_preferences_equals_plain_optax[mixed-stage 3, accumulation 4]",
     ),
     (
@@ -535,5 +535,10 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "for name, array in sorted((values or {}).items()):",
         "for name, array in ():",
         "test_the_fingerprint_covers_labels_margins_and_the_objectives_keys",
+    ),
+    (
+        "if unlike := [name for name in now if before.get(name) != now[name]]:",
+        "if unlike := list[str]():",
+        "test_arrays_of_other_data_weights_or_settings_are_not_used[precision]",
     ),
 ]
