@@ -9,7 +9,7 @@ one layer of a stack where it needs full matrices (LAMB, Muon); otherwise the en
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -112,7 +112,8 @@ class StreamedUpdate:
         inputs = [*(slot._replace(role="grad") for slot in param_slots), *states, *param_slots]
 
         def update(grads: Any, opt: Any, params: Any) -> Any:
-            updates, after = self.transform.update(grads, opt, params, placements=self.table)
+            by_leaf = replace(self.table, owned=())
+            updates, after = self.transform.update(grads, opt, params, placements=by_leaf)
             return after, optax.apply_updates(params, updates)
 
         return separate(update, (grads, opt, params), inputs, [*states, *param_slots])

@@ -5,7 +5,6 @@ deepspeed/__init__.py). Optax's `scale_by_muon` corrects the momentum's bias, wh
 weights of momentum and gradient in the Nesterov sum, and has no Gram iteration.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxspeed.optim.norms_and_biases import is_norm_or_bias, map_with_path
+from jaxspeed.optim.owners import by_owners
+from jaxspeed.placement.matrices import view_of
+from jaxspeed.placement.paths import flat_with_paths
 
 NewtonSchulz = Literal["gram", "standard"]
 
@@ -58,6 +60,7 @@ def scale_by_muon(
     ns_method: NewtonSchulz,
     stacked: Callable[[str], int],
     inputs: Callable[[str], int | None] = lambda path: None,
+    products: Any = None,
 ) -> optax.GradientTransformation:
     """Muon's direction `u = scale orthogonalize((1 - momentum) g + momentum m)`.
 
@@ -74,34 +77,40 @@ def scale_by_muon(
     def init(params: Any) -> MuonState:
         return MuonState(momentum=optax.tree.zeros_like(params))
 
-    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: MuonState, params: Any = None, *, placements: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
         average = optax.tree.update_moment(updates, state.momentum, momentum, 1)
         nesterov = optax.tree.update_moment(updates, average, momentum, 1)
-        updates = map_with_path(
-            lambda path, u: _direction(u, stacked(path), inputs(path), ns_method), nesterov
+        leaves = flat_with_paths(nesterov)
+        views = {
+            path: view
+            for path, u in leaves.items()
+            if (view := view_of(u.shape, stacked(path), inputs(path)))
+        }
+        narrow = {path: u.astype(products or u.dtype) for path, u in leaves.items()}
+        done = by_owners(
+            lambda view, x: one_at_a_time(lambda x: orthogonalize(x, ns_method), x),
+            views,
+            narrow,
+            placements,
         )
-        return updates, MuonState(average)
 
-    return optax.GradientTransformation(init, update)
+        def direction(path: str, u: jax.Array) -> jax.Array:
+            rows, columns = views[path].matrix
+            if u.ndim - stacked(path) == 4 and inputs(path) is None:
+                columns, rows = u.shape[-4:-2]
+            return max(1.0, columns / rows) ** 0.5 * done[path].astype(u.dtype)
+
+        return map_with_path(direction, nesterov), MuonState(average)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _direction(
-    u: jax.Array, stacked: int, inputs: int | None, ns_method: NewtonSchulz
-) -> jax.Array:
-    """u  [layers, in, out], [layers, height, width, in, out], or in and out of several dims."""
-    if inputs is not None:
-        layers = u.shape[:stacked]
-        wide = math.prod(u.shape[stacked : stacked + inputs])
-        matrix = u.reshape(*layers, wide, -1)
-        tall = matrix.shape[-1]
-    elif u.ndim - stacked == 4:
-        tall, wide = u.shape[-4:-2]
-        matrix = u.reshape(*u.shape[:-4], -1, u.shape[-1])
-    else:
-        wide, tall = u.shape[-2:]
-        matrix = u
-    scale = max(1.0, tall / wide) ** 0.5
-    return scale * orthogonalize(matrix, ns_method).reshape(u.shape)
+def one_at_a_time(function, x):
+    if x.shape[0] == 1 or x.shape[-1] * x.shape[-2] < 1 << 20:
+        return function(x)
+    return jax.lax.map(function, x)
 
 
 def orthogonalize(x: jax.Array, ns_method: NewtonSchulz = "gram") -> jax.Array:
@@ -110,13 +119,15 @@ def orthogonalize(x: jax.Array, ns_method: NewtonSchulz = "gram") -> jax.Array:
     Matmuls have the platform's default precision (one bf16 pass on TPU, TF32 on GPU), where
     DeepSpeed casts to bf16 or fp16; sums are in the dtype of x.
     """
+    narrow = x.dtype
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     transposed = x.shape[-2] > x.shape[-1]
     x = x.mT if transposed else x
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
     # The Gram matrix of a square matrix is as large, without gain.
     use_gram = ns_method == "gram" and x.shape[-2] < x.shape[-1]
     x = _gram_newton_schulz(x) if use_gram else _newton_schulz(x, _ITERATIONS)
-    return x.mT if transposed else x
+    return (x.mT if transposed else x).astype(narrow)
 
 
 def _newton_schulz(x: jax.Array, iterations: int) -> jax.Array:

@@ -51,6 +51,7 @@ class OptimizerInputs:
     rules: PathRules
     stacked: Callable[[str], int]
     inputs: Callable[[str], int | None]
+    products: Any = None
 
     def decay(self, weight_decay: float) -> optax.GradientTransformation:
         return add_weight_decay(lambda path: self.rules.weight_decay(path, weight_decay))
@@ -80,6 +81,7 @@ def build_optimizer(
     stacked: Callable[[str], int] = lambda path: 0,
     inputs: Callable[[str], int | None] = lambda path: None,
     moment_dtype: jax.typing.DTypeLike | None = None,
+    products: Any = None,
 ) -> optax.GradientTransformation:
     """The optimizer of a config's `optimizer` section. Its updates are *added* to parameters.
 
@@ -103,7 +105,7 @@ def build_optimizer(
     """
     optimizer, arguments = _call(type, params)
     rules = PathRules(groups, exclude_norms_and_biases, match)
-    parts = OptimizerInputs(schedule or LRSchedule(), rules, stacked, inputs)
+    parts = OptimizerInputs(schedule or LRSchedule(), rules, stacked, inputs, products)
     return in_float32(optimizer(parts, **arguments), moment_dtype)
 
 
@@ -293,7 +295,7 @@ def muon(
     def labels(params: Any) -> Any:
         return map_with_path(label, params)
 
-    direction = scale_by_muon(momentum, ns_method, parts.stacked, parts.inputs)
+    direction = scale_by_muon(momentum, ns_method, parts.stacked, parts.inputs, parts.products)
 
     return optax.partition(
         {

@@ -29,6 +29,8 @@ from jaxspeed.placement.codec import (
     StoredValue,
     codec_of,
 )
+from jaxspeed.placement.matrices import MatrixView
+from jaxspeed.placement.owned import OwnedStack, owned_stacks
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import (
     AS_MADE,
@@ -70,6 +72,7 @@ class PlacementTable:
     extra: Mapping[str, StateLeaf] = field(default_factory=dict)
     stack: Stack | None = None  # the blocks that are sharded over pipe
     codecs: Sequence[AssignsCodecs] = ()  # of moments and of frozen parameters
+    owned: Sequence[OwnedStack] = ()  # matrices that the optimizer computes at their owners
 
     def __getitem__(self, path: str) -> Row:
         return self.rows[path]
@@ -116,6 +119,11 @@ class PlacementTable:
             for parameter in values
             for row in self.parameters[parameter]
         }
+
+    def with_owners(self, asked: Iterable[Mapping[str, MatrixView]]) -> "PlacementTable":
+        """The table with the stacks of these views, for each call of a function of theirs."""
+        stacks = [s for views in asked for s in owned_stacks(views, self.rows, self.mesh)]
+        return replace(self, owned=tuple(stacks))
 
     @property
     def ranks(self) -> int:

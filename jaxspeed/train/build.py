@@ -25,6 +25,7 @@ from jaxspeed.objectives import objective_of
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
+from jaxspeed.optim.owners import views_asked
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.pipeline.scanned_stack import with_scanned_layers
@@ -62,7 +63,7 @@ from jaxspeed.train.tensor_names import propagated_dims, traced_example, with_te
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer, optimizer_of
-from jaxspeed.train_state.state import native_tree
+from jaxspeed.train_state.state import native_tree, wide_dtype
 from jaxspeed.user_models import Model, adapt_model
 from jaxspeed.user_models.trainable import NamedLeaves, TrainRule, train_rule
 from jaxspeed.zero3 import BY_CONSTRAINT, Exchange
@@ -225,6 +226,7 @@ def _placed(
         codecs=(*codecs, *rules, *optimizer.codecs),
     )
     layout = _layout_of(table, read.model, optimizer.transform)
+    table = _with_owners(table, read.model, layout, optimizer.transform)
     rings = rings_of(config.parallel, mesh)
     ring = Reduction(rings, table) if rings else None
     table = table.with_state(layout.places, _extra_rows(mesh, read.model.variables, ring))
@@ -485,6 +487,31 @@ def _layout_of(
     }
     abstract = jax.eval_shape(transform.init, native_tree(model, trained))
     return OptLayout.of(table, abstract, device_memory_kind(table.mesh))
+
+
+def _with_owners(
+    table: PlacementTable,
+    model: Model,
+    layout: OptLayout,
+    transform: optax.GradientTransformationExtraArgs,
+) -> PlacementTable:
+    """The table with the matrices that the optimizer's update computes at their owners."""
+    if table.mesh.size == 1:
+        return table
+    trained = [row for row in table if row.leaf.trainable]
+    grads, params = (
+        native_tree(
+            model, {row.path: jax.ShapeDtypeStruct(row.leaf.shape, dtype(row)) for row in trained}
+        )
+        for dtype in (wide_dtype, lambda row: row.updated.dtype)
+    )
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.placement.dtype) for leaf in layout.places.values()
+    ]
+    opt = jax.tree.unflatten(layout.tree, leaves)
+    with views_asked() as asked:
+        jax.eval_shape(partial(transform.update, placements=table), grads, opt, params)
+    return table.with_owners(asked)
 
 
 def _sequence_of(parallel: Parallel, recompute: Recompute) -> SequenceSettings:

@@ -104,6 +104,7 @@ def optimizer_of(
         stacked=lambda path: leaves[path].stacked if path in leaves else 0,
         inputs=lambda path: leaves[path].matrix_inputs if path in leaves else None,
         moment_dtype=jnp.float32 if codecs else precision_of(config).opt,
+        products=None if config.compute_dtype == "fp32" else precision_of(config).compute,
     )
     base = base_learning_rates(section.type, section.params)
 
