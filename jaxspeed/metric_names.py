@@ -8,8 +8,8 @@ NAMES: dict[str, str] = {
     "the loss function's own metrics, as eval_NAME, and those of run.eval_tasks, as "
     "eval_TASK/METRIC",
     "lr": "learning rate of the step",
-    "muon_lr": "with Muon, instead of lr: learning rate of the matrices that Muon updates",
-    "adam_lr": "with Muon, instead of lr: learning rate of the other parameters (Adam)",
+    "muon_lr": "with Muon and NorMuon, instead of lr: learning rate of the matrices they update",
+    "adam_lr": "with Muon and NorMuon, instead of lr: learning rate of the other parameters (Adam)",
     "grad_norm": "global gradient norm before clipping",
     "grad_norm_clipped": "global gradient norm after clipping",
     "loss_scale": "loss scale of fp16 training (1 in other precisions)",

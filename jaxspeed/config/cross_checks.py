@@ -143,7 +143,8 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     if settings.bf16.enabled and settings.bf16.bf16_optimizer_states and encoded:
         works = "Remove it: moments have 8 bits, and those of small parameters are fp32."
         yield Problem("bf16.bf16_optimizer_states", f"true with {optimizer.type}", works)
-    if params.get("nesterov") and not (params["momentum"] > 0 and params["dampening"] == 0):
+    is_sgd = optimizer.type == "SGD"
+    if is_sgd and params["nesterov"] and not (params["momentum"] > 0 == params["dampening"]):
         actual = f"true with momentum {params['momentum']} and dampening {params['dampening']}"
         works = "Needs a momentum above 0 and a dampening of 0."
         yield Problem("optimizer.params.nesterov", actual, works)

@@ -12,6 +12,7 @@ from jaxspeed.config.optimizers import (
     PAGED,
     REMOVED_OPTIMIZERS,
     TRAINER_OPTIMIZERS,
+    TWO_RATES,
     UNBUILT_OPTIMIZERS,
 )
 from jaxspeed.config.problems import Problem, from_pydantic
@@ -136,8 +137,8 @@ def _base_rates(
     assert optimizer is not None
     params = dict(optimizer.params)
     defaults, missing = {"lr": params["lr"]}, "lr" not in written_params
-    if optimizer.type == "Muon":
-        defaults = {"muon_lr": 0.02, "adam_lr": 3e-4}
+    if optimizer.type in TWO_RATES:
+        defaults = dict(zip(("muon_lr", "adam_lr"), TWO_RATES[optimizer.type], strict=True))
         missing = any(params[key] is None for key in defaults) and params["lr"] is None
         for key, default in defaults.items():
             if params[key] is None:
@@ -147,7 +148,8 @@ def _base_rates(
     notes = {}
     if missing and not rate_is_the_schedules(settings):
         taken = " and ".join(f"{key} {value:g}" for key, value in defaults.items())
-        notes["optimizer.params.lr"] = f"Not set: DeepSpeed's default, {taken}, is taken."
+        whose = "its" if optimizer.type in ("NorMuon", "SOAP") else "DeepSpeed's"
+        notes["optimizer.params.lr"] = f"Not set: {whose} default, {taken}, is taken."
     return settings.model_copy(update={"optimizer": filled}), notes
 
 

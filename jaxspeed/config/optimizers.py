@@ -2,12 +2,13 @@
 
 Where DeepSpeed's documentation and code disagree, the code is followed: the defaults of its Adam,
 Lamb and Lion, torch's SGD and Adagrad, and Muon with Adam for parameters that are no matrices.
+NorMuon and SOAP, which it has not, have the keys and defaults of their references.
 """
 
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from jaxspeed.config.types import (
     Beta,
@@ -16,6 +17,7 @@ from jaxspeed.config.types import (
     Flag,
     Natural,
     NonNegative,
+    Number,
     Positive,
     Section,
     lower,
@@ -107,21 +109,64 @@ class LionParams(TorchOnly):
     weight_decay: NonNegative = honoured(0.0, _DECAY)
 
 
-class MuonParams(TorchOnly):
-    """Muon for matrices (`muon_lr`), AdamW for the rest (`adam_lr`); both fall back on `lr`."""
+class _TwoRates(TorchOnly):
+    """Learning rates of matrices (`muon_lr`) and of the rest (`adam_lr`), by default `lr`."""
 
     lr: NonNegative | None = honoured(None, _RATE)
     muon_lr: NonNegative | None = honoured(None, "Learning rate of matrices; by default lr.")
     adam_lr: NonNegative | None = honoured(
         None, "Learning rate of other parameters; by default lr."
     )
+
+
+class MuonParams(_TwoRates):
+    """Muon for matrices, AdamW for the rest."""
+
     momentum: Beta = honoured(0.95, _MOMENTUM)
     weight_decay: NonNegative = honoured(0.0, _DECAY)
     ns_method: Annotated[Literal["gram", "standard"], BeforeValidator(lower)] = honoured(
         "gram", "The form of the Newton-Schulz iteration."
     )
+    per_head_muon: Flag = honoured(
+        False, "Each attention head's part of a weight of queries, keys or values is a matrix."
+    )
+    consistent_rms: Positive | None = honoured(
+        None, "Scales a matrix's update by this times sqrt(max(in, out)); 0.2 is near AdamW's."
+    )
     betas: Betas = honoured((0.9, 0.95), _BETAS)
     eps: NonNegative = honoured(1e-10, _EPS)
+
+
+class NorMuonParams(_TwoRates):
+    """NorMuon for matrices with the keys and defaults of microsoft/dion, AdamW for the rest."""
+
+    mu: Beta = honoured(0.95, _MOMENTUM)
+    muon_beta2: Beta = honoured(0.95, "Decay rate of the neurons' second moments.")
+    betas: Betas = honoured((0.9, 0.95), _BETAS)
+    weight_decay: NonNegative = honoured(0.01, _DECAY)
+    epsilon: NonNegative = honoured(1e-8, _EPS)
+    nesterov: Flag = honoured(False, "Nesterov's momentum.")
+    adjust_lr: Literal["spectral_norm", "rms_norm"] | None = honoured(
+        "spectral_norm", "Scales updates by sqrt(out / in), or by 0.2 sqrt(max(in, out))."
+    )
+    use_polar_express: Flag = honoured(
+        True, "The polynomials of Polar Express; else those that Dion had before."
+    )
+    use_gram_newton_schulz: Flag = honoured(False, "The iteration on the Gram matrix.")
+
+
+class SoapParams(TorchOnly):
+    """SOAP for matrices with its authors' keys and defaults, AdamW for the rest."""
+
+    lr: NonNegative = honoured(3e-3, _RATE)
+    betas: Betas = honoured((0.95, 0.95), _BETAS)
+    shampoo_beta: Annotated[Number, Field(lt=1)] = honoured(
+        -1.0, "Decay rate of the preconditioners; that of the second moments if negative."
+    )
+    eps: NonNegative = honoured(1e-8, _EPS)
+    weight_decay: NonNegative = honoured(0.01, _DECAY)
+    precondition_frequency: Count = honoured(10, "Steps between two updates of the eigenbases.")
+    max_precond_dim: Natural = honoured(10000, "The largest dim that has an eigenbasis.")
 
 
 LEAST_SIZE = re.compile(r"min_\d+bit_size")  # the parameter of optimizers with encoded moments
@@ -166,6 +211,8 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "Lamb": LambParams,
     "Lion": LionParams,
     "Muon": MuonParams,
+    "NorMuon": NorMuonParams,
+    "SOAP": SoapParams,
     "AdamW8bit": AdamW8bitParams,
     "Adam8bit": Adam8bitParams,
     "Lion8bit": Lion8bitParams,
@@ -173,6 +220,9 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "PagedAdam8bit": Adam8bitParams,
     "PagedLion8bit": Lion8bitParams,
 }
+
+# Rates of matrices and of other parameters where the config has none.
+TWO_RATES = {"Muon": (0.02, 3e-4), "NorMuon": (0.01, 3e-4)}
 
 PAGED = "Paged"  # the start of a name: the state is offloaded to host memory
 

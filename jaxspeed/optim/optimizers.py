@@ -8,20 +8,29 @@ the others.
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspeed.config.optimizers import LEAST_SIZE
+from jaxspeed.config.optimizers import LEAST_SIZE, TWO_RATES
 from jaxspeed.config.patterns import match
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim.groups import GroupLike, Match, PathRules
-from jaxspeed.optim.muon import NewtonSchulz, scale_by_muon, uses_muon
+from jaxspeed.optim.matrices import MatrixView, view_of
+from jaxspeed.optim.muon import (
+    POLAR_EXPRESS,
+    RISING,
+    NewtonSchulz,
+    scale_by_muon,
+    scale_by_normuon,
+    uses_muon,
+)
 from jaxspeed.optim.norms_and_biases import map_with_path
 from jaxspeed.optim.schedules import LRSchedule
+from jaxspeed.optim.soap import scale_by_soap
 from jaxspeed.optim.transforms import (
     Step,
     add_weight_decay,
@@ -50,8 +59,34 @@ class OptimizerInputs:
     schedule: LRSchedule
     rules: PathRules
     stacked: Callable[[str], int]
+    matrix_stack: Callable[[str], int]
     inputs: Callable[[str], int | None]
-    products: Any = None
+    heads: Callable[[str], int]
+    products: jax.typing.DTypeLike | None
+
+    def view(self, path: str, p: Any) -> MatrixView | None:
+        """The matrices of a leaf; None for those that Adam updates."""
+        stack, inputs = self.matrix_stack(path), self.inputs(path)
+        if jnp.iscomplexobj(p) or not uses_muon(path, p.ndim - stack, inputs):
+            return None
+        return view_of(p.shape, stack, inputs)
+
+    def with_adam(
+        self,
+        name: str,
+        of_matrices: optax.GradientTransformation,
+        adam: optax.GradientTransformation,
+        is_matrix: Callable[[MatrixView], bool] = lambda view: True,
+    ) -> optax.GradientTransformation:
+        """The transformation `name` of the matrices, Adam's of all other leaves."""
+
+        def label(path: str, p: Any) -> str:
+            view = self.view(path, p)
+            return name if view is not None and is_matrix(view) else "adam"
+
+        return optax.partition(
+            {name: of_matrices, "adam": adam}, lambda params: map_with_path(label, params)
+        )
 
     def decay(self, weight_decay: float) -> optax.GradientTransformation:
         return add_weight_decay(lambda path: self.rules.weight_decay(path, weight_decay))
@@ -79,7 +114,10 @@ def build_optimizer(
     exclude_norms_and_biases: bool = False,
     match: Match = match,
     stacked: Callable[[str], int] = lambda path: 0,
+    matrix_stack: Callable[[str], int] | None = None,
     inputs: Callable[[str], int | None] = lambda path: None,
+    heads: Callable[[str], int] = lambda path: 1,
+    products: jax.typing.DTypeLike | None = None,
     moment_dtype: jax.typing.DTypeLike | None = None,
     products: Any = None,
 ) -> optax.GradientTransformation:
@@ -89,15 +127,20 @@ def build_optimizer(
     updates: on a skipped step, keep the old state.
 
     Args:
-      type: Adam, AdamW, SGD, Adagrad, Lamb, Lion or Muon, in any case. With 8-bit or paged state
-        (PagedAdamW8bit) the transformation is the same.
+      type: Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon, NorMuon or SOAP, in any case. With 8-bit
+        or paged state (PagedAdamW8bit) the transformation is the same.
       params: its parameters by DeepSpeed's names, validated by the config.
       schedule: from `build_schedule`; None is the optimizer's constant lr.
       groups: learning-rate factors and weight decays by path pattern; the first match wins.
       exclude_norms_and_biases: no weight decay on them.
       match: whether a pattern matches a path, `(pattern, path) -> bool`; the config's by default.
       stacked: number of leading dims that index stacked layers, by path.
-      inputs: number of dims after those that are inputs, of matrices with more than two dims.
+      matrix_stack: number of leading dims that number matrices, layers and experts, by path; None
+        is `stacked`.
+      inputs: number of dims after those that are inputs, of matrices with more than two dims; 0 of
+        a leaf that is no matrix.
+      heads: number of attention heads whose columns are matrices of their own (per_head_muon).
+      products: dtype to which Muon and NorMuon round what they multiply; None is the moments'.
       moment_dtype: the stored dtype of moments; None is the dtype of their parameter.
 
     Raises:
@@ -105,18 +148,21 @@ def build_optimizer(
     """
     optimizer, arguments = _call(type, params)
     rules = PathRules(groups, exclude_norms_and_biases, match)
-    parts = OptimizerInputs(schedule or LRSchedule(), rules, stacked, inputs, products)
+    parts = OptimizerInputs(
+        schedule or LRSchedule(), rules, stacked, matrix_stack or stacked, inputs, heads, products
+    )
     return in_float32(optimizer(parts, **arguments), moment_dtype)
 
 
 def base_learning_rates(type: str, params: Mapping[str, Any]) -> dict[str, float]:
     """The optimizer's learning rates, for `LRSchedule.lr(step, base_lr)`.
 
-    `{"lr": ...}`, and for Muon, which has two, `{"muon_lr": ..., "adam_lr": ...}`.
+    `{"lr": ...}`, and for Muon and NorMuon, which have two, `{"muon_lr": ..., "adam_lr": ...}`.
     """
     optimizer, arguments = _call(type, params)
-    if optimizer is muon:
-        return _muon_rates(*(arguments.get(name) for name in ("lr", "muon_lr", "adam_lr")))
+    if optimizer in (muon, normuon):
+        names = ("lr", "muon_lr", "adam_lr")
+        return _muon_rates(optimizer, *(arguments.get(name) for name in names))
     return {"lr": arguments.get("lr", inspect.signature(optimizer).parameters["lr"].default)}
 
 
@@ -125,7 +171,7 @@ def _call(
 ) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
     name = re.sub(r"^paged|\d+bit$", "", type.lower())
     if name not in _OPTIMIZERS:
-        known = "Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon"
+        known = "Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon, NorMuon, SOAP"
         raise ConfigError(f"optimizer.type: unknown {type!r}; known: {known}")
     arguments = {
         key: value
@@ -274,6 +320,8 @@ def muon(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
     ns_method: NewtonSchulz = "gram",
+    per_head_muon: bool = False,
+    consistent_rms: float | None = None,
 ) -> optax.GradientTransformation:
     """DeepSpeed's MuonWithAuxAdam: Muon for hidden (real) matrices, AdamW for all other leaves.
 
@@ -281,36 +329,100 @@ def muon(
     absolute lr (all but WarmupCosineLR, and WarmupLR without `warmup_max_lr`) sets both to it, and
     none changes the betas: DeepSpeed's class declares none.
     """
-    rates = _muon_rates(lr, muon_lr, adam_lr)
 
-    def then_step(
-        direction: optax.GradientTransformation, base_lr: float
-    ) -> optax.GradientTransformation:
-        return optax.chain(direction, parts.decay(weight_decay), parts.rate(base_lr))
+    def view(path: str, p: Any) -> MatrixView | None:
+        matrices = parts.view(path, p)
+        heads = parts.heads(path) if per_head_muon else 1
+        return matrices and replace(matrices, heads=heads)
 
-    def label(path: str, p: Any) -> str:
-        is_matrix = uses_muon(path, p.ndim - parts.stacked(path), parts.inputs(path))
-        return "muon" if is_matrix and not jnp.iscomplexobj(p) else "adam"
-
-    def labels(params: Any) -> Any:
-        return map_with_path(label, params)
-
-    direction = scale_by_muon(momentum, ns_method, parts.stacked, parts.inputs, parts.products)
-
-    return optax.partition(
-        {
-            "muon": then_step(direction, rates["muon_lr"]),
-            "adam": then_step(optax.scale_by_adam(*betas, eps), rates["adam_lr"]),
-        },
-        labels,
+    rates = _muon_rates(muon, lr, muon_lr, adam_lr)
+    decay = parts.decay(weight_decay)
+    direction = scale_by_muon(momentum, ns_method, view, consistent_rms, parts.products)
+    return parts.with_adam(
+        "muon",
+        optax.chain(direction, decay, parts.rate(rates["muon_lr"])),
+        optax.chain(optax.scale_by_adam(*betas, eps), decay, parts.rate(rates["adam_lr"])),
     )
 
 
-def _muon_rates(lr: float | None, muon_lr: float | None, adam_lr: float | None) -> dict[str, float]:
+def normuon(
+    parts: OptimizerInputs,
+    *,
+    lr: float | None = None,
+    muon_lr: float | None = None,
+    adam_lr: float | None = None,
+    mu: float = 0.95,
+    muon_beta2: float = 0.95,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.01,
+    epsilon: float = 1e-8,
+    nesterov: bool = False,
+    adjust_lr: Literal["spectral_norm", "rms_norm"] | None = "spectral_norm",
+    use_polar_express: bool = True,
+    use_gram_newton_schulz: bool = False,
+) -> optax.GradientTransformation:
+    """Dion's NorMuon for hidden (real) matrices, AdamW for all other leaves.
+
+    The momentum is a sum, `m = mu m + g`. `muon_lr` and `adam_lr` are as Muon's; their defaults are
+    0.01 and 3e-4.
+    """
+    rates = _muon_rates(normuon, lr, muon_lr, adam_lr)
+    decay = parts.decay(weight_decay)
+    direction = scale_by_normuon(
+        muon_beta2,
+        "gram" if use_gram_newton_schulz else "standard",
+        (POLAR_EXPRESS if use_polar_express else RISING)._replace(eps=epsilon),
+        adjust_lr,
+        parts.view,
+        parts.products,
+    )
+    trace = optax.trace(mu, nesterov)
+    return parts.with_adam(
+        "muon",
+        optax.chain(trace, direction, decay, parts.rate(rates["muon_lr"])),
+        optax.chain(optax.scale_by_adam(*betas, epsilon), decay, parts.rate(rates["adam_lr"])),
+    )
+
+
+def _muon_rates(
+    optimizer: Callable[..., Any], lr: float | None, muon_lr: float | None, adam_lr: float | None
+) -> dict[str, float]:
     def first(*values: float | None) -> float:
         return next(value for value in values if value is not None)
 
-    return {"muon_lr": first(muon_lr, lr, 0.02), "adam_lr": first(adam_lr, lr, 3e-4)}
+    of_matrices, of_others = TWO_RATES["Muon" if optimizer is muon else "NorMuon"]
+    return {"muon_lr": first(muon_lr, lr, of_matrices), "adam_lr": first(adam_lr, lr, of_others)}
+
+
+def soap(
+    parts: OptimizerInputs,
+    *,
+    lr: float = 3e-3,
+    betas: tuple[float, float] = (0.95, 0.95),
+    shampoo_beta: float = -1.0,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+) -> optax.GradientTransformation:
+    """The authors' SOAP for hidden (real) matrices, AdamW for all other leaves.
+
+    These are the matrices that Muon would update, if a side is at most `max_precond_dim`; a larger
+    side is not rotated.
+    """
+    decay = parts.decay(weight_decay)
+
+    def direction(b1: Any, b2: Any) -> optax.GradientTransformation:
+        sizes = precondition_frequency, max_precond_dim
+        return scale_by_soap(b1, b2, eps, shampoo_beta, *sizes, parts.view, decay)
+
+    adamw = parts.moments(lambda b1, b2: optax.scale_by_adam(b1, b2, eps), betas)
+    return parts.with_adam(
+        "soap",
+        optax.chain(parts.moments(direction, betas), parts.rate(lr)),
+        optax.chain(adamw, decay, parts.rate(lr)),
+        lambda view: min(view.matrix) <= max_precond_dim,
+    )
 
 
 _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -321,4 +433,6 @@ _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lamb": lamb,
     "lion": lion,
     "muon": muon,
+    "normuon": normuon,
+    "soap": soap,
 }

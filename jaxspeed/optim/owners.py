@@ -1,56 +1,41 @@
-"""Optimizers that see matrices: their functions of stacks, computed by the matrices' owners."""
+"""Whole matrices of an optimizer's update."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
-from jaxspeed.placement.matrices import MatrixView
-from jaxspeed.placement.owned import OfStack
-from jaxspeed.placement.table import PlacementTable
+from jaxspeed.optim.matrices import MatrixView
 
-Views = Mapping[str, MatrixView]
-_asked: ContextVar[list[Views] | None] = ContextVar("_asked", default=None)
+Arrays = dict[str, jax.Array]
 
 
 def by_owners(
-    function: OfStack,
-    views: Views,
-    arrays: Mapping[str, jax.Array],
-    placements: PlacementTable | None = None,
-) -> dict[str, jax.Array]:
-    """Apply a function of a stack of matrices to the matrices of leaves.
+    function: Callable[[MatrixView, Arrays], Arrays],
+    views: Mapping[str, MatrixView],
+    arrays: Mapping[str, Arrays],
+    placements: Any = None,
+) -> dict[str, Arrays]:
+    """Apply a function of stacks of matrices to leaves.
 
     Args:
-      function: `(view, [count, rows, columns]) -> [count, rows, columns]`, of any count. It computes
-        each matrix alone, and maps zeros to finite values. The view is of the first leaf of the
-        stack; where it has no heads, matrices have at most as many rows as columns.
-      views: of the leaves, by path.
-      arrays: the leaves, by path.
-      placements: of the run, which say what devices own; without them each leaf is computed as it
-        is.
+      function: `(view, {name: [n, ...]}) -> {name: [n, ...]}`. Each result has the name and the
+        shape of an argument. It may close over scalars.
+      views: of each leaf, by its path.
+      arrays: by path and name, each with the leaf's shape, or `[*stack, ...]`.
+      placements: the placement table of the run; None: the arrays are on one device.
+
+    Returns:
+      The results by path and name, each with its argument's shape.
     """
-    if (asked := _asked.get()) is not None:
-        asked.append(views)
-    owned = placements.owned if placements else ()
-    results: dict[str, jax.Array] = {}
-    for stack in owned:
-        if stack.paths <= views.keys():
-            leaves = {path: arrays[path] for path in stack.layouts}
-            results |= stack.apply(function, leaves)
+    results = {}
     for path, view in views.items():
-        if path not in results:
-            results[path] = view.unstacked(function(view, view.stacked(arrays[path])))
+        stacks = {
+            name: view.stacked(x)
+            if x.shape == view.shape
+            else x.reshape(view.count, *x.shape[view.stack :])
+            for name, x in arrays[path].items()
+        }
+        computed = function(view, stacks)
+        results[path] = {name: x.reshape(arrays[path][name].shape) for name, x in computed.items()}
     return results
-
-
-@contextmanager
-def views_asked() -> Iterator[list[Views]]:
-    """Collect the views with which `by_owners` is called meanwhile."""
-    asked: list[Views] = []
-    token = _asked.set(asked)
-    try:
-        yield asked
-    finally:
-        _asked.reset(token)

@@ -43,3 +43,20 @@ def experts_dim(leaf: Leaf, of_parameter: bool = False) -> tuple[int, ...]:
     three = len(leaf.shape) - leaf.stacked >= 3
     stacks = three and names[leaf.stacked] is None and (of_parameter or "expert" in leaf.path)
     return (leaf.stacked,) if stacks else ()
+
+
+def matrix_stack(leaf: Leaf) -> int:
+    """Number of leading dims that number its matrices: layers and experts."""
+    return leaf.stacked + (experts_dim(leaf) == (leaf.stacked,))
+
+
+def is_router(leaf: Leaf) -> bool:
+    """Whether its outputs are the scores of experts, by its dims' names."""
+    return not {"router", "experts"}.isdisjoint(leaf.names[matrix_stack(leaf) :])
+
+
+def attention_heads(leaf: Leaf) -> int:
+    """Number of heads of a projection to queries, keys or values; 1 of any other weight."""
+    if leaf.adapts or matrix_inputs(leaf) != 1 or "qkv" in leaf.parameter:
+        return 1
+    return leaf.shape[matrix_stack(leaf) + 1]

@@ -1,13 +1,15 @@
 """Parameters as stacks of matrices, for the optimizers that see matrices."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 
-class MatrixView(NamedTuple):
+@dataclass(frozen=True)
+class MatrixView:
     """How a leaf is a stack of matrices `[inputs, outputs]`.
 
     Attributes:
@@ -33,6 +35,12 @@ class MatrixView(NamedTuple):
         inner = self.shape[self.stack :]
         return math.prod(inner[: self.rows]), math.prod(inner[self.rows :])
 
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of one matrix, or of one head's part of it."""
+        rows, columns = self.matrix
+        return rows, columns // self.heads
+
     def stacked(self, x: jax.Array) -> jax.Array:
         """The leaf as `[count, rows, columns]`."""
         return x.reshape(self.count, *self.matrix)
@@ -40,6 +48,24 @@ class MatrixView(NamedTuple):
     def unstacked(self, x: jax.Array) -> jax.Array:
         """The leaf of its matrices."""
         return x.reshape(self.shape)
+
+    def divided(self, x: jax.Array) -> jax.Array:
+        """Matrices `[n, rows, columns]` as their heads `[n heads, rows, columns / heads]`."""
+        if self.heads == 1:
+            return x
+        rows, columns = self.block
+        return x.reshape(-1, rows, self.heads, columns).swapaxes(1, 2).reshape(-1, rows, columns)
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """The matrices of `divided` ones."""
+        if self.heads == 1:
+            return x
+        rows, columns = self.block
+        return x.reshape(-1, self.heads, rows, columns).swapaxes(1, 2).reshape(-1, *self.matrix)
+
+
+# The view of a leaf by its path and value; None where it has no matrices.
+ViewOf = Callable[[str, Any], MatrixView | None]
 
 
 def view_of(shape: Sequence[int], stack: int, inputs: int | None) -> MatrixView | None:

@@ -23,6 +23,12 @@ from jaxspeed.optim import (
 )
 from jaxspeed.placement import Leaf
 from jaxspeed.placement.codec import AssignsCodecs
+from jaxspeed.placement.linear_layers import (
+    attention_heads,
+    is_router,
+    matrix_inputs,
+    matrix_stack,
+)
 from jaxspeed.placement.precision import precision_of
 from jaxspeed.quantization.moments import MOMENT_RULES
 from jaxspeed.user_models.user_code import foreign
@@ -94,6 +100,17 @@ def optimizer_of(
             "jaxspeed.initialize has none: set run.steps"
         )
     schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
+    if section.params.get("per_head_muon") and not any(
+        leaf.trainable and attention_heads(leaf) > 1 for leaf in leaves.values()
+    ):
+        raise ConfigError(
+            "optimizer.params.per_head_muon: no trained parameter qualifies; needed: weights "
+            "[inputs, heads, head_dim] of queries, keys or values, with logical names of their dims"
+        )
+
+    def by_path[T](value: Callable[[Leaf], T], default: T) -> Callable[[str], T]:
+        return lambda path: value(leaves[path]) if path in leaves else default
+
     transform = build_optimizer(
         section.type,
         section.params,
@@ -101,8 +118,12 @@ def optimizer_of(
         groups=section.groups,
         exclude_norms_and_biases=section.exclude_norms_and_biases,
         match=covers,
-        stacked=lambda path: leaves[path].stacked if path in leaves else 0,
-        inputs=lambda path: leaves[path].matrix_inputs if path in leaves else None,
+        stacked=by_path(lambda leaf: leaf.stacked, 0),
+        matrix_stack=by_path(matrix_stack, 0),
+        inputs=by_path(lambda leaf: 0 if is_router(leaf) else matrix_inputs(leaf), None),
+        heads=by_path(attention_heads, 1),
+        # Of two bytes in fp16 too, whose range small sums leave.
+        products=None if config.compute_dtype == "fp32" else jnp.bfloat16,
         moment_dtype=jnp.float32 if codecs else precision_of(config).opt,
         products=None if config.compute_dtype == "fp32" else precision_of(config).compute,
     )

@@ -47,8 +47,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_the_average_is_the_sum_of_all_past_weights",
     ),
     (
-        "scale = max(1.0, tall / wide) ** 0.5",
-        "scale = max(1.0, wide / tall) ** 0.5",
+        "return max(1.0, tall / wide) ** 0.5",
+        "return max(1.0, wide / tall) ** 0.5",
         "test_muon_updates_hidden_matrices_and_adam_the_rest[rates0-0.03-0.03-gram]",
     ),
     (

@@ -1,0 +1,175 @@
+"""SOAP: Adam in the eigenbases of Shampoo's preconditioners (Vyas et al., arXiv:2409.11321).
+
+Follows the authors' nikhilvyas/SOAP (soap.py).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxspeed.optim.matrices import MatrixView, ViewOf
+from jaxspeed.optim.muon import on_matrices
+from jaxspeed.optim.norms_and_biases import map_with_path
+from jaxspeed.optim.owners import Arrays
+
+_BATCH = 1 << 22  # elements of the matrices, with their state, that are updated at a time
+
+
+class Sides(NamedTuple):
+    """Square matrices of both sides of each parameter's matrices; no leaf for a larger side."""
+
+    rows: Any  # as the parameters, [*stack, rows, rows]
+    columns: Any
+
+
+class SoapState(NamedTuple):
+    """State of `scale_by_soap`."""
+
+    count: jax.Array  # type: ignore[assignment]  # int32 [], updates completed; Optax's name
+    mu: Any  # as the parameters, in the eigenbases
+    nu: Any
+    grams: Sides
+    bases: Sides
+
+
+def scale_by_soap(
+    b1: Any,
+    b2: Any,
+    eps: float,
+    shampoo_beta: float,
+    frequency: int,
+    max_precond_dim: int,
+    view_of: ViewOf,
+    decay: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """SOAP's direction, and the weight decay, both 0 in the first update.
+
+    With G a gradient `[rows, columns]`, L and R moments of `G G^T` and `G^T G`, and P and Q their
+    eigenbases before this update:
+
+        m = b1 m + (1 - b1) P^T G Q        v = b2 v + (1 - b2) (P^T G Q)^2
+        u = sqrt(1 - b2^t) / (1 - b1^t) P (m / (sqrt(v) + eps)) Q^T
+
+    The first update computes P and Q. Every `frequency` updates a power iteration and QR update
+    them, sorted by their eigenvalues, v is sorted as they are, and m rotated. Products are in full
+    precision.
+
+    Args:
+      b1: decay rate of m.
+      b2: decay rate of v.
+      eps: added to the root of v.
+      shampoo_beta: decay rate of L and R; that of v if negative.
+      frequency: updates between two of the bases.
+      max_precond_dim: the largest side that has a basis.
+      view_of: the matrices of a leaf; each leaf has some.
+      decay: its weight decay.
+    """
+
+    def init(params: Any) -> SoapState:
+        def side(dim: int) -> Any:
+            def zeros(path: str, p: jax.Array) -> Any:
+                view = view_of(path, p)
+                assert view is not None
+                size = view.matrix[dim]
+                if size > max_precond_dim:
+                    return optax.MaskedNode()
+                dtype = jnp.promote_types(p.dtype, jnp.float32)
+                return jnp.zeros((*p.shape[: view.stack], size, size), dtype)
+
+            return map_with_path(zeros, params)
+
+        mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)
+        grams, bases = (Sides(side(0), side(1)) for _ in range(2))
+        return SoapState(jnp.zeros([], jnp.int32), mu, nu, grams, bases)
+
+    def update(
+        updates: Any, state: SoapState, params: Any = None, *, placements: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        t = jnp.maximum(state.count, 1)
+        gram_beta = shampoo_beta if shampoo_beta >= 0 else b2
+
+        def moments(x: Arrays) -> Arrays:
+            g = x["update"]
+            rotated = _rotated(g, x)
+            x["mu"] = b1 * x["mu"] + (1 - b1) * rotated
+            x["nu"] = b2 * x["nu"] + (1 - b2) * rotated**2
+            u = _rotated(x["mu"] / (jnp.sqrt(x["nu"]) + eps), x, back=True)
+            x["update"] = u * (jnp.sqrt(1 - b2**t) / (1 - b1**t)).astype(u.dtype)
+            for side, gram in (("rows", g @ g.T), ("columns", g.T @ g)):
+                if side in x:
+                    x[f"gram_{side}"] = gram_beta * x[f"gram_{side}"] + (1 - gram_beta) * gram
+            return x
+
+        def direction(view: MatrixView, arrays: Arrays) -> Arrays:
+            with jax.default_matmul_precision("highest"):
+                arrays = _by_matrix(moments, arrays)
+                is_due = state.count % frequency == 0
+                kind = jnp.where(state.count == 0, 0, jnp.where(is_due, 1, 2))
+                forms = [_first_bases, _next_bases, lambda x: x]
+                branches = [lambda x, form=form: _by_matrix(form, x) for form in forms]
+                return jax.lax.switch(kind, branches, arrays)
+
+        trees = {
+            "update": updates,
+            "mu": state.mu,
+            "nu": state.nu,
+            "gram_rows": state.grams.rows,
+            "gram_columns": state.grams.columns,
+            "rows": state.bases.rows,
+            "columns": state.bases.columns,
+        }
+        new = on_matrices(direction, view_of, trees, placements)
+        decayed, _ = decay.update(new["update"], optax.EmptyState(), params)
+        directions = jax.tree.map(lambda u: jnp.where(state.count > 0, u, 0), decayed)
+        return directions, SoapState(
+            optax.safe_increment(state.count),
+            new["mu"],
+            new["nu"],
+            Sides(new["gram_rows"], new["gram_columns"]),
+            Sides(new["rows"], new["columns"]),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _by_matrix(function: Callable[[Arrays], Arrays], arrays: Arrays) -> Arrays:
+    """Apply a function of one matrix's arrays to stacks: all at once if they are small."""
+    count = arrays["update"].shape[0]
+    batch = max(1, _BATCH * count // sum(x.size for x in arrays.values()))
+    if batch >= count:
+        return jax.vmap(function)(arrays)
+    return jax.lax.map(function, arrays, batch_size=batch)
+
+
+def _rotated(x: jax.Array, bases: Arrays, back: bool = False) -> jax.Array:
+    """`P^T x Q`, or back `P x Q^T`; a side without a basis as it is."""
+    if "rows" in bases:
+        x = (bases["rows"] if back else bases["rows"].T) @ x
+    if "columns" in bases:
+        x = x @ (bases["columns"].T if back else bases["columns"])
+    return x
+
+
+def _first_bases(x: Arrays) -> Arrays:
+    """Eigenvectors, by falling eigenvalues. The moments are still 0: so were the bases."""
+    bases = {
+        side: jnp.linalg.eigh(x[f"gram_{side}"])[1][:, ::-1]
+        for side in ("rows", "columns")
+        if side in x
+    }
+    return x | bases
+
+
+def _next_bases(x: Arrays) -> Arrays:
+    """One power iteration of the bases, sorted by the eigenvalues that they estimate."""
+    mu, nu, bases = _rotated(x["mu"], x, back=True), x["nu"], {}
+    for dim, side in enumerate(("rows", "columns")):
+        if side in x:
+            basis, gram = x[side], x[f"gram_{side}"]
+            order = jnp.argsort(jnp.sum(basis * (gram @ basis), axis=0), descending=True)
+            nu = jnp.take(nu, order, axis=dim)
+            bases[side] = jnp.linalg.qr(gram @ basis[:, order])[0]
+    return x | bases | {"mu": _rotated(mu, bases), "nu": nu}
