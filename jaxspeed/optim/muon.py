@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspeed.optim.matrices import MatrixView, ViewOf
 from jaxspeed.optim.norms_and_biases import is_norm_or_bias, map_with_path
-from jaxspeed.optim.owners import Arrays, by_owners
+from jaxspeed.optim.owners import ByMatrix, by_owners, in_batches
+from jaxspeed.placement.matrices import MatrixView, ViewOf
+from jaxspeed.placement.owned import Arrays
 from jaxspeed.placement.paths import flat_with_paths
 
 NewtonSchulz = Literal["gram", "standard"]
@@ -112,9 +113,17 @@ def scale_by_muon(
     """
 
     def direction(view: MatrixView, arrays: Arrays) -> Arrays:
-        u = arrays["update"]
-        x = orthogonalize(view.divided(_wide(u)), ns_method)
-        return {"update": (_scale(view, consistent_rms) * view.joined(x)).astype(u.dtype)}
+        def of_one(x: Arrays) -> Arrays:
+            u = x["update"][None]
+            heads = orthogonalize(view.divided(_wide(u)), ns_method)
+            return {"update": view.joined(heads)[0].astype(u.dtype)}
+
+        return in_batches(of_one, arrays)
+
+    def scaled(path: str, u: jax.Array) -> jax.Array:
+        view = view_of(path, u)
+        assert view is not None
+        return _scale(view, consistent_rms) * u
 
     def init(params: Any) -> MuonState:
         return MuonState(momentum=optax.tree.zeros_like(params))
@@ -125,7 +134,7 @@ def scale_by_muon(
         average = optax.tree.update_moment(updates, state.momentum, momentum, 1)
         nesterov = optax.tree.update_moment(updates, average, momentum, 1)
         results = on_matrices(direction, view_of, {"update": nesterov}, placements, products)
-        return results["update"], MuonState(average)
+        return map_with_path(scaled, results["update"]), MuonState(average)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -137,12 +146,6 @@ def _scale(view: MatrixView, consistent_rms: float | None) -> float:
     if view.rows == 3:  # a convolution
         tall, wide = view.shape[view.stack :][:2]
     return max(1.0, tall / wide) ** 0.5
-
-
-class NorMuonState(NamedTuple):
-    """State of `scale_by_normuon`."""
-
-    second_moment: Any  # as the parameters, [*stack, columns]
 
 
 def scale_by_normuon(
@@ -164,38 +167,42 @@ def scale_by_normuon(
     """
 
     def direction(view: MatrixView, arrays: Arrays) -> Arrays:
-        u, v = arrays["update"], arrays["second_moment"]
         rows, columns = view.matrix
         scale = {
             "spectral_norm": (columns / rows) ** 0.5,
             "rms_norm": 0.2 * max(rows, columns) ** 0.5,
         }.get(adjust_lr or "", 1.0)
-        x = orthogonalize(_wide(u), ns_method, polynomials)
-        v = beta2 * v + (1 - beta2) * jnp.mean(x * x, axis=-2)
-        normalized = x / (jnp.sqrt(v) + 1e-8)[:, None]
-        norm, new = (jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) for y in (x, normalized))
-        normalized *= scale * norm / jnp.maximum(new, 1e-8)
-        return {"update": normalized.astype(u.dtype), "second_moment": v}
 
-    def init(params: Any) -> NorMuonState:
+        def of_one(arrays: Arrays) -> Arrays:
+            u, v = arrays["update"], arrays["second_moment"]
+            x = orthogonalize(_wide(u), ns_method, polynomials)
+            v = beta2 * v + (1 - beta2) * jnp.mean(x * x, axis=0)
+            normalized = x / (jnp.sqrt(v) + 1e-8)
+            norm, new = jnp.linalg.norm(x), jnp.linalg.norm(normalized)
+            normalized *= scale * norm / jnp.maximum(new, 1e-8)
+            return {"update": normalized.astype(u.dtype), "second_moment": v}
+
+        return in_batches(of_one, arrays)
+
+    def init(params: Any) -> ByMatrix:
         def zeros(path: str, p: jax.Array) -> jax.Array:
             view = view_of(path, p)
             assert view is not None
             return jnp.zeros((*p.shape[: view.stack], view.matrix[1]), p.dtype)
 
-        return NorMuonState(map_with_path(zeros, params))
+        return ByMatrix({"second_moment": map_with_path(zeros, params)})
 
     def update(
         updates: Any,
-        state: NorMuonState,
+        state: ByMatrix,
         params: Any = None,
         *,
         placements: Any = None,
         **extra: Any,
     ) -> tuple[Any, Any]:
-        trees = {"update": updates, "second_moment": state.second_moment}
+        trees = {"update": updates, **state.by_matrix}
         results = on_matrices(direction, view_of, trees, placements, products)
-        return results["update"], NorMuonState(results["second_moment"])
+        return results.pop("update"), ByMatrix(results)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -242,8 +249,6 @@ def orthogonalize(
     Matmuls have the platform's default precision (one bf16 pass on TPU, TF32 on GPU), where
     DeepSpeed casts to bf16 or fp16; sums are in the dtype of x.
     """
-    narrow = x.dtype
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     transposed = x.shape[-2] > x.shape[-1]
     x = x.mT if transposed else x
     norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)

@@ -19,7 +19,6 @@ from jaxspeed.config.optimizers import LEAST_SIZE, TWO_RATES
 from jaxspeed.config.patterns import match
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim.groups import GroupLike, Match, PathRules
-from jaxspeed.optim.matrices import MatrixView, view_of
 from jaxspeed.optim.muon import (
     POLAR_EXPRESS,
     RISING,
@@ -42,6 +41,7 @@ from jaxspeed.optim.transforms import (
     scale_by_raw_moments,
     with_scheduled_betas,
 )
+from jaxspeed.placement.matrices import MatrixView, view_of
 
 # Implementation choices of torch and DeepSpeed that do not change the formula.
 _IMPLEMENTATION_HINTS = frozenset(
@@ -119,7 +119,6 @@ def build_optimizer(
     heads: Callable[[str], int] = lambda path: 1,
     products: jax.typing.DTypeLike | None = None,
     moment_dtype: jax.typing.DTypeLike | None = None,
-    products: Any = None,
 ) -> optax.GradientTransformation:
     """The optimizer of a config's `optimizer` section. Its updates are *added* to parameters.
 

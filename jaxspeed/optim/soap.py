@@ -3,36 +3,24 @@
 Follows the authors' nikhilvyas/SOAP (soap.py).
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspeed.optim.matrices import MatrixView, ViewOf
 from jaxspeed.optim.muon import on_matrices
 from jaxspeed.optim.norms_and_biases import map_with_path
-from jaxspeed.optim.owners import Arrays
-
-_BATCH = 1 << 22  # elements of the matrices, with their state, that are updated at a time
-
-
-class Sides(NamedTuple):
-    """Square matrices of both sides of each parameter's matrices; no leaf for a larger side."""
-
-    rows: Any  # as the parameters, [*stack, rows, rows]
-    columns: Any
+from jaxspeed.optim.owners import ByMatrix, in_batches
+from jaxspeed.placement.matrices import MatrixView, ViewOf
+from jaxspeed.placement.owned import Arrays
 
 
 class SoapState(NamedTuple):
     """State of `scale_by_soap`."""
 
     count: jax.Array  # type: ignore[assignment]  # int32 [], updates completed; Optax's name
-    mu: Any  # as the parameters, in the eigenbases
-    nu: Any
-    grams: Sides
-    bases: Sides
+    of_matrices: ByMatrix  # mu and nu in the eigenbases; gram and basis of rows and of columns
 
 
 def scale_by_soap(
@@ -81,9 +69,10 @@ def scale_by_soap(
 
             return map_with_path(zeros, params)
 
-        mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)
-        grams, bases = (Sides(side(0), side(1)) for _ in range(2))
-        return SoapState(jnp.zeros([], jnp.int32), mu, nu, grams, bases)
+        names = {"rows": 0, "columns": 1, "gram_rows": 0, "gram_columns": 1}
+        moments = {name: optax.tree.zeros_like(params) for name in ("mu", "nu")}
+        squares = {name: side(dim) for name, dim in names.items()}
+        return SoapState(jnp.zeros([], jnp.int32), ByMatrix(moments | squares))
 
     def update(
         updates: Any, state: SoapState, params: Any = None, *, placements: Any = None, **extra: Any
@@ -105,43 +94,20 @@ def scale_by_soap(
 
         def direction(view: MatrixView, arrays: Arrays) -> Arrays:
             with jax.default_matmul_precision("highest"):
-                arrays = _by_matrix(moments, arrays)
+                arrays = in_batches(moments, arrays)
                 is_due = state.count % frequency == 0
                 kind = jnp.where(state.count == 0, 0, jnp.where(is_due, 1, 2))
                 forms = [_first_bases, _next_bases, lambda x: x]
-                branches = [lambda x, form=form: _by_matrix(form, x) for form in forms]
+                branches = [lambda x, form=form: in_batches(form, x) for form in forms]
                 return jax.lax.switch(kind, branches, arrays)
 
-        trees = {
-            "update": updates,
-            "mu": state.mu,
-            "nu": state.nu,
-            "gram_rows": state.grams.rows,
-            "gram_columns": state.grams.columns,
-            "rows": state.bases.rows,
-            "columns": state.bases.columns,
-        }
+        trees = {"update": updates, **state.of_matrices.by_matrix}
         new = on_matrices(direction, view_of, trees, placements)
-        decayed, _ = decay.update(new["update"], optax.EmptyState(), params)
+        decayed, _ = decay.update(new.pop("update"), optax.EmptyState(), params)
         directions = jax.tree.map(lambda u: jnp.where(state.count > 0, u, 0), decayed)
-        return directions, SoapState(
-            optax.safe_increment(state.count),
-            new["mu"],
-            new["nu"],
-            Sides(new["gram_rows"], new["gram_columns"]),
-            Sides(new["rows"], new["columns"]),
-        )
+        return directions, SoapState(optax.safe_increment(state.count), ByMatrix(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _by_matrix(function: Callable[[Arrays], Arrays], arrays: Arrays) -> Arrays:
-    """Apply a function of one matrix's arrays to stacks: all at once if they are small."""
-    count = arrays["update"].shape[0]
-    batch = max(1, _BATCH * count // sum(x.size for x in arrays.values()))
-    if batch >= count:
-        return jax.vmap(function)(arrays)
-    return jax.lax.map(function, arrays, batch_size=batch)
 
 
 def _rotated(x: jax.Array, bases: Arrays, back: bool = False) -> jax.Array:

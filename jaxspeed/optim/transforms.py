@@ -13,7 +13,7 @@ import optax
 
 from jaxspeed.optim.clipping import squared
 from jaxspeed.optim.norms_and_biases import map_with_path
-from jaxspeed.optim.soap import Sides
+from jaxspeed.optim.owners import ByMatrix
 
 Step = jax.typing.ArrayLike  # the number of optimizer updates that were completed before this one
 
@@ -25,7 +25,7 @@ def in_float32(
 
     As DeepSpeed's fused kernels do: they load a bf16 moment, compute in float32, and round once
     when storing. (Optax's `mu_dtype` covers only the first moment and multiplies in it.) If
-    everything is float32 or float64 already, this adds no operation. SOAP's bases are not rounded.
+    everything is float32 or float64 already, this adds no operation. State `ByMatrix` is not rounded.
     """
 
     def widen(tree: Any) -> Any:
@@ -40,7 +40,7 @@ def in_float32(
         return jax.tree.map(
             lambda x: x.astype(moment_dtype) if _floating(x) else x,
             state,
-            is_leaf=lambda x: isinstance(x, Sides),
+            is_leaf=lambda x: isinstance(x, ByMatrix),
         )
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -1,16 +1,16 @@
 """Matrices that devices own: each is computed where all of it is.
 
 ZeRO and the model axes store shards of a parameter; orthogonalization, QR and eigenvectors need
-entire matrices. The matrices of all parameters of one shape, up to transposition, form a stack; each
-device owns `ceil(count / ranks)` of it. One all-to-all brings the shards to the owners, one brings
-the results back. What a stage of the pipeline or a rank of `expert` stores, its devices own.
+entire matrices. The matrices of all parameters of one shape, up to transposition, form a stack, of
+which each device owns `ceil(count / ranks)`. One all-to-all brings the shards to the owners, one
+brings the results back. What a stage of the pipeline or a rank of `expert` stores, its devices own.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,19 @@ from jaxspeed.axes import copying_axes, product
 from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.matrices import MatrixView
 from jaxspeed.placement.rows import Row
-from jaxspeed.placement.specs import by_dim, entry_axes
+from jaxspeed.placement.specs import as_entry, by_dim, entry_axes
 
-OfStack = Callable[[MatrixView, jax.Array], jax.Array]
+Arrays = dict[str, jax.Array]
+OfStack = Callable[[MatrixView, Arrays], Arrays]
+SCOPE = "owners"  # of the operations at the owners, in traced and compiled programs
+UPDATE = "update"  # the array of `OfStack` that is exchanged; all others stay with the owners
+
+
+class Asked(NamedTuple):
+    """What a function of stacks reads of a leaf."""
+
+    view: MatrixView
+    states: frozenset[str]  # the names of the arrays that stay with the owners
 
 
 @dataclass(frozen=True)
@@ -34,16 +44,19 @@ class _Layout:
     stored: tuple[int, ...]
     spec: tuple[tuple[str, ...], ...]  # by dim: the axes that shard it
     sizes: Mapping[str, int]
+    transposed: bool  # so that its matrices have at most as many rows as columns
 
     @classmethod
-    def of(cls, view: MatrixView, row: Row, mesh: Mesh) -> "_Layout":
+    def of(cls, view: MatrixView, row: Row, mesh: Mesh, oriented: bool) -> "_Layout":
         assert row.opt is not None
         sizes = mesh.shape
         entries = [
             tuple(axis for axis in entry_axes(entry) if sizes[axis] > 1)
             for entry in by_dim(row.opt.spec, len(view.shape))
         ]
-        return cls(view, row.shape(row.opt), tuple(entries), sizes)
+        rows, columns = view.matrix
+        turn = not oriented and view.heads == 1 and rows > columns
+        return cls(view, row.shape(row.opt), tuple(entries), sizes, turn)
 
     @cached_property
     def local(self) -> tuple[int, ...]:
@@ -62,19 +75,15 @@ class _Layout:
         return math.prod(self.local[self.view.stack :])
 
     @property
-    def stacking(self) -> frozenset[str]:
-        """The axes that shard the stack: their ranks have other matrices."""
-        return frozenset(axis for axes in self.spec[: self.view.stack] for axis in axes)
+    def stacking(self) -> tuple[str, ...]:
+        """The axes that shard the stack, in the mesh's order: their ranks have other matrices."""
+        named = {axis for axes in self.spec[: self.view.stack] for axis in axes}
+        return tuple(axis for axis in self.sizes if axis in named)
 
     def sharding(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of `axes` that shard a matrix."""
         inside = {axis for entry in self.spec[self.view.stack :] for axis in entry}
         return tuple(axis for axis in axes if axis in inside)
-
-    @property
-    def transposed(self) -> bool:
-        rows, columns = self.view.matrix
-        return self.view.heads == 1 and rows > columns
 
     def joined(self, shards: jax.Array, axes: Sequence[str]) -> jax.Array:
         """`[shards, n, elements]` of n matrices as `[n, rows, columns]`."""
@@ -106,14 +115,51 @@ class _Layout:
         x = x.reshape(sizes).transpose(*first, *back).reshape(-1, n, self.elements)
         return pad(x, (*x.shape[:2], elements))
 
+    def by_rank(self, x: jax.Array) -> jax.Array:
+        """`[*stack, ...]` as `[ranks over the stack, count, ...]`."""
+        stack, (sizes, ranks, local) = self.view.stack, self._divided
+        rest = self.view.matrix if x.shape == self.view.shape else x.shape[stack:]
+        x = x.reshape(*self.view.shape[:stack], *rest)
+        x = pad(x, (*self.stored[:stack], *rest)).reshape(*sizes, *rest)
+        inner = range(len(sizes), len(sizes) + len(rest))
+        return x.transpose(*ranks, *local, *inner).reshape(-1, self.count, *rest)
+
+    def of_ranks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `by_rank`, of this shape."""
+        stack, (sizes, ranks, local) = self.view.stack, self._divided
+        order, rest = [*ranks, *local], x.shape[2:]
+        x = x.reshape(*(sizes[dim] for dim in order), *rest)
+        inner = range(len(sizes), len(sizes) + len(rest))
+        x = x.transpose(*map(order.index, range(len(sizes))), *inner)
+        x = x.reshape(*self.stored[:stack], *rest)
+        return unpad(x, (*self.view.shape[:stack], *rest)).reshape(shape)
+
+    @cached_property
+    def _divided(self) -> tuple[list[int], list[int], list[int]]:
+        """The stack's dims divided by axes: sizes, the dims of ranks, the dims of a shard."""
+        sizes: list[int] = []
+        of_axis: dict[str, int] = {}
+        local: list[int] = []
+        for axes, size in zip(self.spec[: self.view.stack], self.local, strict=False):
+            for axis in axes:
+                of_axis[axis] = len(sizes)
+                sizes.append(self.sizes[axis])
+            local.append(len(sizes))
+            sizes.append(size)
+        return sizes, [of_axis[axis] for axis in self.stacking], local
+
 
 @dataclass(frozen=True)
 class OwnedStack:
-    """Matrices of equal shape in leaves that are sharded over the same axes."""
+    """Matrices of equal shape in leaves that are sharded over the same axes.
+
+    `states` names the arrays that stay with the owners: `[slots, ...]`, by the owners' order.
+    """
 
     mesh: Mesh
     layouts: Mapping[str, _Layout]
     owners: tuple[str, ...]  # the axes over whose devices the matrices are distributed
+    states: frozenset[str] = frozenset()
 
     @property
     def paths(self) -> frozenset[str]:
@@ -177,19 +223,61 @@ class OwnedStack:
         length = self.count if self.everywhere else self.share * self.ranks
         return np.asarray([*ids, *[0] * (length - len(ids))], np.int32)
 
-    def apply(self, function: OfStack, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The function's results by path, in the leaves' shapes."""
+    def apply(
+        self, function: OfStack, leaves: Mapping[str, jax.Array], states: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """The updates by path, in the leaves' shapes, and the next states by name."""
         specs = {p: PartitionSpec(*x.spec) for p, x in self.layouts.items()}
         padded = {path: pad(x, self.layouts[path].stored) for path, x in leaves.items()}
+        stays = dict.fromkeys(states, self.state_spec)
 
-        def of_device(shards: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            with jax.named_scope("owners"):
-                return self._returned(function(self.view, self._received(shards)))
+        def of_device(shards: Arrays, states: Arrays) -> tuple[Arrays, Arrays]:
+            with jax.named_scope(SCOPE):
+                done = function(self.view, {UPDATE: self._received(shards), **states})
+                return self._returned(done[UPDATE]), {name: done[name] for name in states}
 
         run = jax.shard_map(
-            of_device, mesh=self.mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+            of_device,
+            mesh=self.mesh,
+            in_specs=(specs, stays),
+            out_specs=(specs, stays),
+            check_vma=False,
         )
-        return {path: unpad(x, leaves[path].shape) for path, x in run(padded).items()}
+        updates, states = run(padded, states)
+        return {path: unpad(x, leaves[path].shape) for path, x in updates.items()}, states
+
+    # -- arrays that stay with the owners --------------------------------------------------------
+
+    @property
+    def first(self) -> str:
+        """The path under which a train state has them."""
+        return next(iter(self.layouts))
+
+    @property
+    def state_spec(self) -> PartitionSpec:
+        axes = self._first.stacking
+        axes += () if self.everywhere else (*self._copies, *self.sharding)
+        return PartitionSpec(as_entry(axes))
+
+    @property
+    def slots(self) -> int:
+        """Matrices for which there is room on all devices."""
+        return product(self._first.stacking, self.mesh.shape) * len(self._layout_ids)
+
+    def packed(self, values: Mapping[str, jax.Array]) -> jax.Array:
+        """`[slots, ...]` of values by path, `[*stack, ...]` or of the leaf's shape."""
+        x = jnp.concatenate([x.by_rank(values[path]) for path, x in self.layouts.items()], axis=1)
+        x = pad(x, (x.shape[0], len(self._layout_ids), *x.shape[2:]))
+        return x.reshape(self.slots, *x.shape[2:])
+
+    def unpacked(self, x: jax.Array, shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
+        """The inverse of `packed`."""
+        x = x.reshape(-1, len(self._layout_ids), *x.shape[1:])
+        results, start = {}, 0
+        for path, layout in self.layouts.items():
+            results[path] = layout.of_ranks(x[:, start : start + layout.count], shapes[path])
+            start += layout.count
+        return results
 
     # -- on a device: shards of all matrices, or all of the matrices that it owns ------------------
 
@@ -251,20 +339,25 @@ class OwnedStack:
 
 
 def owned_stacks(
-    views: Mapping[str, MatrixView], rows: Mapping[str, Row], mesh: Mesh
+    asked: Mapping[str, Asked], rows: Mapping[str, Row], mesh: Mesh
 ) -> list[OwnedStack]:
-    """The stacks of these leaves on a mesh of several devices."""
+    """The stacks of these leaves on a mesh of several devices.
+
+    Matrices with states are not transposed: rows and columns have states of their own.
+    """
     groups: dict[Any, dict[str, _Layout]] = {}
     axes = [axis for axis, n in mesh.shape.items() if n > 1 and axis not in copying_axes()]
-    for path, view in views.items():
-        layout = _Layout.of(view, rows[path], mesh)
+    for path, (view, states) in asked.items():
+        layout = _Layout.of(view, rows[path], mesh, bool(states))
         owners = tuple(axis for axis in axes if axis not in layout.stacking)
         if not owners and not layout.stacking:
             continue
-        matrix = view.matrix if view.heads > 1 else tuple(sorted(view.matrix))
-        key = matrix, view.heads, owners, layout.sharding(owners)
+        fixed = states or view.heads > 1
+        matrix = view.matrix if fixed else tuple(sorted(view.matrix))
+        sharding = layout.sharding(owners)
+        key = states, matrix, view.heads, owners, layout.stacking, sharding
         groups.setdefault(key, {})[path] = layout
-    return [OwnedStack(mesh, layouts, owners) for (_, _, owners, _), layouts in groups.items()]
+    return [OwnedStack(mesh, group, key[3], key[0]) for key, group in groups.items()]
 
 
 def _matrix_layout(layout: _Layout) -> Any:

@@ -68,11 +68,6 @@ class Leaf:
         return sum(1 for name in self.names[:1] if name in ("layers", "stages"))
 
     @property
-    def matrix_stack(self) -> int:
-        """Number of leading dims that number matrices: those of layers, then one of experts."""
-        return self.stacked + (self.names[self.stacked : self.stacked + 1] == ("experts",))
-
-    @property
     def matrix_inputs(self) -> int | None:
         """Number of input dims after the stacked ones, of a matrix that heads make 3-D.
 

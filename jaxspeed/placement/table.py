@@ -29,8 +29,7 @@ from jaxspeed.placement.codec import (
     StoredValue,
     codec_of,
 )
-from jaxspeed.placement.matrices import MatrixView
-from jaxspeed.placement.owned import OwnedStack, owned_stacks
+from jaxspeed.placement.owned import Asked, OwnedStack, owned_stacks
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import (
     AS_MADE,
@@ -120,9 +119,9 @@ class PlacementTable:
             for row in self.parameters[parameter]
         }
 
-    def with_owners(self, asked: Iterable[Mapping[str, MatrixView]]) -> "PlacementTable":
-        """The table with the stacks of these views, for each call of a function of theirs."""
-        stacks = [s for views in asked for s in owned_stacks(views, self.rows, self.mesh)]
+    def with_owners(self, asked: Iterable[Mapping[str, Asked]]) -> "PlacementTable":
+        """The table with the stacks of matrices that each function of them is asked for."""
+        stacks = [s for leaves in asked for s in owned_stacks(leaves, self.rows, self.mesh)]
         return replace(self, owned=tuple(stacks))
 
     @property

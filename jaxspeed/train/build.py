@@ -25,7 +25,7 @@ from jaxspeed.objectives import objective_of
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
-from jaxspeed.optim.owners import views_asked
+from jaxspeed.optim.owners import matrices_asked
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.pipeline.scanned_stack import with_scanned_layers
@@ -509,7 +509,7 @@ def _with_owners(
         jax.ShapeDtypeStruct(leaf.shape, leaf.placement.dtype) for leaf in layout.places.values()
     ]
     opt = jax.tree.unflatten(layout.tree, leaves)
-    with views_asked() as asked:
+    with matrices_asked() as asked:
         jax.eval_shape(partial(transform.update, placements=table), grads, opt, params)
     return table.with_owners(asked)
 

@@ -125,7 +125,6 @@ def optimizer_of(
         # Of two bytes in fp16 too, whose range small sums leave.
         products=None if config.compute_dtype == "fp32" else jnp.bfloat16,
         moment_dtype=jnp.float32 if codecs else precision_of(config).opt,
-        products=None if config.compute_dtype == "fp32" else precision_of(config).compute,
     )
     base = base_learning_rates(section.type, section.params)
 

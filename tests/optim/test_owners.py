@@ -90,9 +90,9 @@ def test_updates_equal_those_of_one_device(case):
         state, update = transform.init(params), jax.jit(transform.update)
         for flat in gradients:
             tree = native_tree(made.model, {path: jnp.asarray(x) for path, x in flat.items()})
-            updates, state = jax.jit(
-                lambda g, s, p: transform.update(g, s, p, placements=table)
-            )(tree, state, params)
+            updates, state = jax.jit(lambda g, s, p: transform.update(g, s, p, placements=table))(
+                tree, state, params
+            )
         del update
     updates = flat_with_paths(updates)
     owned = {path for stack in table.owned for path in stack.paths}
