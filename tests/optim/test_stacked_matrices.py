@@ -93,12 +93,14 @@ def test_the_gram_form_multiplies_fewer_numbers_of_a_wide_matrix():
     """A standard iteration has two products with the matrix, X X^T and B X, the gram form none."""
     wide = {"blocks": {"kernel": jnp.ones((4, 64))}}
 
-    def products(ns_method):
-        muon = built("Muon", {"lr": 0.1, "ns_method": ns_method}).transform
+    def products(type_, **form):
+        muon = built(type_, {"lr": 0.1, **form}).transform
         update = jax.make_jaxpr(muon.update)(wide, muon.init(wide), wide)
         return program_flops(update.jaxpr, count_products)
 
-    assert products("gram") < products("standard") / 2
+    assert products("Muon", ns_method="gram") < products("Muon", ns_method="standard") / 2
+    gram = products("NorMuon", use_gram_newton_schulz=True)
+    assert gram < products("NorMuon", use_gram_newton_schulz=False) / 2
 
 
 def test_a_zero_gradient_moves_nothing():

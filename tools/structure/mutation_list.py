@@ -57,6 +57,26 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_muon_updates_hidden_matrices_and_adam_the_rest[rates0-0.03-0.03-gram]",
     ),
     (
+        "normalized *= scale * norm / jnp.maximum(new, 1e-8)",
+        "normalized *= scale",
+        "test_normuon_equals_its_formula[polar]",
+    ),
+    (
+        "nu = jnp.take(nu, order, axis=dim)",
+        "nu = jnp.asarray(nu)",
+        "test_soap_equals_its_reference_in_numpy",
+    ),
+    (
+        "directions = jax.tree.map(lambda u: jnp.where(state.count > 0, u, 0), decayed)",
+        "directions = decayed",
+        "test_soap_equals_its_reference_in_numpy",
+    ),
+    (
+        "return leaf.stacked + (experts_dim(leaf) == (leaf.stacked,))",
+        "return leaf.stacked",
+        "test_experts_are_matrices_and_routers_are_not",
+    ),
+    (
         "share = jnp.where(state.step == 0, 1, 1 - dampening)",
         "share = jnp.asarray(1 - dampening)",
         "test_updates_equal_the_formula[sgd with dampening]",
