@@ -21,7 +21,7 @@ is ring errors: they are per device, and another layout, which has other names, 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.train.program import Program
+from jaxspeed.train_state.opt_layout import PackedLeaves
 from jaxspeed.train_state.state import TrainState, updated_values
 from jaxspeed.user_models.rng import is_key
 
@@ -51,6 +52,8 @@ class SavedLeaf:
       key: the implementation of a random key, of which the data is saved.
       encoded: the arrays of a codec other than PLAIN.
       parts: of a parameter whose layers are stored apart: these leaves, by their names in a state.
+        Of one that is packed the leaf that has it.
+      packed: the leaves of a state that are stored together, of which this is one.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +62,7 @@ class SavedLeaf:
     codec: Codec = PLAIN
     encoded: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     parts: Mapping[str, "SavedLeaf"] = field(default_factory=dict)
+    packed: PackedLeaves | None = None
 
     @property
     def arrays(self) -> Stored:
@@ -99,6 +103,12 @@ def saved_leaves(program: Program, exclude_frozen: bool = False) -> dict[str, Sa
     logical |= {f"ema/{row.path}": row.leaf.shape for row in table}
     arrays = saved_arrays(program, program.state)
     leaves = {name: _leaf(x, values.get(name), logical.get(name)) for name, x in arrays.items()}
+    for group in program.layout.packed:
+        has = {f"opt/{group.first}": leaves[f"opt/{group.first}"]}
+        for path in group.paths.values():
+            place = group.saved(path, program.layout.by_parameter[path])
+            leaf = _leaf(table.stored_leaf(place).arrays, None, place.shape)
+            leaves[f"opt/{path}"] = replace(leaf, parts=has, packed=group)
     if exclude_frozen:
         frozen = frozen_leaves(program)
         leaves = {name: leaf for name, leaf in leaves.items() if name not in frozen}
@@ -111,7 +121,7 @@ def saved_leaves(program: Program, exclude_frozen: bool = False) -> dict[str, Sa
             if averages != names:
                 leaves[f"ema/{path}"] = _joined({name: leaves[name] for name in averages})
             leaves[f"params/{path}"] = _joined({name: leaves[name] for name in names})
-    parts = {name for leaf in leaves.values() for name in leaf.parts}
+    parts = {name for leaf in leaves.values() if leaf.packed is None for name in leaf.parts}
     return {name: leaf for name, leaf in leaves.items() if name not in parts}
 
 
@@ -142,15 +152,18 @@ def _joined(parts: Mapping[str, SavedLeaf]) -> SavedLeaf:
     return SavedLeaf((layers, *shapes[0][1:]), stored, parts=parts)
 
 
-def join(leaf: SavedLeaf, parts: Mapping[str, Any]) -> jax.Array:
+def join(name: str, leaf: SavedLeaf, parts: Mapping[str, Any]) -> jax.Array:
     """The value of a leaf with parts, as it is saved; called inside jit, which sorts `parts`."""
+    if leaf.packed:
+        (stack,) = parts.values()
+        return leaf.packed.unpack(on_device(stack))[name.rpartition("opt/")[2]]
     values = [unpad(on_device(parts[name]), part.shape) for name, part in leaf.parts.items()]
     return pad(jnp.concatenate(values).astype(leaf.stored.dtype), leaf.stored.shape)
 
 
 def apart(name: str, leaf: SavedLeaf, x: Stored) -> dict[str, Stored]:
-    """A saved value by its names in a state; called inside jit."""
-    if not leaf.parts:
+    """A saved value by its names in a state, those of `packed` ones apart; called inside jit."""
+    if not leaf.parts or leaf.packed:
         return {name: x}
     kind, values, start = name.partition("/")[0], {}, 0
     for part, of_part in leaf.parts.items():
@@ -160,6 +173,24 @@ def apart(name: str, leaf: SavedLeaf, x: Stored) -> dict[str, Stored]:
             value = unpad(rows, of_part.shape).astype(of_part.stored.dtype)
             values[part] = pad(value, of_part.stored.shape)
     return values
+
+
+def packed(
+    group: PackedLeaves, leaves: Mapping[str, SavedLeaf], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Leaves of a state that are stored together, by name, from their saved values."""
+    names = {path: leaves[f"opt/{path}"] for path in group.paths.values()}
+    logical = {path: unpad(values[f"opt/{path}"], leaf.shape) for path, leaf in names.items()}
+    return _under("opt", group.pack(logical))
+
+
+def group_in_state(group: PackedLeaves, leaves: Mapping[str, SavedLeaf]) -> dict[str, SavedLeaf]:
+    """The leaves of a state that are stored together, by name."""
+    (stack,) = leaves[f"opt/{group.first}"].parts.values()
+    at = NamedSharding(stack.stored.sharding.mesh, PartitionSpec())
+    nothing = SavedLeaf((0,), jax.ShapeDtypeStruct((0,), stack.stored.dtype, sharding=at))
+    paths = group.paths.values()
+    return _under("opt", {path: stack if path == group.first else nothing for path in paths})
 
 
 def _leaf(x: Any, value: StoredValue | None, logical: tuple[int, ...] | None) -> SavedLeaf:

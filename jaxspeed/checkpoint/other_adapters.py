@@ -110,8 +110,10 @@ def leaves_of_others(
     """
     names = names_of_adapter(program)
     return {
-        f"{PREFIX}{adapter}/{name}": leaves[name]
+        f"{PREFIX}{adapter}/{name}": replace(
+            leaf, parts={f"{PREFIX}{adapter}/{part}": of for part, of in leaf.parts.items()}
+        )
         for adapter, trained in have_moments.items()
-        for name in leaves
+        for name, leaf in leaves.items()
         if name in names and (trained or name.startswith("params/"))
     }

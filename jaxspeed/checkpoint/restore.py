@@ -19,6 +19,8 @@ from jaxspeed.checkpoint.leaves import (
     as_state,
     donatable_copy,
     encoded_anew,
+    group_in_state,
+    packed,
     published,
     saved_leaves,
 )
@@ -220,10 +222,13 @@ def donatable_arrays(
     params: Arrays = {}
     for names in _groups(leaves):
         in_state: dict[str, SavedLeaf] = {}
+        groups = {group.first: group for name in names if (group := leaves[name].packed)}
         for name in names:
-            parts = leaves[name].parts.items()
+            parts = leaves[name].parts.items() if not leaves[name].packed else ()
             of_kind = {part: leaf for part, leaf in parts if part[:4] == name[:4]}
             in_state |= of_kind or {name: leaves[name]}
+        for group in groups.values():
+            in_state |= group_in_state(group, leaves)
         paths = [n.removeprefix("params/") for n in in_state if n.startswith("params/")]
         rows = [row for path in paths if (row := program.table[path]).master and row.param]
 
@@ -235,10 +240,14 @@ def donatable_arrays(
                 return donatable_copy(arrays[name], leaf)
             return encoded_anew(arrays[name], on_disk[name], leaf)
 
-        def finish(arrays: Arrays, names: list[str] = names, rows: list = rows) -> Any:
+        def finish(
+            arrays: Arrays, names: list[str] = names, rows: list = rows, groups: dict = groups
+        ) -> Any:
             values: Arrays = {}
             for name in names:
                 values |= apart(name, leaves[name], finished(name, arrays))
+            for group in groups.values():
+                values |= packed(group, leaves, values)
             return values, {row.path: published(row, values[f"params/{row.path}"]) for row in rows}
 
         at = (
@@ -253,14 +262,20 @@ def donatable_arrays(
 
 
 def _groups(leaves: Mapping[str, SavedLeaf]) -> Iterator[list[str]]:
-    total = 0
+    total, number, last = 0, 0, ""
+
+    def unit(name: str) -> str:
+        group = leaves[name].packed
+        return group.first if group else ""
 
     def group(name: str) -> int:
-        nonlocal total
+        nonlocal total, number, last
         total += leaves[name].nbytes
-        return total // _COPY_BYTES
+        if not unit(name) or unit(name) != last:  # what is packed together is restored together
+            number, last = total // _COPY_BYTES, unit(name)
+        return number
 
-    for _, names in itertools.groupby(leaves, group):
+    for _, names in itertools.groupby(sorted(leaves, key=unit), group):
         yield list(names)
 
 

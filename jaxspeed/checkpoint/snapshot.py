@@ -38,7 +38,9 @@ def snapshot_function(
 
     def copies_of(arrays: Arrays) -> Arrays:
         return {
-            name: join(leaves[name], x) if isinstance(x, dict) else jnp.copy(on_device(key_data(x)))
+            name: join(name, leaves[name], x)
+            if isinstance(x, dict)
+            else jnp.copy(on_device(key_data(x)))
             for name, x in arrays.items()
         }
 

@@ -25,7 +25,8 @@ def in_float32(
 
     As DeepSpeed's fused kernels do: they load a bf16 moment, compute in float32, and round once
     when storing. (Optax's `mu_dtype` covers only the first moment and multiplies in it.) If
-    everything is float32 or float64 already, this adds no operation. State `ByMatrix` is not rounded.
+    everything is float32 or float64 already, this adds no operation. State of `ByMatrix` is as it
+    is.
     """
 
     def widen(tree: Any) -> Any:

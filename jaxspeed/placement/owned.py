@@ -25,6 +25,7 @@ from jaxspeed.placement.specs import as_entry, by_dim, entry_axes
 
 Arrays = dict[str, jax.Array]
 OfStack = Callable[[MatrixView, Arrays], Arrays]
+BY_MATRIX = "by_matrix"  # the segment of a path, below which state stays with the owners
 SCOPE = "owners"  # of the operations at the owners, in traced and compiled programs
 UPDATE = "update"  # the array of `OfStack` that is exchanged; all others stay with the owners
 
@@ -105,7 +106,8 @@ class _Layout:
         local, spec = self.local[stack:], self.spec[stack:]
         x = matrices.mT if self.transposed else matrices
         x = pad(x.reshape(n, *self.view.shape[stack:]), (n, *self.stored[stack:]))
-        sizes, front, back = [n], [], [0]
+        sizes, back = [n], [0]
+        front: list[int] = []
         for size, entry in zip(local, spec, strict=True):
             front += range(len(sizes), len(sizes) + len(entry))
             sizes += [*(self.sizes[axis] for axis in entry), size]

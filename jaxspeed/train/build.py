@@ -227,6 +227,7 @@ def _placed(
     )
     layout = _layout_of(table, read.model, optimizer.transform)
     table = _with_owners(table, read.model, layout, optimizer.transform)
+    layout = layout.over(table) if table.owned else layout
     rings = rings_of(config.parallel, mesh)
     ring = Reduction(rings, table) if rings else None
     table = table.with_state(layout.places, _extra_rows(mesh, read.model.variables, ring))

@@ -1,22 +1,12 @@
 """Matrices are computed by owners: the same numbers, at most a device's share of the work."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspeed.config import load_config
-from jaxspeed.hlo import collectives
-from jaxspeed.hlo.cost import cost
-from jaxspeed.optim.muon import orthogonalize
-from jaxspeed.optim.owners import by_owners
-from jaxspeed.placement import Leaf
-from jaxspeed.placement.matrices import view_of
-from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.placement.table import build_table
 from jaxspeed.train.build import build_program
 from jaxspeed.train_state.state import native_tree
 from jaxspeed.user_models.config_model import resolve_model
