@@ -7,9 +7,13 @@ import optax
 import pytest
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.models import deepseek
 from jaxspeed.optim import base_learning_rates
 from jaxspeed.optim.muon import orthogonalize
 from jaxspeed.placement import Leaf
+from jaxspeed.placement.linear_layers import attention_heads
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.user_models import adapt_model
 from tests.optim.from_config import built
 from tests.optim.test_optimizer_formulas import adam, muon
 
@@ -317,3 +321,23 @@ def test_products_of_16_bit_runs_are_rounded_to_bf16_before_and_after():
     # A sum below the range of fp16 has a direction.
     tiny = direction(g * 2.0**-25, fp16={"enabled": True})
     assert np.linalg.norm(tiny) > 1
+
+
+def test_which_parameters_of_deepseek_are_matrices_and_which_have_heads():
+    config = deepseek.PRESETS["tiny"]
+    model = adapt_model(lambda rngs: deepseek.build(config, rngs), deepseek.loss)
+    optimizer = built("Muon", {}, model.leaves).transform
+    shapes = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in model.leaves}
+    state = jax.eval_shape(optimizer.init, shapes)
+    moments = flat_with_paths(state.inner_states["muon"].inner_state[0].momentum)
+
+    def names(paths):
+        return {"/".join(path.split("/")[-2:]).removesuffix("/kernel") for path in paths}
+
+    assert names(moments) == {
+        *("q_down", "q_up", "kv_down", "kv_up", "k_rotated", "o_proj"),
+        *("gate", "up", "down", "mlp/w_gate", "mlp/w_up", "mlp/w_down"),
+    }
+    assert {"mlp/router", "embed/table"} < names(shapes.keys() - moments.keys())
+    heads = {x.path: attention_heads(x) for x in model.leaves}
+    assert names(path for path, n in heads.items() if n > 1) == {"q_up", "kv_up"}
