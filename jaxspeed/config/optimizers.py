@@ -149,9 +149,6 @@ class NorMuonParams(_TwoRates):
     adjust_lr: Literal["spectral_norm", "rms_norm"] | None = honoured(
         "spectral_norm", "Scales updates by sqrt(out / in), or by 0.2 sqrt(max(in, out))."
     )
-    use_polar_express: Flag = honoured(
-        True, "The polynomials of Polar Express; else those that Dion had before."
-    )
     use_gram_newton_schulz: Flag = honoured(False, "The iteration on the Gram matrix.")
 
 
@@ -163,7 +160,7 @@ class SoapParams(TorchOnly):
     shampoo_beta: Annotated[Number, Field(lt=1)] = honoured(
         -1.0, "Decay rate of the preconditioners; that of the second moments if negative."
     )
-    eps: NonNegative = honoured(1e-8, _EPS)
+    eps: Positive = honoured(1e-8, _EPS)
     weight_decay: NonNegative = honoured(0.01, _DECAY)
     precondition_frequency: Count = honoured(10, "Steps between two updates of the eigenbases.")
     max_precond_dim: Natural = honoured(10000, "The largest dim that has an eigenbasis.")

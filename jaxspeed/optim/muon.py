@@ -43,16 +43,6 @@ POLAR_EXPRESS = Polynomials(
     ),
     margin=1.02,
 )
-# Dion's, Optax's preset "dion".
-RISING = Polynomials(
-    (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    )
-)
 _RESTART = 2  # iterations after which the Gram iteration restarts from X, for stability
 
 
@@ -107,7 +97,7 @@ def scale_by_muon(
       momentum: of the exponential average.
       ns_method: form of the Newton-Schulz iteration.
       view_of: the matrices of a leaf; each leaf has some.
-      consistent_rms: root mean square of an update, of orthogonal rows or columns.
+      consistent_rms: root mean square of a direction.
       products: dtype to which the Nesterov sum and the direction are rounded, if any, as DeepSpeed
         does.
     """

@@ -21,7 +21,6 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.optim.groups import GroupLike, Match, PathRules
 from jaxspeed.optim.muon import (
     POLAR_EXPRESS,
-    RISING,
     NewtonSchulz,
     scale_by_muon,
     scale_by_normuon,
@@ -41,7 +40,7 @@ from jaxspeed.optim.transforms import (
     scale_by_raw_moments,
     with_scheduled_betas,
 )
-from jaxspeed.placement.matrices import MatrixView, view_of
+from jaxspeed.placement.matrices import MatrixView, ViewOf, view_of
 
 # Implementation choices of torch and DeepSpeed that do not change the formula.
 _IMPLEMENTATION_HINTS = frozenset(
@@ -74,25 +73,33 @@ class OptimizerInputs:
     def with_adam(
         self,
         name: str,
-        of_matrices: optax.GradientTransformation,
+        view: ViewOf,
+        direction: optax.GradientTransformation,
         adam: optax.GradientTransformation,
-        is_matrix: Callable[[MatrixView], bool] = lambda view: True,
+        weight_decay: float,
+        rates: Sequence[optax.GradientTransformation],
     ) -> optax.GradientTransformation:
-        """The transformation `name` of the matrices, Adam's of all other leaves."""
-
-        def label(path: str, p: Any) -> str:
-            view = self.view(path, p)
-            return name if view is not None and is_matrix(view) else "adam"
-
+        """`direction` of the leaves that have a view, `adam` of all others, each with its rate."""
+        directions = {name: direction, "adam": adam}
         return optax.partition(
-            {name: of_matrices, "adam": adam}, lambda params: map_with_path(label, params)
+            {
+                label: optax.chain(of_leaves, self.decay(weight_decay), rate)
+                for (label, of_leaves), rate in zip(directions.items(), rates, strict=True)
+            },
+            lambda params: map_with_path(lambda *leaf: name if view(*leaf) else "adam", params),
         )
 
     def decay(self, weight_decay: float) -> optax.GradientTransformation:
         return add_weight_decay(lambda path: self.rules.weight_decay(path, weight_decay))
 
-    def rate(self, base_lr: float) -> optax.GradientTransformation:
-        return scale_by_rate(lambda step: self.schedule.lr(step, base_lr), self.rules.lr_factor)
+    def rate(self, base_lr: float, first: int = 0) -> optax.GradientTransformation:
+        """The schedule's rate, from the step `first` on."""
+
+        def lr(step: Any) -> Any:
+            rate = self.schedule.lr(step, base_lr)
+            return jnp.where(step < first, 0, rate) if first else rate
+
+        return scale_by_rate(lr, self.rules.lr_factor)
 
     def moments(
         self,
@@ -335,12 +342,13 @@ def muon(
         return matrices and replace(matrices, heads=heads)
 
     rates = _muon_rates(muon, lr, muon_lr, adam_lr)
-    decay = parts.decay(weight_decay)
-    direction = scale_by_muon(momentum, ns_method, view, consistent_rms, parts.products)
     return parts.with_adam(
         "muon",
-        optax.chain(direction, decay, parts.rate(rates["muon_lr"])),
-        optax.chain(optax.scale_by_adam(*betas, eps), decay, parts.rate(rates["adam_lr"])),
+        view,
+        scale_by_muon(momentum, ns_method, view, consistent_rms, parts.products),
+        optax.scale_by_adam(*betas, eps),
+        weight_decay,
+        [parts.rate(lr) for lr in rates.values()],
     )
 
 
@@ -357,29 +365,28 @@ def normuon(
     epsilon: float = 1e-8,
     nesterov: bool = False,
     adjust_lr: Literal["spectral_norm", "rms_norm"] | None = "spectral_norm",
-    use_polar_express: bool = True,
     use_gram_newton_schulz: bool = False,
 ) -> optax.GradientTransformation:
     """Dion's NorMuon for hidden (real) matrices, AdamW for all other leaves.
 
-    The momentum is a sum, `m = mu m + g`. `muon_lr` and `adam_lr` are as Muon's; their defaults are
-    0.01 and 3e-4.
+    The momentum is a sum, `m = mu m + g`. The default rates are 0.01 and 3e-4.
     """
     rates = _muon_rates(normuon, lr, muon_lr, adam_lr)
-    decay = parts.decay(weight_decay)
     direction = scale_by_normuon(
         muon_beta2,
         "gram" if use_gram_newton_schulz else "standard",
-        (POLAR_EXPRESS if use_polar_express else RISING)._replace(eps=epsilon),
+        POLAR_EXPRESS._replace(eps=epsilon),
         adjust_lr,
         parts.view,
         parts.products,
     )
-    trace = optax.trace(mu, nesterov)
     return parts.with_adam(
         "muon",
-        optax.chain(trace, direction, decay, parts.rate(rates["muon_lr"])),
-        optax.chain(optax.scale_by_adam(*betas, epsilon), decay, parts.rate(rates["adam_lr"])),
+        parts.view,
+        optax.chain(optax.trace(mu, nesterov), direction),
+        optax.scale_by_adam(*betas, epsilon),
+        weight_decay,
+        [parts.rate(lr) for lr in rates.values()],
     )
 
 
@@ -407,20 +414,24 @@ def soap(
     """The authors' SOAP for hidden (real) matrices, AdamW for all other leaves.
 
     These are the matrices that Muon would update, if a side is at most `max_precond_dim`; a larger
-    side is not rotated.
+    side is not rotated. The first step makes their bases, and neither updates nor decays them.
     """
-    decay = parts.decay(weight_decay)
+
+    def view(path: str, p: Any) -> MatrixView | None:
+        matrices = parts.view(path, p)
+        return matrices if matrices and min(matrices.matrix) <= max_precond_dim else None
 
     def direction(b1: Any, b2: Any) -> optax.GradientTransformation:
-        sizes = precondition_frequency, max_precond_dim
-        return scale_by_soap(b1, b2, eps, shampoo_beta, *sizes, parts.view, decay)
+        gram_beta = shampoo_beta if shampoo_beta >= 0 else b2
+        return scale_by_soap(b1, b2, gram_beta, eps, precondition_frequency, max_precond_dim, view)
 
-    adamw = parts.moments(lambda b1, b2: optax.scale_by_adam(b1, b2, eps), betas)
     return parts.with_adam(
         "soap",
-        optax.chain(parts.moments(direction, betas), parts.rate(lr)),
-        optax.chain(adamw, decay, parts.rate(lr)),
-        lambda view: min(view.matrix) <= max_precond_dim,
+        view,
+        parts.moments(direction, betas),
+        parts.moments(lambda b1, b2: optax.scale_by_adam(b1, b2, eps), betas),
+        weight_decay,
+        [parts.rate(lr, first=1), parts.rate(lr)],
     )
 
 

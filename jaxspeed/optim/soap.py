@@ -26,34 +26,23 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     b1: Any,
     b2: Any,
+    gram_beta: Any,
     eps: float,
-    shampoo_beta: float,
     frequency: int,
     max_precond_dim: int,
     view_of: ViewOf,
-    decay: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """SOAP's direction, and the weight decay, both 0 in the first update.
+    """SOAP's direction, 0 in the first update, which makes the bases.
 
-    With G a gradient `[rows, columns]`, L and R moments of `G G^T` and `G^T G`, and P and Q their
-    eigenbases before this update:
+    With G a gradient `[rows, columns]`, L and R moments of `G G^T` and `G^T G` (`gram_beta`), and P
+    and Q their eigenbases before this update:
 
         m = b1 m + (1 - b1) P^T G Q        v = b2 v + (1 - b2) (P^T G Q)^2
         u = sqrt(1 - b2^t) / (1 - b1^t) P (m / (sqrt(v) + eps)) Q^T
 
-    The first update computes P and Q. Every `frequency` updates a power iteration and QR update
-    them, sorted by their eigenvalues, v is sorted as they are, and m rotated. Products are in full
-    precision.
-
-    Args:
-      b1: decay rate of m.
-      b2: decay rate of v.
-      eps: added to the root of v.
-      shampoo_beta: decay rate of L and R; that of v if negative.
-      frequency: updates between two of the bases.
-      max_precond_dim: the largest side that has a basis.
-      view_of: the matrices of a leaf; each leaf has some.
-      decay: its weight decay.
+    Every `frequency` updates a power iteration and QR update P and Q, sorted by their eigenvalues,
+    v is sorted as they are, and m rotated. A side above `max_precond_dim` has no basis. Products
+    are in full precision. `view_of` has the matrices of a leaf; each leaf has some.
     """
 
     def init(params: Any) -> SoapState:
@@ -78,7 +67,6 @@ def scale_by_soap(
         updates: Any, state: SoapState, params: Any = None, *, placements: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         t = jnp.maximum(state.count, 1)
-        gram_beta = shampoo_beta if shampoo_beta >= 0 else b2
 
         def moments(x: Arrays) -> Arrays:
             g = x["update"]
@@ -103,9 +91,7 @@ def scale_by_soap(
 
         trees = {"update": updates, **state.of_matrices.by_matrix}
         new = on_matrices(direction, view_of, trees, placements)
-        decayed, _ = decay.update(new.pop("update"), optax.EmptyState(), params)
-        directions = jax.tree.map(lambda u: jnp.where(state.count > 0, u, 0), decayed)
-        return directions, SoapState(optax.safe_increment(state.count), ByMatrix(new))
+        return new.pop("update"), SoapState(optax.safe_increment(state.count), ByMatrix(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

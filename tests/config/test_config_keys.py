@@ -155,7 +155,6 @@ DEFAULTS = {
         "epsilon": 1e-8,
         "nesterov": False,
         "adjust_lr": "spectral_norm",
-        "use_polar_express": True,
         "use_gram_newton_schulz": False,
     },
     "SOAP": {  # nikhilvyas/SOAP's

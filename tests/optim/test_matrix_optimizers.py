@@ -5,11 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxspeed.models import deepseek
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim import base_learning_rates
 from jaxspeed.optim.muon import orthogonalize
 from jaxspeed.placement import Leaf
+from jaxspeed.placement.linear_layers import attention_heads
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.user_models import adapt_model
 from tests.optim.from_config import built
 from tests.optim.test_optimizer_formulas import adam, muon
 
@@ -171,7 +175,7 @@ POLAR_EXPRESS = [  # arXiv:2505.16932, with a safety factor of 1.02
 ]
 
 
-def normuon(p, gs, *, polar, nesterov, adjust):
+def normuon(p, gs, *, nesterov, adjust):
     """After microsoft/dion, whose weights are [out, in]."""
     lr, mu, beta2, eps, decay = (
         NORMUON[k] for k in ("muon_lr", "mu", "muon_beta2", "epsilon", "weight_decay")
@@ -183,9 +187,8 @@ def normuon(p, gs, *, polar, nesterov, adjust):
     for g in gs:
         m = mu * m + g.T
         x = mu * m + g.T if nesterov else m
-        x = x / ((1.02 if polar else 1) * np.linalg.norm(x) + eps)
-        rising = optax.contrib._muon._DION_NS_COEFFS
-        for a, b, c in POLAR_EXPRESS if polar else rising:
+        x = x / (1.02 * np.linalg.norm(x) + eps)
+        for a, b, c in POLAR_EXPRESS:
             x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
         v = beta2 * v + (1 - beta2) * (x**2).mean(1, keepdims=True)
         u = x / (np.sqrt(v) + 1e-8)
@@ -207,14 +210,14 @@ NORMUON = {
 
 
 FORMS = {
-    "polar": {"nesterov": True, "adjust_lr": "rms_norm"},
+    "nesterov": {"nesterov": True, "adjust_lr": "rms_norm"},
     "gram": {"use_gram_newton_schulz": True, "adjust_lr": None},
-    "rising": {"use_polar_express": False},
+    "plain": {},
 }
 
 
-@pytest.mark.default_cases("polar")
-@pytest.mark.parametrize("name", ["polar", "gram", "rising"])
+@pytest.mark.default_cases("nesterov")
+@pytest.mark.parametrize("name", ["nesterov", "gram", "plain"])
 def test_normuon_equals_its_formula(name):
     params, steps = FORMS[name], 4
     ours, state = trained("NorMuon", {**NORMUON, **params}, LAYERS, steps)
@@ -225,11 +228,11 @@ def test_normuon_equals_its_formula(name):
     def of_matrix(p, gs):
         adjust = params.get("adjust_lr", "spectral_norm")
         nesterov = params.get("nesterov", False)
-        return normuon(p, gs, polar=name != "rising", nesterov=nesterov, adjust=adjust)
+        return normuon(p, gs, nesterov=nesterov, adjust=adjust)
 
     for path in LAYERS:
         assert_equal(ours, path, each(of_adam) if path in OF_ADAM else of_matrix, steps)
-    neurons = state.inner_states["muon"].inner_state[1].second_moment
+    neurons = state.inner_states["muon"].inner_state[0][1].second_moment
     assert neurons["blocks/w_up"].shape == (2, 3, 5) and neurons["rows/kernel"].shape == (4,)
     assert base_learning_rates("NorMuon", {}) == {"muon_lr": 0.01, "adam_lr": 3e-4}
 
@@ -318,3 +321,23 @@ def test_products_of_16_bit_runs_are_rounded_to_bf16_before_and_after():
     # A sum below the range of fp16 has a direction.
     tiny = direction(g * 2.0**-25, fp16={"enabled": True})
     assert np.linalg.norm(tiny) > 1
+
+
+def test_which_parameters_of_deepseek_are_matrices_and_which_have_heads():
+    config = deepseek.PRESETS["tiny"]
+    model = adapt_model(lambda rngs: deepseek.build(config, rngs), deepseek.loss)
+    optimizer = built("Muon", {}, model.leaves).transform
+    shapes = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in model.leaves}
+    state = jax.eval_shape(optimizer.init, shapes)
+    moments = flat_with_paths(state.inner_states["muon"].inner_state[0].momentum)
+
+    def names(paths):
+        return {"/".join(path.split("/")[-2:]).removesuffix("/kernel") for path in paths}
+
+    assert names(moments) == {
+        *("q_down", "q_up", "kv_down", "kv_up", "k_rotated", "o_proj"),
+        *("gate", "up", "down", "mlp/w_gate", "mlp/w_up", "mlp/w_down"),
+    }
+    assert {"mlp/router", "embed/table"} < names(shapes.keys() - moments.keys())
+    heads = {x.path: attention_heads(x) for x in model.leaves}
+    assert names(path for path, n in heads.items() if n > 1) == {"q_up", "kv_up"}

@@ -156,6 +156,10 @@ def test_lamb_steps_at_ratio_one_where_a_matrix_is_zero():
         ("blocks/norm1/scale", 1, False),
         ("blocks/attn/q_proj/bias", 2, False),  # [heads, head_dim]
         ("blocks/attn/q_proj/kernel", 3, False),  # which dims are the matrix cannot be told
+        ("blocks/mlp/gate/kernel", 2, True),
+        ("blocks/block_sparse_moe/gate/kernel", 2, False),
+        ("blocks/mlp/shared_expert_gate/kernel", 2, False),
+        ("blocks/mlp/router", 2, False),
         ("lora/blocks/up/kernel/A", 2, True),
         ("lora/blocks/up/kernel/B", 2, True),
         ("lora/blocks/q_proj/kernel/magnitude", 2, False),  # [heads, head_dim]
