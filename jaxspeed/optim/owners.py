@@ -49,7 +49,10 @@ def by_owners(
     """
     if (asked := _asked.get()) is not None:
         asked.append(
-            {path: Asked(view, frozenset(arrays[path]) - {UPDATE}) for path, view in views.items()}
+            {
+                path: Asked(view, frozenset(arrays[path]) - {UPDATE}, arrays[path][UPDATE].dtype)
+                for path, view in views.items()
+            }
         )
     results: dict[str, Arrays] = {}
     for stack in placements.owned if placements else ():

@@ -4,6 +4,7 @@
 is at a model's ends unless the config names it, as bitsandbytes and PEFT do.
 """
 
+from jaxspeed.placement.matrices import MatrixView, view_of
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.specs import by_dim
 
@@ -48,6 +49,11 @@ def experts_dim(leaf: Leaf, of_parameter: bool = False) -> tuple[int, ...]:
 def matrix_stack(leaf: Leaf) -> int:
     """Number of leading dims that number its matrices: layers and experts."""
     return leaf.stacked + (experts_dim(leaf) == (leaf.stacked,))
+
+
+def matrices_of(leaf: Leaf) -> MatrixView | None:
+    """The leaf as a stack of matrices; None if it has none, or if it is not known which."""
+    return view_of(leaf.shape, matrix_stack(leaf), matrix_inputs(leaf))
 
 
 def is_router(leaf: Leaf) -> bool:

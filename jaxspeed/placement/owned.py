@@ -35,6 +35,7 @@ class Asked(NamedTuple):
 
     view: MatrixView
     states: frozenset[str]  # the names of the arrays that stay with the owners
+    dtype: Any  # of the array that is exchanged
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ class OwnedStack:
     mesh: Mesh
     layouts: Mapping[str, _Layout]
     owners: tuple[str, ...]  # the axes over whose devices the matrices are distributed
-    states: frozenset[str] = frozenset()
+    states: frozenset[str]
+    dtype: Any  # of what is exchanged
 
     @property
     def paths(self) -> frozenset[str]:
@@ -208,6 +210,14 @@ class OwnedStack:
     def elements(self) -> int:
         """Elements of one matrix in a shard: the most of all leaves."""
         return max(layout.elements for layout in self.layouts.values())
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes of a device's shards that go to owners, and of what comes back."""
+        there = len(self._layout_ids) * self.elements * jnp.dtype(self.dtype).itemsize
+        if self.everywhere:
+            return (there if self.sharding else 0), 0
+        return (there // product(self._copies, self.mesh.shape) if self.sharding else 0), there
 
     @cached_property
     def _distinct(self) -> list[_Layout]:
@@ -349,7 +359,7 @@ def owned_stacks(
     """
     groups: dict[Any, dict[str, _Layout]] = {}
     axes = [axis for axis, n in mesh.shape.items() if n > 1 and axis not in copying_axes()]
-    for path, (view, states) in asked.items():
+    for path, (view, states, dtype) in asked.items():
         layout = _Layout.of(view, rows[path], mesh, bool(states))
         owners = tuple(axis for axis in axes if axis not in layout.stacking)
         if not owners and not layout.stacking:
@@ -357,9 +367,9 @@ def owned_stacks(
         fixed = states or view.heads > 1
         matrix = view.matrix if fixed else tuple(sorted(view.matrix))
         sharding = layout.sharding(owners)
-        key = states, matrix, view.heads, owners, layout.stacking, sharding
+        key = states, jnp.dtype(dtype), matrix, view.heads, owners, layout.stacking, sharding
         groups.setdefault(key, {})[path] = layout
-    return [OwnedStack(mesh, group, key[3], key[0]) for key, group in groups.items()]
+    return [OwnedStack(mesh, group, key[4], *key[:2]) for key, group in groups.items()]
 
 
 def _matrix_layout(layout: _Layout) -> Any:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jaxspeed.communication import dtype_text
 from jaxspeed.placement.codec import PLAIN
+from jaxspeed.placement.owned import OwnedStack
 from jaxspeed.placement.rows import ROLES, Placement, Row
 from jaxspeed.placement.specs import entry_axes
 
@@ -121,6 +122,22 @@ def leaves(rows: Sequence[Row]) -> Group:
     if left:
         below.append(f"and {left} smaller parameters")
     return Group(shown, *(Text(f" {line}") for line in below))
+
+
+def owned_matrices(stacks: Sequence[OwnedStack]) -> Table:
+    """One line per stack of matrices that the optimizer computes entire."""
+    heads = "matrices of the optimizer", "of", "computed", ">per device", ">sent", ">returned"
+    shown = titled("", *heads)
+    for stack in stacks:
+        first, *others = stack.layouts
+        more = f" and {len(others)} more" if others else ""
+        place = f"owned over {', '.join(stack.owners)}"
+        if stack.everywhere:
+            place = "everywhere" if stack.owners else "where they are stored"
+        shape = "x".join(map(str, stack.view.matrix))
+        cells = place, str(stack.share), *map(bytes_text, stack.sent)
+        shown.add_row(f"{stack.count} of {shape}", first + more, *cells)
+    return shown
 
 
 def other_state(leaves: Sequence[tuple[str, Sequence[int], Placement, int]]) -> Table:

@@ -187,6 +187,8 @@ class PlacementTable:
         in_host = self.host_bytes_by_role()
         totals = show.totals(self.stage, sharded_over, self.bytes_by_role(), in_host)
         parts = [totals, show.leaves(list(self))]
+        if self.owned:
+            parts.append(show.owned_matrices(self.owned))
         if others := self._opt_leaves_of_other_shapes():
             parts.append(show.other_state(others))
         return show.together(*parts)
@@ -198,7 +200,7 @@ class PlacementTable:
             is_moment = any(
                 path.endswith(f"/{row.path}") and row.leaf.shape == tuple(shape) for row in self
             )
-            if shape and not is_moment:
+            if math.prod(shape) > 1 and not is_moment:
                 shards = math.prod(num_shards(entry, self.mesh.shape) for entry in at.spec)
                 others.append((path, shape, at, math.prod(shape) * at.dtype.itemsize // shards))
         return others

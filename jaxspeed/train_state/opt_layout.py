@@ -94,7 +94,7 @@ class PackedLeaves:
             views[0].matrix if pairs[0][1] == views[0].shape else pairs[0][1][views[0].stack :]
         )
         for dim, single in ((1, rows), (len(by_matrix), columns)):
-            if single and by_matrix[dim - 1] % ranks == 0:
+            if by_matrix and single and by_matrix[dim - 1] % ranks == 0:
                 return dim
         return 0
 

@@ -183,7 +183,9 @@ def test_a_device_computes_and_sends_its_share(mesh):
     made = build_mesh(mesh, jax.devices())
     table = build_table(leaves, made, stage=3)
     views = {leaf.path: view_of(leaf.shape, leaf.stacked, None) for leaf in leaves}
-    table = table.with_owners([{path: Asked(view, frozenset()) for path, view in views.items()}])
+    table = table.with_owners(
+        [{path: Asked(view, frozenset(), jnp.float32) for path, view in views.items()}]
+    )
 
     def update(arrays):
         arrays = {path: {"update": x} for path, x in arrays.items()}

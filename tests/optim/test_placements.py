@@ -1,10 +1,12 @@
 """A transformation of one's own reads where its leaves are stored: Optax's extra `placements`."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from jaxspeed.optim import ByMatrix, by_owners, matrices_of
 from tests.engine import tiny
 from tests.support.covering import covering
 
@@ -84,3 +86,51 @@ def test_one_that_takes_no_further_arguments_works():
         each.train_batch(tiny.batch(8))
     for path, x in other.parameters.items():
         np.testing.assert_allclose(engine.parameters[path], x, rtol=1e-6)
+
+
+def polar(view, arrays):
+    """The nearest orthogonal matrix, and how often it was computed."""
+    u, _, v = jnp.linalg.svd(arrays["update"], full_matrices=False)
+    return {"update": u @ v, "count": arrays["count"] + 1}
+
+
+def with_owners():
+    """Orthogonal updates of matrices, by their owners, which count them; SGD's of the others."""
+
+    def init(params):
+        def count(keys, p):
+            return jnp.zeros(()) if p.ndim == 2 else optax.MaskedNode()
+
+        return ByMatrix({"count": jax.tree_util.tree_map_with_path(count, params)})
+
+    def update(updates, state, params=None, *, placements, **extra):
+        flat = {path_of(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(updates)}
+        counts = jax.tree_util.tree_leaves_with_path(state.by_matrix["count"])
+        counts = {path_of(keys): x for keys, x in counts}
+        views = {path: matrices_of(placements[path].leaf) for path in counts}
+        arrays = {path: {"update": flat[path], "count": counts[path]} for path in counts}
+        results = by_owners(polar, views, arrays, placements)
+
+        def chosen(name, otherwise):
+            return lambda keys, x: results.get(path_of(keys), {name: otherwise(x)})[name]
+
+        direction = jax.tree_util.tree_map_with_path(chosen("update", lambda u: u), updates)
+        counted = jax.tree_util.tree_map_with_path(
+            chosen("count", lambda x: x), state.by_matrix["count"]
+        )
+        return jax.tree.map(lambda u: -RATE * u, direction), ByMatrix({"count": counted})
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def test_an_optimizer_of_ones_own_has_its_matrices_computed_by_owners():
+    engine = tiny.engine(tiny.Listed, stage=1, optimizer_=with_owners(), optimizer=None)
+    assert {stack.share for stack in engine.placements.owned} == {1}
+    paths = [path for path, row in engine.placements.rows.items() if len(row.leaf.shape) == 2]
+    before = {path: np.asarray(engine.parameters[path]) for path in paths}
+    engine.train_batch(tiny.batch(8))
+    for path in paths:
+        step = (before[path] - np.asarray(engine.parameters[path])) / RATE
+        small = min(step.shape)
+        product = step @ step.T if step.shape[0] == small else step.T @ step
+        np.testing.assert_allclose(product, np.eye(small), atol=1e-4, err_msg=path)

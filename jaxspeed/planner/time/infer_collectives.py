@@ -29,6 +29,7 @@ from jaxspeed.jaxpr.primitives import (
     SCATTERS,
 )
 from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.placement.owned import SCOPE as OWNERS
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.planner.trace.classify import Kinds
 from jaxspeed.planner.trace.partitioning import merged_dims, relations_of, ties_of
@@ -46,7 +47,8 @@ class CollectiveOp:
     """A communication at its place in the program.
 
     Attributes:
-      communication: its purpose is "parameters", "gradients", "activations" or "stages".
+      communication: its purpose is "parameters", "gradients", "activations", "stages" or
+        "matrices", which go to their owners.
       value: the array that is sent.
       scope: the scope in which it runs.
       op: the operation of that scope that reads the result or computes the array that is sent.
@@ -247,12 +249,14 @@ class _Inference:
             dtype_text(sent.dtype),
             payload // _width(sent),
             group_size=shards,
-            purpose=self._purpose(v, kind, ordered),
+            purpose=self._purpose(v, kind, ordered, op),
             backward=op.backward,
         )
         self.found.append(CollectiveOp(communication, v, self.scope, op, before))
 
-    def _purpose(self, v: Value, kind: str, axes: tuple[str, ...]) -> str:
+    def _purpose(self, v: Value, kind: str, axes: tuple[str, ...], op: Op) -> str:
+        if OWNERS in op.scopes.split("/"):
+            return "matrices"
         of_stages = PIPE in axes and kind in ("collective-permute", "all-reduce")
         if of_stages and v not in self.kinds.gradients:
             return "stages"

@@ -14,7 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS, MANUAL_REGION, PALLAS
+from jaxspeed.jaxpr.primitives import (
+    CALLS,
+    COLLECTIVES,
+    CONSTRAINT,
+    CONTROL,
+    LOOPS,
+    MANUAL_REGION,
+    PALLAS,
+)
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 from jaxspeed.ops.mask import NOT_ESTIMATED
 
@@ -61,7 +69,7 @@ class Op:
       backward: whether it belongs to a backward pass.
       rematerialized: whether it recomputes forward values in the backward pass.
       inlined: whether it was in a loop of one trip.
-      scopes: for a kernel, the named scopes under which it was traced.
+      scopes: for a kernel or a collective, the named scopes under which it was traced.
     """
 
     name: str
@@ -176,7 +184,7 @@ class _Converter:
             backward=self.backward or _is_backward(eqn),
             rematerialized=self.rematerialized,
         )
-        if name in PALLAS:
+        if name in PALLAS or name in COLLECTIVES:
             op.scopes = f"{self.scopes}{eqn.source_info.name_stack}"
         for body in bodies(eqn) if name in CONTROL else ():
             op.bodies.append(self.scope(body.jaxpr))
