@@ -26,6 +26,10 @@ class ByMatrix(NamedTuple):
     by_matrix: dict[str, Any]  # by name a tree as the parameters: `[*stack, ...]`, or as they are
 
 
+class Unrounded(ByMatrix):
+    """Such state that is never stored in 16 bits."""
+
+
 def by_owners(
     function: OfStack,
     views: Mapping[str, MatrixView],

@@ -11,7 +11,7 @@ import optax
 
 from jaxspeed.optim.muon import on_matrices
 from jaxspeed.optim.norms_and_biases import map_with_path
-from jaxspeed.optim.owners import ByMatrix, in_batches
+from jaxspeed.optim.owners import ByMatrix, Unrounded, in_batches
 from jaxspeed.placement.matrices import MatrixView, ViewOf
 from jaxspeed.placement.owned import Arrays
 
@@ -20,7 +20,8 @@ class SoapState(NamedTuple):
     """State of `scale_by_soap`."""
 
     count: jax.Array  # type: ignore[assignment]  # int32 [], updates completed; Optax's name
-    of_matrices: ByMatrix  # mu and nu in the eigenbases; gram and basis of rows and of columns
+    moments: ByMatrix  # mu and nu, in the eigenbases
+    bases: Unrounded  # of rows and of columns: the preconditioner, its eigenbasis
 
 
 def scale_by_soap(
@@ -61,7 +62,7 @@ def scale_by_soap(
         names = {"rows": 0, "columns": 1, "gram_rows": 0, "gram_columns": 1}
         moments = {name: optax.tree.zeros_like(params) for name in ("mu", "nu")}
         squares = {name: side(dim) for name, dim in names.items()}
-        return SoapState(jnp.zeros([], jnp.int32), ByMatrix(moments | squares))
+        return SoapState(jnp.zeros([], jnp.int32), ByMatrix(moments), Unrounded(squares))
 
     def update(
         updates: Any, state: SoapState, params: Any = None, *, placements: Any = None, **extra: Any
@@ -89,9 +90,11 @@ def scale_by_soap(
                 branches = [lambda x, form=form: in_batches(form, x) for form in forms]
                 return jax.lax.switch(kind, branches, arrays)
 
-        trees = {"update": updates, **state.of_matrices.by_matrix}
+        trees = {"update": updates, **state.moments.by_matrix, **state.bases.by_matrix}
         new = on_matrices(direction, view_of, trees, placements)
-        return new.pop("update"), SoapState(optax.safe_increment(state.count), ByMatrix(new))
+        of_moments, bases = ({n: new[n] for n in old.by_matrix} for old in state[1:])
+        count = optax.safe_increment(state.count)
+        return new["update"], SoapState(count, ByMatrix(of_moments), Unrounded(bases))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -13,7 +13,7 @@ import optax
 
 from jaxspeed.optim.clipping import squared
 from jaxspeed.optim.norms_and_biases import map_with_path
-from jaxspeed.optim.owners import ByMatrix
+from jaxspeed.optim.owners import Unrounded
 
 Step = jax.typing.ArrayLike  # the number of optimizer updates that were completed before this one
 
@@ -25,7 +25,7 @@ def in_float32(
 
     As DeepSpeed's fused kernels do: they load a bf16 moment, compute in float32, and round once
     when storing. (Optax's `mu_dtype` covers only the first moment and multiplies in it.) If
-    everything is float32 or float64 already, this adds no operation. State of `ByMatrix` is as it
+    everything is float32 or float64 already, this adds no operation. `Unrounded` state stays as it
     is.
     """
 
@@ -41,7 +41,7 @@ def in_float32(
         return jax.tree.map(
             lambda x: x.astype(moment_dtype) if _floating(x) else x,
             state,
-            is_leaf=lambda x: isinstance(x, ByMatrix),
+            is_leaf=lambda x: isinstance(x, Unrounded),
         )
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
