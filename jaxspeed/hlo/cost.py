@@ -44,12 +44,14 @@ class Cost:
     uncounted: tuple[str, ...]
 
 
-def cost(program: str | Module) -> Cost:
-    """Count `compiled.as_text()`."""
+def cost(program: str | Module, scope: str | None = None) -> Cost:
+    """Count `compiled.as_text()`, or what was traced under `jax.named_scope(scope)` alone."""
     module = parse(program)
     flops = accessed = 0
     uncounted: dict[str, None] = {}
     for site in walk(module):
+        if scope and scope not in site.instruction.op_name.split("/"):
+            continue
         site_flops = _own_flops(site)
         if site_flops is None:
             uncounted[_target(site.instruction)] = None

@@ -153,7 +153,7 @@ def test_muons_updates_equal_those_of_numpy(case):
         np.testing.assert_allclose(updates[path], want, atol=1e-9, err_msg=path)
 
 
-@pytest.mark.default_cases("SOAP-mixtral-1-data4-expert2")
+@pytest.mark.default_cases("NorMuon-mixtral-1-data4-expert2")
 @pytest.mark.parametrize("case", CASES, ids=name)
 @pytest.mark.parametrize("type_", ["NorMuon", "SOAP"])
 def test_updates_and_states_equal_those_of_one_device(type_, case):

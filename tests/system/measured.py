@@ -18,7 +18,11 @@ import jaxspeed
 from jaxspeed.communication import Communication
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import collectives, largest_buffers, loop_carry_shapes
+from jaxspeed.hlo.cost import cost
+from jaxspeed.hlo.parser import parse
+from jaxspeed.hlo.trip_counts import walk
 from jaxspeed.ops import gpu
+from jaxspeed.placement.owned import SCOPE as OWNERS
 from jaxspeed.planner.compile import child, deviceless_cuda, in_child
 from jaxspeed.planner.compile.workers import Workers
 from jaxspeed.train.build import build_program
@@ -163,7 +167,19 @@ def measure(
         "temp_bytes": memory.temp_size_in_bytes,
         "peak_bytes": memory.peak_memory_in_bytes,
         "largest": [asdict(b) for b in largest_buffers(text, 40)],
+        "owners_flops": cost(text, OWNERS).flops,
+        "decompositions": decompositions(text),
     }
+
+
+def decompositions(text: str) -> dict[str, int]:
+    """{"qr" or "eigh": how often a step runs it}, with the trips of loops, of GPU programs."""
+    counts = {"qr": 0, "eigh": 0}
+    for site in walk(parse(text)):
+        for name, target in (("qr", "geqrf"), ("eigh", "syev")):
+            if site.instruction.opcode == "custom-call" and target in site.instruction.attributes:
+                counts[name] += site.runs
+    return counts
 
 
 @dataclass(frozen=True)

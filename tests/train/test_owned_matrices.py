@@ -1,0 +1,88 @@
+"""Runs whose optimizer's matrices are computed by owners train and resume as on one device."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspeed
+from tests.engine import tiny
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
+LLAMA = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 8}
+# All experts are chosen, so that no rounding error decides which.
+MODELS = {"llama": LLAMA, "mixtral": {**LLAMA, "num_experts": 4, "num_experts_per_tok": 4}}
+# Sides of full rank alone: elsewhere rounding errors decide the eigenbasis of the null space.
+PARAMS = {
+    "Muon": {"lr": 0.01},
+    "NorMuon": {"lr": 0.01},
+    "SOAP": {"lr": 0.01, "max_precond_dim": 8, "precondition_frequency": 3},
+}
+STEPS, SAMPLES = 10, 8
+
+
+def engine(type_, family, stage, mesh, accumulation, devices=None):
+    ranks = 1
+    for axis in ("replica", "data", "expert"):
+        ranks *= mesh.get(axis, 1)
+    return jaxspeed.initialize(
+        config={
+            **tiny.config(stage),
+            "model": {"family": family, "config": MODELS[family]},
+            "data": {"source": "synthetic", "seq_len": 16},
+            "optimizer": {"type": type_, "params": PARAMS[type_]},
+            "mesh": mesh,
+            "train_micro_batch_size_per_gpu": SAMPLES // ranks // accumulation,
+            "gradient_accumulation_steps": accumulation,
+        },
+        devices=devices,
+    )
+
+
+def losses(of, steps):
+    batches = [{"tokens": np.random.default_rng(i).integers(0, 16, (SAMPLES, 17))} for i in steps]
+    return [float(of.train_batch(batch)["loss"]) for batch in batches]
+
+
+CASES = {
+    "llama, ZeRO 3, tensor": ("llama", 3, {"data": 4, "tensor": 2}, 2),
+    "llama, pipe": ("llama", 1, {"pipe": 2, "data": 4}, 2),
+    "llama, stage 0": ("llama", 0, {"data": 8}, 1),
+    "mixtral, expert": ("mixtral", 2, {"data": 2, "expert": 2, "tensor": 2}, 2),
+}
+
+
+@pytest.mark.default_cases("Muon-llama, ZeRO 3, tensor")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("type_", PARAMS)
+def test_ten_steps_equal_those_of_one_device(type_, case):
+    family, _, _, accumulation = CASES[case]
+    ours = engine(type_, *CASES[case])
+    assert ours.placements.owned
+    plain = engine(type_, family, 0, {}, accumulation, jax.devices()[:1])
+    before = {path: np.asarray(x) for path, x in plain.parameters.items()}
+    np.testing.assert_allclose(losses(ours, range(STEPS)), losses(plain, range(STEPS)), rtol=1e-5)
+    for path, start in before.items():
+        want = np.asarray(plain.parameters[path], np.float64) - start
+        difference = np.asarray(ours.parameters[path], np.float64) - start - want
+        assert np.linalg.norm(difference) <= 1e-4 * np.linalg.norm(want), path
+
+
+@pytest.mark.default_cases("SOAP-llama, ZeRO 3, tensor")
+@pytest.mark.parametrize("case", ["llama, ZeRO 3, tensor", "mixtral, expert"])
+@pytest.mark.parametrize("type_", ["NorMuon", "SOAP"])
+def test_a_checkpoint_has_states_by_parameter_and_goes_on_on_another_mesh(type_, case, tmp_path):
+    ours = engine(type_, *CASES[case])
+    losses(ours, range(4))
+    ours.save_checkpoint(tmp_path)
+    ours.wait()
+    (header,) = tmp_path.glob("*/checkpoint.json")
+    names = header.read_text()
+    for state in {"SOAP": ("mu", "rows", "gram_columns"), "NorMuon": ("second_moment",)}[type_]:
+        assert f"by_matrix/{state}/blocks/attn/o_proj/kernel" in names
+    again = engine(type_, *CASES[case])
+    other = engine(type_, CASES[case][0], 1, {"data": 4, "replica": 2}, 1)
+    for each in (again, other):
+        each.load_checkpoint(tmp_path)
+    more = losses(ours, range(4, 8))
+    assert losses(again, range(4, 8)) == more
+    np.testing.assert_allclose(losses(other, range(4, 8)), more, rtol=1e-5)
