@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxspeed.models import deepseek
 
 from jaxspeed.errors import ConfigError
-from jaxspeed.models import deepseek
 from jaxspeed.optim import base_learning_rates
 from jaxspeed.optim.muon import orthogonalize
 from jaxspeed.placement import Leaf
