@@ -194,7 +194,8 @@ class StreamedUpdate:
         ]
         if self.full_update.leaf(row.path, row.leaf.shape).elementwise:
             return choose_stream_plan(layouts, sharded, dims, self.slice_elements)
-        if self.by_layer and row.leaf.stacked:
+        shapes = {v.shape for path, v in self.layout.values.items() if self.owner(path) == row.path}
+        if self.by_layer and row.leaf.stacked and shapes <= {row.leaf.shape}:
             layers = [dim for dim in dims if dim == 0]
             return choose_stream_plan(layouts, sharded, layers, self.slice_elements, even=True)
         return None

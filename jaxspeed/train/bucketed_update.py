@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.errors import ConfigError
 from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, StreamedUpdate, Updated
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.placement.paths import flat_with_paths
@@ -33,7 +34,7 @@ def bucket_paths(program: Program) -> tuple[tuple[str, ...], ...]:
     update, optimizer = program.update, program.optimizer
     if update.skip_non_finite or optimizer.clipping or optimizer.rule != StaticRule():
         return ()
-    if update.streamed or separated_update(program).full_update.mixed():
+    if update.streamed or program.layout.packed or separated_update(program).full_update.mixed():
         return ()
     rows = [row for row in program.table if row.leaf.trainable][::-1]
     sizes = [math.prod(row.leaf.shape) for row in rows]
@@ -47,6 +48,11 @@ def bucket_paths(program: Program) -> tuple[tuple[str, ...], ...]:
 
 def separated_update(program: Program) -> StreamedUpdate:
     """The optimizer's update, separated per parameter."""
+    if program.layout.packed:
+        raise ConfigError(
+            "optimizer.type: the state of this optimizer's matrices is with the devices that compute "
+            "them, and servers update each parameter alone; give each server one device"
+        )
     parts = (program.table, program.model, program.layout, program.optimizer.transform)
     return StreamedUpdate(*parts, by_layer=False, ema_decay=program.optimizer.ema_decay)
 

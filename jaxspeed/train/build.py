@@ -226,8 +226,9 @@ def _placed(
         codecs=(*codecs, *rules, *optimizer.codecs),
     )
     layout = _layout_of(table, read.model, optimizer.transform)
-    table = _with_owners(table, read.model, layout, optimizer.transform)
-    layout = layout.over(table) if table.owned else layout
+    if table.mesh.size > 1 and not _is_streamed(table, optimizer):
+        table = _with_owners(table, read.model, layout, optimizer.transform)
+        layout = layout.over(table) if table.owned else layout
     rings = rings_of(config.parallel, mesh)
     ring = Reduction(rings, table) if rings else None
     table = table.with_state(layout.places, _extra_rows(mesh, read.model.variables, ring))
@@ -399,6 +400,13 @@ def _update_device_of(zero: Zero) -> UpdateDevice:
     return ON_HOST if optimizer.device == "cpu" and optimizer.where == "host" else ON_DEVICE
 
 
+def _is_streamed(table: PlacementTable, optimizer: RunOptimizer) -> bool:
+    """Whether any state is in host memory or encoded."""
+    rows = [row for row in table if row.leaf.trainable]
+    places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
+    return bool(optimizer.codecs) or any(place and in_host(place) for place in places)
+
+
 def _streamed(
     table: PlacementTable,
     model: Model,
@@ -411,10 +419,7 @@ def _streamed(
 
     Raises ConfigError for an optimizer that cannot update one parameter at a time.
     """
-    rows = [row for row in table if row.leaf.trainable]
-    places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
-    offloaded = any(place and in_host(place) for place in places)
-    if not offloaded and not optimizer.codecs:
+    if not _is_streamed(table, optimizer):
         return None
     streamed = StreamedUpdate(
         table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, update_device
@@ -497,8 +502,6 @@ def _with_owners(
     transform: optax.GradientTransformationExtraArgs,
 ) -> PlacementTable:
     """The table with the matrices that the optimizer's update computes at their owners."""
-    if table.mesh.size == 1:
-        return table
     trained = [row for row in table if row.leaf.trainable]
     grads, params = (
         native_tree(

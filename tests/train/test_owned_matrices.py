@@ -20,7 +20,7 @@ PARAMS = {
 STEPS, SAMPLES = 10, 8
 
 
-def engine(type_, family, stage, mesh, accumulation, devices=None):
+def engine(type_, family, stage, mesh, accumulation, devices=None, **more):
     ranks = 1
     for axis in ("replica", "data", "expert"):
         ranks *= mesh.get(axis, 1)
@@ -33,6 +33,7 @@ def engine(type_, family, stage, mesh, accumulation, devices=None):
             "mesh": mesh,
             "train_micro_batch_size_per_gpu": SAMPLES // ranks // accumulation,
             "gradient_accumulation_steps": accumulation,
+            **more,
         },
         devices=devices,
     )
@@ -86,3 +87,22 @@ def test_a_checkpoint_has_states_by_parameter_and_goes_on_on_another_mesh(type_,
     more = losses(ours, range(4, 8))
     assert losses(again, range(4, 8)) == more
     np.testing.assert_allclose(losses(other, range(4, 8)), more, rtol=1e-5)
+
+
+ELSEWHERE = {
+    "host": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    "servers": {"parallel": {"data_reduction": "parameter_server", "servers": 4}},
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("where", ELSEWHERE)
+@pytest.mark.parametrize("type_", PARAMS)
+def test_state_in_host_memory_or_on_servers(type_, where):
+    more = dict(ELSEWHERE[where])
+    if where == "servers":  # four workers
+        more |= {"train_micro_batch_size_per_gpu": 2}
+    place = (1, {"data": 8}) if where == "host" else (0, {})
+    ours = engine(type_, "llama", *place, 1, **more)
+    plain = engine(type_, "llama", 0, {}, 1, jax.devices()[:1])
+    np.testing.assert_allclose(losses(ours, range(5)), losses(plain, range(5)), rtol=1e-5)
