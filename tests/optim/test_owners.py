@@ -22,6 +22,7 @@ from jaxspeed.train.build import build_program
 from jaxspeed.train_state.state import native_tree
 from jaxspeed.user_models.config_model import resolve_model
 from tests.engine import tiny
+from tests.system.measured import without
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
 LLAMA = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 20}
@@ -35,7 +36,8 @@ def program(family, stage, mesh, **sections):
     settings = {**tiny.config(stage), "optimizer": optimizer, "mesh": mesh, **sections}
     if family is tiny.Listed:
         return build_program(load_config(settings), tiny.Listed, tiny.squared_error)
-    settings |= {"model": {"family": family, "config": MIXTURE if "mix" in family else LLAMA}}
+    sizes = MIXTURE if "mix" in family else LLAMA
+    settings = {"model": {"family": family, "config": sizes}, **settings}
     settings |= {"data": {"source": "synthetic", "seq_len": 8}}
     config = load_config(settings)
     return build_program(config, *resolve_model(config))
@@ -207,3 +209,29 @@ def test_a_device_computes_and_sends_its_share(mesh):
         sent[c.kind] += c.payload
     several = sum(4 * 64 * shape[1] * 8 * share[shape] for shape in list(counts)[:2])
     assert sent == {"all-to-all": 2 * several // 8, "all-gather": 4 * 48 * 64}
+
+
+def test_a_save_moves_states_of_owners_by_all_to_alls():
+    params = {**TYPES["SOAP"], "max_precond_dim": 16}
+    sizes = {**MIXTURE, "hidden_size": 16, "intermediate_size": 32}
+    model = {"model": {"family": "mixtral", "config": sizes}}
+    mesh = {"data": 2, "expert": 2, "tensor": 2}
+    made = program("mixtral", 1, mesh, optimizer={"type": "SOAP", "params": params}, **model)
+    groups = [group for group in made.layout.packed if "w_gate" in group.first]
+
+    def kinds():
+        found = set()
+        for group in groups:
+            leaves = {p: made.layout.by_parameter[p] for p in group.paths.values()}
+            at = {
+                path: made.table.sharding(group.saved(path, leaf).placement)
+                for path, leaf in leaves.items()
+            }
+            stack = made.layout.values[group.first].arrays
+            compiled = jax.jit(group.unpack, out_shardings=at).lower(stack).compile()
+            found |= {c.kind for c in collectives(compiled.as_text(), made.mesh)}
+        return found
+
+    assert kinds() == {"all-to-all"}
+    with without("packed"):
+        assert kinds() != {"all-to-all"}

@@ -37,6 +37,7 @@ ELSEWHERE |= {"computed_arrays"}  # tests/engine/test_logprobs.py
 ELSEWHERE |= {"squares"}  # tests/adapters/test_dora_norms.py
 ELSEWHERE |= {"sequence", "unit.sum", "lookup.positions"}  # tests/sequence/test_left_to_xla.py
 ELSEWHERE |= {"windows"}  # tests/sequence/test_windows.py
+ELSEWHERE |= {"packed"}  # tests/optim/test_owners.py
 ELSEWHERE |= {*foreign_programs.SITES}  # tests/moe/test_foreign_exchanges.py
 
 
