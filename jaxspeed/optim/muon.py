@@ -7,6 +7,7 @@ arXiv:2510.05491) follows microsoft/dion (dion/normuon.py).
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -105,7 +106,7 @@ def scale_by_muon(
     def direction(view: MatrixView, arrays: Arrays) -> Arrays:
         def of_one(x: Arrays) -> Arrays:
             u = x["update"][None]
-            heads = orthogonalize(view.divided(_wide(u)), ns_method)
+            heads = orthogonalize(view.divided(u), ns_method)
             return {"update": view.joined(heads)[0].astype(u.dtype)}
 
         return in_batches(of_one, arrays)
@@ -165,7 +166,7 @@ def scale_by_normuon(
 
         def of_one(arrays: Arrays) -> Arrays:
             u, v = arrays["update"], arrays["second_moment"]
-            x = orthogonalize(_wide(u), ns_method, polynomials)
+            x = orthogonalize(u, ns_method, polynomials)
             v = beta2 * v + (1 - beta2) * jnp.mean(x * x, axis=0)
             normalized = x / (jnp.sqrt(v) + 1e-8)
             norm, new = jnp.linalg.norm(x), jnp.linalg.norm(normalized)
@@ -227,38 +228,44 @@ def on_matrices(
     }
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def orthogonalize(
     x: jax.Array, ns_method: NewtonSchulz = "gram", polynomials: Polynomials = QUINTIC
 ) -> jax.Array:
     """Approximate `U V^T` of the singular value decomposition `x = U S V^T`, x  [..., m, n].
 
-    Matmuls have the platform's default precision (one bf16 pass on TPU, TF32 on GPU), where
-    DeepSpeed casts to bf16 or fp16; sums are in the dtype of x.
+    The operands of matmuls are rounded to the dtype of x, as DeepSpeed's are; sums and the result
+    are float32 at least. Matmuls in float32 have the platform's default precision (one bf16 pass on
+    TPU, TF32 on GPU).
     """
+    times = partial(_product, x.dtype)
     transposed = x.shape[-2] > x.shape[-1]
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     x = x.mT if transposed else x
     norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
     x = x / (polynomials.margin * norm + polynomials.eps)
     # The Gram matrix of a square matrix is as large, without gain.
     use_gram = ns_method == "gram" and x.shape[-2] < x.shape[-1]
     iterate = _gram_newton_schulz if use_gram else _newton_schulz
-    x = iterate(x, polynomials.coefficients)
+    x = iterate(x, polynomials.coefficients, times)
     return x.mT if transposed else x
 
 
-def _newton_schulz(x: jax.Array, coefficients: _Coefficients) -> jax.Array:
+_Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _product(dtype: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype)
+
+
+def _newton_schulz(x: jax.Array, coefficients: _Coefficients, times: _Product) -> jax.Array:
     """`x <- a x + b (x x^T) x + c (x x^T)^2 x`, each iteration."""
     for a, b, c in coefficients:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = times(x, x.mT)
+        x = a * x + times(b * gram + c * times(gram, gram), x)
     return x
 
 
-def _gram_newton_schulz(x: jax.Array, coefficients: _Coefficients) -> jax.Array:
+def _gram_newton_schulz(x: jax.Array, coefficients: _Coefficients, times: _Product) -> jax.Array:
     """The same polynomials, iterated on the small matrix `R = x x^T`.
 
     One iteration is `x <- P x` with `P = a I + b R + c R^2`, so that `R <- P R P` and the product
@@ -266,12 +273,12 @@ def _gram_newton_schulz(x: jax.Array, coefficients: _Coefficients) -> jax.Array:
     """
     for part in (coefficients[:_RESTART], coefficients[_RESTART:]):
         iterations = len(part)
-        gram = x @ x.mT
+        gram = times(x, x.mT)
         identity = jnp.eye(gram.shape[-1], dtype=x.dtype)
         q = identity
         for i, (a, b, c) in enumerate(part):
-            p = a * identity + b * gram + c * gram @ gram
-            q = p @ q if i else p
-            gram = p @ gram @ p if i + 1 < iterations else gram
-        x = q @ x
+            p = a * identity + b * gram + c * times(gram, gram)
+            q = times(p, q) if i else p
+            gram = times(times(p, gram), p) if i + 1 < iterations else gram
+        x = times(q, x)
     return x
