@@ -50,8 +50,8 @@ def separated_update(program: Program) -> StreamedUpdate:
     """The optimizer's update, separated per parameter."""
     if program.layout.packed:
         raise ConfigError(
-            "optimizer.type: the devices that compute this optimizer's matrices have their state, and "
-            "servers update each parameter alone; give each server one device"
+            "optimizer.type: the state of this optimizer's matrices is stored with their owners, "
+            "and servers update each parameter alone; give each server one device"
         )
     parts = (program.table, program.model, program.layout, program.optimizer.transform)
     return StreamedUpdate(*parts, by_layer=False, ema_decay=program.optimizer.ema_decay)

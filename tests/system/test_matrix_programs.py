@@ -57,6 +57,7 @@ def test_muon_on_64_chips(tensor):
         for name in ("Muon", "AdamW")
     )
     check(found, usual, 64)
+    assert found["planned"] - usual["planned"] == pytest.approx(found["roofline"], rel=0.25)
 
 
 @pytest.mark.full
