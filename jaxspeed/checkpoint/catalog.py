@@ -10,7 +10,7 @@ from etils import epath
 
 from jaxspeed.checkpoint import manifest as manifests
 from jaxspeed.checkpoint.header import NAME, LeafRecord, read_header
-from jaxspeed.checkpoint.manifest import Manifest, files_of, problems_of, read_manifest, unlisted
+from jaxspeed.checkpoint.manifest import Manifest, problems_of, read_manifest, sizes_of, unlisted
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, store_at
 from jaxspeed.errors import CheckpointError
 from jaxspeed.user_models.pretrained_model import Origin
@@ -116,9 +116,10 @@ def show(folder: Any, tag: str | None = None) -> CheckpointInfo:
 
 def existing(store: LocalStore | ObjectStore, tag: str) -> str:
     """The tag, if such a checkpoint exists."""
-    tags = [info.tag for info in checkpoints(store) if info.tag in store.tags()]
-    if tag in store.tags():
+    tags = store.tags()
+    if tag in tags:
         return tag
+    tags = [info.tag for info in checkpoints(store) if info.tag in tags]
     names = ", ".join(tags[-5:]) or "none"
     raise CheckpointError(f"{store.root}: no checkpoint {tag!r}; existing checkpoints: {names}")
 
@@ -138,15 +139,12 @@ def _problems(folder: epath.Path) -> list[str]:
 
 
 def _wrong_sizes(folder: epath.Path, manifest: Manifest) -> list[str]:
-    problems = []
+    actual, problems = sizes_of(folder), []
     for name, (size, _) in manifest.files.items():
-        try:
-            actual = (folder / name).stat().length
-        except OSError:
+        if name not in actual:
             problems.append(f"{name} is missing")
-            continue
-        if actual != size:
-            problems.append(f"{name} has {actual:,} bytes, not {size:,}")
+        elif actual[name] != size:
+            problems.append(f"{name} has {actual[name]:,} bytes, not {size:,}")
     return problems
 
 
@@ -161,7 +159,7 @@ def _mtime(folder: epath.Path) -> float:
 
 
 def _bytes_in(folder: epath.Path) -> int:
-    return sum((folder / name).stat().length for name in files_of(folder))
+    return sum(sizes_of(folder).values())
 
 
 # -- retention ------------------------------------------------------------------------------------

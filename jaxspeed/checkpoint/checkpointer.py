@@ -32,10 +32,10 @@ from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.leaves import Arrays, SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.manifest import (
     checksums,
-    files_of,
     problems_of,
     read_manifest,
     shares_of,
+    sizes_of,
     write_file,
     write_manifest,
 )
@@ -234,8 +234,7 @@ class Checkpointer:
                 # Checkpoints are ordered by time, even if the clock was set back.
                 last = max((info.time for info in checkpoints(self._store)), default=0.0)
                 _describe(folder, replace(header, time=max(header.time, last + 1e-3)), files)
-                sizes = {name: (folder / name).stat().length for name in files_of(folder)}
-                return shares_of(sizes, jax.process_count())
+                return shares_of(sizes_of(folder), jax.process_count())
 
             share = processes.share("writing arrays", write, describe)
             processes.all(

@@ -15,6 +15,7 @@ from typing import Protocol
 from etils import epath
 
 from jaxspeed.checkpoint import manifest
+from jaxspeed.checkpoint.buckets import is_local, open_bucket
 from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.orbax_arrays import FOLDER as ARRAYS
@@ -155,12 +156,13 @@ class ObjectStore:
     """A bucket, which cannot rename: complete is what has a manifest, which is written last."""
 
     def __init__(self, root: epath.Path) -> None:
+        open_bucket(root)
         self.root = root
 
     def begin(self, tag: str) -> None:
         if (self.root / tag).exists():
             self.remove(tag)
-        (self.root / tag).mkdir(parents=True, exist_ok=True)
+        (self.root / tag).mkdir(exist_ok=True)  # with its parents a bucket would be created
 
     def writing(self, tag: str) -> epath.Path:
         return self.root / tag
@@ -202,9 +204,7 @@ def store_at(folder: Place) -> LocalStore | ObjectStore:
     if isinstance(folder, (LocalStore, ObjectStore)):
         return folder
     path = epath.Path(folder)
-    return (
-        LocalStore(path.expanduser().absolute()) if manifest.is_local(path) else ObjectStore(path)
-    )
+    return LocalStore(path.expanduser().absolute()) if is_local(path) else ObjectStore(path)
 
 
 def check_tag(tag: str) -> str:
@@ -224,7 +224,7 @@ def check_tag(tag: str) -> str:
 
 def check_writable(root: epath.Path, nbytes: int = 0) -> None:
     """Raise CheckpointError unless `nbytes` can be written under `root`."""
-    if not manifest.is_local(root):
+    if not is_local(root):
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
