@@ -61,7 +61,7 @@ def key_values_spec(folder: epath.Path) -> dict[str, Any]:
     if not scheme:
         return {"driver": "file", "path": f"{path}/"}
     bucket, _, path = path.partition("/")
-    spec = {"bucket": bucket, "path": f"{path}/" if path else ""}
+    spec: dict[str, Any] = {"bucket": bucket, "path": f"{path}/" if path else ""}
     if scheme == "gs":
         return {"driver": "gcs", **spec}
     spec |= {"driver": "s3", "use_conditional_write": True}

@@ -11,7 +11,7 @@ from etils import epath
 from jaxspeed.checkpoint import manifest as manifests
 from jaxspeed.checkpoint.header import NAME, LeafRecord, read_header
 from jaxspeed.checkpoint.manifest import Manifest, problems_of, read_manifest, sizes_of, unlisted
-from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, store_at
+from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, as_checkpoint_error, store_at
 from jaxspeed.errors import CheckpointError
 from jaxspeed.user_models.pretrained_model import Origin
 
@@ -96,22 +96,24 @@ def verify(folder: Any, tag: str | None = None) -> list[str]:
       CheckpointError: the folder or tag does not exist.
     """
     store = store_at(folder)
-    infos = {info.tag for info in checkpoints(store)} - set(store.unfinished())
-    tags = sorted(infos) if tag is None else [existing(store, tag)]
-    if not tags:
-        raise CheckpointError(f"{store.root}: no checkpoint")
-    return [f"{tag}: {problem}" for tag in tags for problem in _problems(store.root / tag)]
+    with as_checkpoint_error(store.root, "verifying"):
+        infos = {info.tag for info in checkpoints(store)} - set(store.unfinished())
+        tags = sorted(infos) if tag is None else [existing(store, tag)]
+        if not tags:
+            raise CheckpointError(f"{store.root}: no checkpoint")
+        return [f"{tag}: {problem}" for tag in tags for problem in _problems(store.root / tag)]
 
 
 def show(folder: Any, tag: str | None = None) -> CheckpointInfo:
     """One checkpoint with array shapes, mesh, device and versions; the newest by default."""
     store = store_at(folder)
-    if tag is None:
-        complete = [info.tag for info in checkpoints(store) if info.ok]
-        if not complete:
-            raise CheckpointError(f"{store.root}: no complete checkpoint")
-        tag = complete[-1]
-    return info_of(store.root / existing(store, tag))
+    with as_checkpoint_error(store.root, "reading"):
+        if tag is None:
+            complete = [info.tag for info in checkpoints(store) if info.ok]
+            if not complete:
+                raise CheckpointError(f"{store.root}: no complete checkpoint")
+            tag = complete[-1]
+        return info_of(store.root / existing(store, tag))
 
 
 def existing(store: LocalStore | ObjectStore, tag: str) -> str:

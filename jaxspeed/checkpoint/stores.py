@@ -10,7 +10,7 @@ import tempfile
 import time
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from etils import epath
 
@@ -19,7 +19,7 @@ from jaxspeed.checkpoint.buckets import is_local, open_bucket
 from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.orbax_arrays import FOLDER as ARRAYS
-from jaxspeed.errors import CheckpointError
+from jaxspeed.errors import CheckpointError, JaxspeedError
 
 log = logging.getLogger("jaxspeed")
 _WRITING, _REMOVED = ".writing", ".removed"
@@ -199,12 +199,36 @@ class ObjectStore:
 Place = str | os.PathLike[str] | LocalStore | ObjectStore
 
 
+def checkpoints_of(folder: str | os.PathLike[str]) -> epath.Path:
+    """The folder of checkpoints in that of a run, or the folder itself."""
+    at = epath.Path(folder)
+    open_bucket(at)
+    with as_checkpoint_error(at, "reading"):
+        inside = at / "checkpoints"
+        return inside if inside.is_dir() else at
+
+
 def store_at(folder: Place) -> LocalStore | ObjectStore:
     """The store for a path: an ObjectStore for a URL such as gs:// or s3://."""
     if isinstance(folder, (LocalStore, ObjectStore)):
         return folder
     path = epath.Path(folder)
     return LocalStore(path.expanduser().absolute()) if is_local(path) else ObjectStore(path)
+
+
+class as_checkpoint_error:
+    """Context that turns any other exception into a CheckpointError naming the folder."""
+
+    def __init__(self, folder: epath.Path, doing: str) -> None:
+        self._where = f"{folder}: {doing}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, JaxspeedError):
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            raise CheckpointError(f"{self._where} failed: {text[0]}") from error
 
 
 def check_tag(tag: str) -> str:

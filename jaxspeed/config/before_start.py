@@ -21,6 +21,7 @@ class Package(NamedTuple):
 
 
 RAY = Package("--engine ray", "ray", "ray")
+BUCKETS = {"s3://": "s3fs", "gs://": "gcsfs"}
 
 
 def refuse_missing(packages: Iterable[Package]) -> None:
@@ -51,9 +52,9 @@ def refuse_missing_tasks(key: str, tasks: Iterable[str]) -> None:
 
 def packages_of_url(key: str, url: str | None) -> Iterator[Package]:
     """The package for the URL of a bucket; none for a folder, or for another URL."""
-    for scheme, name in (("s3", "s3fs"), ("gs", "gcsfs")):
-        if (url or "").startswith(f"{scheme}://"):
-            yield Package(key, name, scheme)
+    for scheme, name in BUCKETS.items():
+        if (url or "").startswith(scheme):
+            yield Package(key, name, scheme[:2])
 
 
 def monitor_packages(config: Settings) -> Iterator[Package]:

@@ -52,8 +52,7 @@ class Claim:
 
     A lock of the system is released when its process ends in any way. Buckets and some shared file
     systems have none between hosts, so the owner also touches the lock file, which others watch for
-    a while before they take it. In a bucket each write of the lock has the condition that it is as it
-    was last seen, so that of two owners one has it.
+    a while before they take it. A bucket's lock is only written if it is as it was last seen.
     """
 
     def __init__(self, key: str, store: LocalStore | ObjectStore) -> None:
