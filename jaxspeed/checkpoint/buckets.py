@@ -41,6 +41,12 @@ def open_bucket(folder: epath.Path) -> None:
     files.invalidate_cache()
 
 
+def first_line(error: Exception) -> str:
+    """Without the server's answer, which names the key of the credentials."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].partition(" [http_")[0]
+
+
 def sizes_in_bucket(folder: epath.Path) -> dict[str, int]:
     """Bytes of all files below a folder, by relative path, from one listing."""
     files = fsspec_backend.fs(folder)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from etils import epath
 
 from jaxspeed.checkpoint import manifest
-from jaxspeed.checkpoint.buckets import is_local, open_bucket
+from jaxspeed.checkpoint.buckets import first_line, is_local, open_bucket
 from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.orbax_arrays import FOLDER as ARRAYS
@@ -227,8 +227,7 @@ class as_checkpoint_error:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, JaxspeedError):
-            text = str(error).strip().splitlines() or [type(error).__name__]
-            raise CheckpointError(f"{self._where} failed: {text[0]}") from error
+            raise CheckpointError(f"{self._where} failed: {first_line(error)}") from error
 
 
 def check_tag(tag: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxspeed.checkpoint.buckets import key_values
+from jaxspeed.checkpoint.buckets import first_line, key_values
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
 from jaxspeed.config.tree import given_leaves
 from jaxspeed.config.verdicts import shortened
@@ -81,9 +81,8 @@ class Claim:
         if self._toucher is not None:
             return
         with self._errors():
-            # With its parents a bucket would be created.
-            self.folder.mkdir(parents=not self._in_bucket, exist_ok=True)
             if not self._in_bucket:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 self._opened = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
                 self._lock_file = self._open_lock()
                 try:
@@ -97,7 +96,9 @@ class Claim:
             host = socket.gethostname()
             self._owner = f"{host} {uuid.uuid4().hex}" if self._in_bucket else host
             if not self._write_lock(self._owner):
-                self._refuse(f", on {self._lock_text().partition(' ')[0]}")
+                if not (owner := self._lock_text().partition(" ")[0]):
+                    raise FileNotFoundError("The bucket does not exist")
+                self._refuse(f", on {owner}")
         self._closed.clear()
         self._toucher = threading.Thread(target=self._touch, name="jaxspeed-lock", daemon=True)
         self._toucher.start()
@@ -250,7 +251,7 @@ class Claim:
         except JaxspeedError:
             raise
         except Exception as error:
-            what = getattr(error, "strerror", None) or error
+            what = getattr(error, "strerror", None) or first_line(error)
             raise ConfigError(f"{self._key}: {self.folder} cannot be written: {what}") from None
 
     # -- owners on other hosts --------------------------------------------------------------------
