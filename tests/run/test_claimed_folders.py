@@ -141,8 +141,12 @@ def test_a_bucket_whose_owner_has_died_is_free_after_a_while(tmp_path):
 
 
 def test_of_two_that_saw_a_bucket_free_one_has_it(tmp_path, monkeypatch):
-    here, there = (claim.Claim("run.checkpoints", stores.ObjectStore(epath.Path(tmp_path))) for _ in "ab")
-    monkeypatch.setattr(here, "_owner_elsewhere", lambda: here._lock_text() + str(there.take() or ""))
+    here, there = (
+        claim.Claim("run.checkpoints", stores.ObjectStore(epath.Path(tmp_path))) for _ in "ab"
+    )
+    monkeypatch.setattr(
+        here, "_owner_elsewhere", lambda: here._lock_text() + str(there.take() or "")
+    )
     with pytest.raises(jaxspeed.ConfigError, match="in use by another run, on "):
         here.take()
     there.check()
