@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxspeed.checkpoint.buckets import context, key_values_spec
+from jaxspeed.checkpoint.buckets import key_values_spec, new_context
 from jaxspeed.placement.codec import Stored
 
 CHUNK_BYTES = 32 << 20  # read at once when resharding, and by an export
@@ -42,14 +42,15 @@ def write_arrays(folder: epath.Path, arrays: Mapping[str, jax.Array]) -> list[An
     for x in arrays.values():
         x.copy_to_host_async()
     writes: list[Any] = []
+    context = new_context()
     for name, x in arrays.items():
         spec = array_spec(_of_process(folder, jax.process_index()), name, **_WRITTEN) | {
             "dtype": x.dtype.name,
             "metadata": {"shape": x.shape, "chunks": _chunk(x), "compressor": None},
             "store_data_equal_to_fill_value": True,  # what is missing was not written
         }
-        writes.append(ts.open(spec, create=True, open=True, context=context()))
-        array = ts.open(spec, open=True, assume_metadata=True, context=context()).result()
+        writes.append(ts.open(spec, create=True, open=True, context=context))
+        array = ts.open(spec, open=True, assume_metadata=True, context=context).result()
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
                 values, at = np.asarray(shard.data), array[shard.index]
@@ -62,9 +63,11 @@ def merge_arrays(folder: epath.Path) -> None:
     """Refer to the arrays of all processes, on one of them after all have finished."""
     import tensorstore as ts
 
+    context = new_context()
+
     def opened(at: epath.Path, **options: Any) -> Any:
         spec = {"driver": "ocdbt", "base": key_values_spec(at), **options}
-        return ts.KvStore.open(spec, context=context()).result()
+        return ts.KvStore.open(spec, context=context).result()
 
     merged, transaction = opened(folder, **_WRITTEN), ts.Transaction(atomic=True)
     for process in range(jax.process_count()):
@@ -82,9 +85,10 @@ def read_sharded(
     import tensorstore as ts
 
     read: dict[str, Stored] = {}
+    context = new_context()
     for names in itertools.batched(wanted, _AT_ONCE):
         opening = {name: array_spec(folder, name) for name in names}
-        arrays = {n: ts.open(spec, read=True, context=context()) for n, spec in opening.items()}
+        arrays = {n: ts.open(spec, read=True, context=context) for n, spec in opening.items()}
         shards = {name: _shards(arrays[name].result(), wanted[name]) for name in names}
         for name in names:
             read[name] = _assembled(wanted[name], shards.pop(name))

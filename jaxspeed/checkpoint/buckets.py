@@ -4,8 +4,8 @@ Both use the endpoint of AWS's configuration (`AWS_ENDPOINT_URL`), and its crede
 environment, or else of AWS's default chain.
 """
 
-import functools
 import os
+import re
 from typing import Any
 
 from etils import epath
@@ -42,9 +42,9 @@ def open_bucket(folder: epath.Path) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Without the server's answer, which names the key of the credentials."""
+    """Without what TensorStore adds: the spec, and the server's answer, which may name a key."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].partition(" [http_")[0]
+    return re.split(r" \[\w+='", lines[0])[0]
 
 
 def sizes_in_bucket(folder: epath.Path) -> dict[str, int]:
@@ -58,7 +58,7 @@ def key_values(folder: epath.Path) -> Any:
     """TensorStore's store of the files in a folder; it has conditional writes."""
     import tensorstore as ts
 
-    return ts.KvStore.open(key_values_spec(folder), context=context()).result()
+    return ts.KvStore.open(key_values_spec(folder), context=new_context()).result()
 
 
 def key_values_spec(folder: epath.Path) -> dict[str, Any]:
@@ -77,9 +77,8 @@ def key_values_spec(folder: epath.Path) -> dict[str, Any]:
     return spec
 
 
-@functools.cache
-def context() -> Any:
-    """TensorStore's resources; files are copied only within the same ones."""
+def new_context() -> Any:
+    """Resources of TensorStore: retries, credentials, and what it has read, which may change."""
     import tensorstore as ts
 
     # AWS's chain reports on stderr each file of credentials that does not exist.

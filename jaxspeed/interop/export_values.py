@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.bucket_arrays import array_spec
-from jaxspeed.checkpoint.buckets import context
+from jaxspeed.checkpoint.buckets import new_context
 from jaxspeed.checkpoint.header import Header, codec_of
 from jaxspeed.checkpoint.orbax_arrays import FOLDER
 from jaxspeed.interop.mapping import Index
@@ -140,7 +140,7 @@ class CheckpointValues:
         # The fewest chunks in memory at a time that keep the disk busy.
         most = {"file_io_concurrency": {"limit": 2}, "data_copy_concurrency": {"limit": 2}}
         spec = array_spec(self._source / FOLDER, name) | {"context": {**most, "cache_pool": {}}}
-        return ts.open(spec, open=True, read=True, context=context()).result()
+        return ts.open(spec, open=True, read=True, context=new_context()).result()
 
 
 class StateValues:

@@ -69,7 +69,8 @@ def test_what_is_copied_from_a_bucket_to_a_disk_or_back_is_a_checkpoint_there(en
     expected = states.held(engine)
     for place in (tmp_path / "disk", URL):
         saver = Checkpointer(place)
-        saver.save(engine.program, engine.state, tag="a")
+        for _ in range(2):  # over another of the same tag
+            saver.save(engine.program, engine.state, tag="a")
         saver.wait()
     put(s3, tmp_path / "disk", "up")
     get(s3, "runs/a", tmp_path / "down")
@@ -167,9 +168,6 @@ def impatient(monkeypatch):
     """Retried a few times, within a second."""
     monkeypatch.setitem(buckets._RETRIES, "max_retries", 3)
     monkeypatch.setitem(buckets._RETRIES, "max_delay", "500ms")
-    buckets.context.cache_clear()
-    yield
-    buckets.context.cache_clear()
 
 
 @pytest.mark.sampled
@@ -188,7 +186,7 @@ def test_a_short_fault_is_retried_and_the_save_succeeds(engine, s3, caplog, part
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("part", ["/arrays/", "checkpoint.json", NAME])
+@pytest.mark.parametrize("part", ["/arrays/", NAME])
 @pytest.mark.parametrize("fault", ["broken", "unavailable"])
 def test_a_lasting_fault_is_one_error_and_the_earlier_checkpoint_is_restored(
     engine, s3, impatient, capfd, part, fault
