@@ -1,13 +1,13 @@
-"""Array files of a checkpoint in a bucket, which TensorStore writes: Orbax has no paths there.
+"""Arrays of a checkpoint in a bucket, by TensorStore: Orbax has no paths there.
 
-The layout is Orbax's: Zarr arrays in an OCDBT database for each process, and one that refers to all
-of these. So a checkpoint that is copied from a bucket to a disk, or back, is one there too.
+The layout is Orbax's: an OCDBT database of Zarr arrays for each process, and one of all of these. A
+checkpoint that is copied from a bucket to a disk, or back, is one there too.
 """
 
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,21 +18,18 @@ from jaxspeed.checkpoint.buckets import key_values_spec, new_context
 from jaxspeed.placement.codec import Stored
 
 CHUNK_BYTES = 32 << 20  # read at once when resharding, and by an export
-_FILE_BYTES = 128 << 20  # in one request
-_AT_ONCE = 32  # arrays
-# Only one process writes to a database, and the small metadata of an array are within its index.
-_WRITTEN = {
+_AT_ONCE = 32  # arrays that are read at once
+_WRITTEN = {  # by one process, and requests have at most so many bytes
     "assume_config": True,
     "config": {"manifest_kind": "single", "max_inline_value_bytes": 1024},
-    "target_data_file_size": _FILE_BYTES,
+    "target_data_file_size": 128 << 20,
 }
 
 
 def array_spec(folder: epath.Path, name: str, **options: Any) -> dict[str, Any]:
     """TensorStore's description of an array in the folder of a checkpoint's arrays."""
-    base = key_values_spec(folder)
-    store = {"driver": "ocdbt", "base": base, "path": f"{name}/", **options}
-    return {"driver": "zarr", "kvstore": store, "recheck_cached_metadata": False}
+    store = {"driver": "ocdbt", "base": key_values_spec(folder), "path": f"{name}/", **options}
+    return {"driver": "zarr", "kvstore": store, "recheck_cached_data": "open"}
 
 
 def write_arrays(folder: epath.Path, arrays: Mapping[str, jax.Array]) -> list[Any]:
@@ -41,21 +38,18 @@ def write_arrays(folder: epath.Path, arrays: Mapping[str, jax.Array]) -> list[An
 
     for x in arrays.values():
         x.copy_to_host_async()
-    writes: list[Any] = []
-    context = new_context()
+    context, writes = new_context(), list[Any]()
     for name, x in arrays.items():
-        spec = array_spec(_of_process(folder, jax.process_index()), name, **_WRITTEN) | {
-            "dtype": x.dtype.name,
-            "metadata": {"shape": x.shape, "chunks": _chunk(x), "compressor": None},
-            "store_data_equal_to_fill_value": True,  # what is missing was not written
-        }
+        spec = array_spec(_part(folder, jax.process_index()), name, **_WRITTEN)
+        spec |= {"dtype": x.dtype.name, "store_data_equal_to_fill_value": True}
+        spec["metadata"] = {"shape": x.shape, "chunks": _chunk(x), "compressor": None}
         writes.append(ts.open(spec, create=True, open=True, context=context))
         array = ts.open(spec, open=True, assume_metadata=True, context=context).result()
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
                 values, at = np.asarray(shard.data), array[shard.index]
-                written = at.write(values, can_reference_source_data_indefinitely=True)
-                writes.append(written.commit)
+                write = at.write(values, can_reference_source_data_indefinitely=True)
+                writes.append(write.commit)
     return writes
 
 
@@ -63,19 +57,26 @@ def merge_arrays(folder: epath.Path) -> None:
     """Refer to the arrays of all processes, on one of them after all have finished."""
     import tensorstore as ts
 
-    context = new_context()
+    context, transaction = new_context(), ts.Transaction(atomic=True)
 
-    def opened(at: epath.Path, **options: Any) -> Any:
+    def database(at: epath.Path, **options: Any) -> Any:
         spec = {"driver": "ocdbt", "base": key_values_spec(at), **options}
         return ts.KvStore.open(spec, context=context).result()
 
-    merged, transaction = opened(folder, **_WRITTEN), ts.Transaction(atomic=True)
+    merged = database(folder, **_WRITTEN)
     for process in range(jax.process_count()):
-        part = opened(_of_process(folder, process))
+        part = database(_part(folder, process))
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
-    names = [key.decode() for key in merged.list().result() if key.endswith(b"/.zarray")]
-    (folder / "_METADATA").write_text(_orbax_metadata(name.rpartition("/")[0] for name in names))
+    # What Orbax reads of the arrays beside their database.
+    value, tree = {"value_type": "jax.Array", "skip_deserialize": False}, {}
+    for key in merged.list().result():
+        name, _, file = key.decode().rpartition("/")
+        if file == ".zarray":
+            keys = [{"key": name, "key_type": 2}]
+            tree[str((name,))] = {"key_metadata": keys, "value_metadata": value}
+    form = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": tree, **form}))
 
 
 def read_sharded(
@@ -84,51 +85,39 @@ def read_sharded(
     """The arrays in the wanted shape (truncated or zero-padded), dtype and sharding."""
     import tensorstore as ts
 
-    read: dict[str, Stored] = {}
-    context = new_context()
+    context, read = new_context(), dict[str, Stored]()
     for names in itertools.batched(wanted, _AT_ONCE):
-        opening = {name: array_spec(folder, name) for name in names}
-        arrays = {n: ts.open(spec, read=True, context=context) for n, spec in opening.items()}
-        shards = {name: _shards(arrays[name].result(), wanted[name]) for name in names}
-        for name in names:
-            read[name] = _assembled(wanted[name], shards.pop(name))
+        specs = {name: array_spec(folder, name) for name in names}
+        opened = {n: ts.open(spec, read=True, context=context) for n, spec in specs.items()}
+        reading = {name: _reading(opened[name].result(), wanted[name]) for name in names}
+        read |= {name: reading.pop(name)() for name in names}
     return read
 
 
-def _shards(array: Any, wanted: jax.ShapeDtypeStruct) -> dict[str, tuple[Any, Any]]:
-    """By its index the part of each shard that is there, which is being read once for all."""
-    shards: dict[str, tuple[Any, Any]] = {}
+def _reading(array: Any, wanted: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
+    """Start to read each shard, once for all its devices; a function that waits for them."""
+    shape, reads = wanted.sharding.shard_shape(wanted.shape), dict[str, Any]()
     for index in wanted.sharding.addressable_devices_indices_map(wanted.shape).values():
-        if str(index) not in shards:
+        if str(index) not in reads:
             spans = (span.indices(n)[:2] for span, n in zip(index, wanted.shape))
-            inside = [(min(a, n), min(b, n)) for (a, b), n in zip(spans, array.shape)]
-            part = tuple(slice(b - a) for a, b in inside)
-            there = array[tuple(itertools.starmap(slice, inside))].read()
-            shards[str(index)] = part, there
-    return shards
-
-
-def _assembled(wanted: jax.ShapeDtypeStruct, shards: Mapping[str, tuple[Any, Any]]) -> jax.Array:
-    shape = wanted.sharding.shard_shape(wanted.shape)
+            inside = (slice(min(a, n), min(b, n)) for (a, b), n in zip(spans, array.shape))
+            reads[str(index)] = array[tuple(inside)].read()
 
     def shard(index: Any) -> np.ndarray:
-        part, there = shards[str(index)]
-        values = there.result()
-        if values.shape == shape and values.dtype == wanted.dtype:
-            return np.asarray(values)
-        padded = np.zeros(shape, wanted.dtype)
-        padded[part] = values
-        return padded
+        values = np.asarray(reads[str(index)].result())
+        if values.shape != shape:
+            values = np.pad(values, [(0, n - m) for n, m in zip(shape, values.shape)])
+        return values.astype(wanted.dtype, copy=False)
 
-    return jax.make_array_from_callback(wanted.shape, wanted.sharding, shard)
+    return lambda: jax.make_array_from_callback(wanted.shape, wanted.sharding, shard)
 
 
-def _of_process(folder: epath.Path, process: int) -> epath.Path:
+def _part(folder: epath.Path, process: int) -> epath.Path:
     return folder / f"ocdbt.process_{process}"
 
 
 def _chunk(x: jax.Array) -> list[int]:
-    """The shape of chunks, of which no two shards share one."""
+    """The shape of chunks, which no two shards share."""
     shape = list(x.sharding.shard_shape(x.shape))
     nbytes = math.prod(shape) * x.dtype.itemsize
     for dim, size in enumerate(shape):
@@ -136,14 +125,3 @@ def _chunk(x: jax.Array) -> list[int]:
         parts = next(n for n in divisors if nbytes // n <= CHUNK_BYTES or n == size)
         shape[dim], nbytes = size // parts, nbytes // parts
     return shape
-
-
-def _orbax_metadata(names: Iterable[str]) -> str:
-    """What Orbax reads of arrays beside their database."""
-    value = {"value_type": "jax.Array", "skip_deserialize": False}
-    tree = {
-        str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value}
-        for name in names
-    }
-    form = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    return json.dumps({"tree_metadata": tree, **form, "custom_metadata": None})

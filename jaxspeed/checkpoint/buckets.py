@@ -1,7 +1,6 @@
 """Access to buckets: arrays and locks by TensorStore, small files by etils' epath over fsspec.
 
-Both use the endpoint of AWS's configuration (`AWS_ENDPOINT_URL`), and its credentials: those of the
-environment, or else of AWS's default chain.
+Both have the endpoint of AWS's configuration, and credentials of the environment or AWS's chain.
 """
 
 import os
@@ -12,7 +11,6 @@ from etils import epath
 from etils.epath.backend import fsspec_backend
 
 from jaxspeed.config.before_start import packages_of_url, refuse_missing
-from jaxspeed.errors import CheckpointError
 
 # A server that does not answer fails a save after about half a minute; the run goes on.
 _RETRIES = {"max_retries": 7, "initial_delay": "250ms", "max_delay": "8s"}
@@ -23,22 +21,15 @@ def is_local(path: Any) -> bool:
 
 
 def open_bucket(folder: epath.Path) -> None:
-    """Prepare reading of a bucket: what a listing returns is never out of date.
+    """Check that the package for a bucket is installed, and let it store no listings.
 
-    fsspec stores listings, which other processes and TensorStore change.
-
-    Raises:
-      ConfigError: the package that reads such URLs is not installed.
+    TensorStore and other processes change what they have.
     """
-    if is_local(folder):
-        return
-    url = str(folder)
-    if not (packages := [*packages_of_url(url, url)]):
-        raise CheckpointError(f"{url}: neither a folder nor a gs:// or s3:// URL")
-    refuse_missing(packages)
-    files = fsspec_backend.fs(folder)
-    files.dircache.use_listings_cache = False
-    files.invalidate_cache()
+    if not is_local(folder):
+        refuse_missing(packages_of_url("checkpoints", str(folder)))
+        files = fsspec_backend.fs(folder)
+        files.dircache.use_listings_cache = False
+        files.invalidate_cache()
 
 
 def first_line(error: Exception) -> str:
@@ -49,30 +40,22 @@ def first_line(error: Exception) -> str:
 
 def sizes_in_bucket(folder: epath.Path) -> dict[str, int]:
     """Bytes of all files below a folder, by relative path, from one listing."""
-    files = fsspec_backend.fs(folder)
-    start = len(files._strip_protocol(str(folder))) + 1
-    return {path[start:]: x["size"] for path, x in files.find(str(folder), detail=True).items()}
-
-
-def key_values(folder: epath.Path) -> Any:
-    """TensorStore's store of the files in a folder; it has conditional writes."""
-    import tensorstore as ts
-
-    return ts.KvStore.open(key_values_spec(folder), context=new_context()).result()
+    files = fsspec_backend.fs(folder).find(str(folder), detail=True)
+    start = len(str(folder).partition("://")[2]) + 1
+    return {path[start:]: file["size"] for path, file in files.items()}
 
 
 def key_values_spec(folder: epath.Path) -> dict[str, Any]:
     """TensorStore's description of the files in a folder."""
-    scheme, _, path = str(folder).rpartition("://")
-    if not scheme:
-        return {"driver": "file", "path": f"{path}/"}
-    bucket, _, path = path.partition("/")
-    spec: dict[str, Any] = {"bucket": bucket, "path": f"{path}/" if path else ""}
+    if is_local(folder):
+        return {"driver": "file", "path": f"{folder}/"}
+    scheme, _, place = str(folder).partition("://")
+    bucket, _, path = f"{place}/".partition("/")
     if scheme == "gs":
-        return {"driver": "gcs", **spec}
-    spec |= {"driver": "s3", "use_conditional_write": True}
+        return {"driver": "gcs", "bucket": bucket, "path": path}
+    spec = {"driver": "s3", "bucket": bucket, "path": path, "use_conditional_write": True}
     client = fsspec_backend.fs(folder).s3.meta
-    if not client.endpoint_url.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+    if ".amazonaws.com" not in client.endpoint_url:
         spec |= {"endpoint": client.endpoint_url, "aws_region": client.region_name}
     return spec
 

@@ -44,11 +44,7 @@ def add(commands: Any) -> None:
         ),
     ):
         verb = command(verbs, name, what, example, config=False)
-        verb.add_argument(
-            "folder",
-            metavar="DIR",
-            help="a run's folder, or its checkpoints/; or a URL of those in a bucket",
-        )
+        verb.add_argument("folder", metavar="DIR", help="a run's folder, or that of checkpoints")
         if name == "export":
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
             verb.add_argument(
@@ -81,13 +77,12 @@ def add(commands: Any) -> None:
 def _folder(args: argparse.Namespace) -> str:
     import jax
 
-    from jaxspeed.checkpoint.stores import as_checkpoint_error, checkpoints_of
+    from jaxspeed.checkpoint.stores import checkpoints_of, is_local
 
     jax.config.update("jax_platforms", "cpu")  # these commands read files and need no accelerator
     folder = checkpoints_of(args.folder)
-    with as_checkpoint_error(folder, "reading"):
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder")
+    if is_local(folder) and not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
     return str(folder)
 
 

@@ -21,7 +21,7 @@ class Package(NamedTuple):
 
 
 RAY = Package("--engine ray", "ray", "ray")
-BUCKETS = {"s3://": "s3fs", "gs://": "gcsfs"}
+_OF_BUCKETS = {"s3": "s3fs", "gs": "gcsfs"}
 
 
 def refuse_missing(packages: Iterable[Package]) -> None:
@@ -51,10 +51,12 @@ def refuse_missing_tasks(key: str, tasks: Iterable[str]) -> None:
 
 
 def packages_of_url(key: str, url: str | None) -> Iterator[Package]:
-    """The package for the URL of a bucket; none for a folder, or for another URL."""
-    for scheme, name in BUCKETS.items():
-        if (url or "").startswith(scheme):
-            yield Package(key, name, scheme[:2])
+    """The package for the URL of a bucket; none for a folder."""
+    scheme, is_url, _ = (url or "").partition("://")
+    if is_url and scheme not in _OF_BUCKETS:
+        raise ConfigError(f"{key}: {url} is neither a folder nor a gs:// or s3:// URL")
+    if is_url:
+        yield Package(key, _OF_BUCKETS[scheme], scheme)
 
 
 def monitor_packages(config: Settings) -> Iterator[Package]:

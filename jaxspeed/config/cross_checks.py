@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_keys, batch_problem
-from jaxspeed.config.before_start import BUCKETS, misfit
+from jaxspeed.config.before_start import misfit
 from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
@@ -285,10 +285,6 @@ def _run(settings: Settings) -> Iterator[Problem]:
     if "://" in (settings.run.output or ""):
         works = "Needs a local folder; run.checkpoints takes a URL."
         yield Problem("run.output", f'"{settings.run.output}"', works)
-    for key in (f"run.{name}" for name in ("checkpoints", "init_from")):
-        where = getattr(settings.run, key.removeprefix("run.")) or ""
-        if "://" in where and not where.startswith(tuple(BUCKETS)):
-            yield Problem(key, f'"{where}"', "Needs a folder, or a gs:// or s3:// URL.")
 
 
 FILES = ("text", "jsonl", "json", "parquet", "arrow", "huggingface", "tokens", "images")

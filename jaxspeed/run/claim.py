@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxspeed.checkpoint.buckets import first_line, key_values
+from jaxspeed.checkpoint.buckets import first_line, key_values_spec, new_context
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
 from jaxspeed.config.tree import given_leaves
 from jaxspeed.config.verdicts import shortened
@@ -217,7 +217,9 @@ class Claim:
 
     @functools.cached_property
     def _bucket(self) -> Any:
-        return key_values(self.folder)
+        import tensorstore as ts
+
+        return ts.KvStore.open(key_values_spec(self.folder), context=new_context()).result()
 
     def _lock_text(self) -> str:
         if self._lock_file is not None:
@@ -235,8 +237,8 @@ class Claim:
         written = self._bucket.write(LOCK, text, if_equal=self._generation).result()
         if written.generation:
             self._generation = written.generation
-        # Or else it was written by a request whose answer was lost, and which was sent again.
-        return bool(written.generation) or self._lock_text() == text
+        # The answer to an earlier request may have been lost.
+        return bool(written.generation) or self._lock_text().startswith(self._owner)
 
     def _refuse(self, where: str) -> None:
         raise ConfigError(

@@ -57,6 +57,7 @@ def test_checkpoints_in_a_bucket_are_restored_listed_verified_and_exported(
     assert f"{tag}: intact" in capsys.readouterr().out
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 500
     # The manifest was written last, and a data file that changed is damage.
+
     written = [p for method, p in s3.requests if method == "PUT" and f"/{tag}/" in p]
     assert written[-1].endswith(NAME)
     data = next(p for p in written if "/arrays/ocdbt.process_0/d/" in p)

@@ -27,7 +27,7 @@ def test_urls_are_buckets_and_paths_are_folders(tmp_path):
     assert isinstance(stores.store_at(tmp_path), stores.LocalStore)
     assert isinstance(stores.store_at("relative/path"), stores.LocalStore)
     assert isinstance(stores.store_at("s3://bucket/run"), stores.ObjectStore)
-    with pytest.raises(jaxspeed.CheckpointError, match="neither a folder nor a gs:// or s3:// URL"):
+    with pytest.raises(jaxspeed.ConfigError, match="neither a folder nor a gs:// or s3:// URL"):
         stores.store_at("az://bucket/run")
 
 
@@ -35,7 +35,7 @@ def test_a_missing_package_of_a_bucket_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for url, name in (("s3://b/run", "s3fs"), ("gs://b/run", "gcsfs")):
         words = rf'needs {name}, which is not installed; pip install "jaxspeed\[{url[:2]}\]"'
-        with pytest.raises(jaxspeed.ConfigError, match=f"^{url}: {words}"):
+        with pytest.raises(jaxspeed.ConfigError, match=f"^checkpoints: {words}"):
             stores.store_at(url)
         config = load_config({"run": {"checkpoints": url, "steps": 1}})
         with pytest.raises(jaxspeed.ConfigError, match=rf"^run\.checkpoints: {words}"):
