@@ -12,7 +12,7 @@ from etils.epath.backend import fsspec_backend
 
 from jaxspeed.config.before_start import packages_of_url, refuse_missing
 
-# A server that does not answer fails a save after about half a minute; the run goes on.
+# For about half a minute; then a save has failed.
 _RETRIES = {"max_retries": 7, "initial_delay": "250ms", "max_delay": "8s"}
 
 
@@ -21,10 +21,7 @@ def is_local(path: Any) -> bool:
 
 
 def open_bucket(folder: epath.Path) -> None:
-    """Check that the package for a bucket is installed, and let it store no listings.
-
-    TensorStore and other processes change what they have.
-    """
+    """Check that the package for a bucket is there; it stores no listings, which others change."""
     if not is_local(folder):
         refuse_missing(packages_of_url("checkpoints", str(folder)))
         files = fsspec_backend.fs(folder)
@@ -33,7 +30,7 @@ def open_bucket(folder: epath.Path) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Without what TensorStore adds: the spec, and the server's answer, which may name a key."""
+    """Without what TensorStore adds, such as the server's answer, which may name a key."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.split(r" \[\w+='", lines[0])[0]
 
@@ -61,16 +58,11 @@ def key_values_spec(folder: epath.Path) -> dict[str, Any]:
 
 
 def new_context() -> Any:
-    """Resources of TensorStore: retries, credentials, and what it has read, which may change."""
+    """Retries, credentials, and a cache of databases' indices, which another save changes."""
     import tensorstore as ts
 
     # AWS's chain reports on stderr each file of credentials that does not exist.
     source = "environment" if "AWS_ACCESS_KEY_ID" in os.environ else "default"
-    return ts.Context(
-        {
-            "aws_credentials": {"type": source},
-            "s3_request_retries": _RETRIES,
-            "gcs_request_retries": _RETRIES,
-            "cache_pool": {"total_bytes_limit": 100 << 20},  # the indices of databases
-        }
-    )
+    resources = {f"{kind}_request_retries": _RETRIES for kind in ("s3", "gcs")}
+    resources |= {"aws_credentials": {"type": source}, "cache_pool": {"total_bytes_limit": 1 << 26}}
+    return ts.Context(resources)

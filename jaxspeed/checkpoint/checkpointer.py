@@ -39,7 +39,7 @@ from jaxspeed.checkpoint.manifest import (
     write_file,
     write_manifest,
 )
-from jaxspeed.checkpoint.orbax_arrays import FOLDER, ArrayFiles
+from jaxspeed.checkpoint.orbax_arrays import ArrayFiles
 from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
 from jaxspeed.checkpoint.other_adapters import OtherAdapter, leaves_of_others
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
@@ -52,6 +52,7 @@ from jaxspeed.checkpoint.stores import (
     check_writable,
     store_at,
 )
+from jaxspeed.checkpoint.tensorstore_arrays import FOLDER
 from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError

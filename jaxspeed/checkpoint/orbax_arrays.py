@@ -1,7 +1,4 @@
-"""Array files: each process writes its shards, each device reads its shards.
-
-Through Orbax, except in a bucket.
-"""
+"""Writing of array files, each process its shards: by Orbax, and by TensorStore in buckets."""
 
 import asyncio
 import contextlib
@@ -15,18 +12,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxspeed.checkpoint.bucket_arrays import (
-    CHUNK_BYTES,
-    merge_arrays,
-    read_sharded,
-    write_arrays,
-)
 from jaxspeed.checkpoint.buckets import is_local
-from jaxspeed.checkpoint.leaves import SavedLeaf
 from jaxspeed.checkpoint.process_agreement import TIMEOUT_SECONDS
-from jaxspeed.placement.codec import Stored, parts_of
-
-FOLDER = "arrays"
+from jaxspeed.checkpoint.tensorstore_arrays import CHUNK_BYTES, FOLDER, merge_arrays, write_arrays
 
 
 class ArrayFiles:
@@ -46,7 +34,7 @@ class ArrayFiles:
         """Start writing to an existing `folder`; on return the arrays are in host memory."""
         full = {name: x for name, x in arrays.items() if math.prod(x.shape)}
         if not is_local(folder):
-            self._writing = write_arrays(folder / FOLDER, full)
+            self._writing = write_arrays(folder, full)
             return
         ocp = _orbax()
         chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in full}
@@ -67,7 +55,7 @@ class ArrayFiles:
         if is_local(folder):
             self._handler.finalize(folder / FOLDER)
         else:
-            merge_arrays(folder / FOLDER)
+            merge_arrays(folder)
 
     def end(self) -> None:
         """Called after the checkpoint was committed or abandoned."""
@@ -119,44 +107,6 @@ def _without_orbax_errors_logged() -> Iterator[None]:
     finally:
         sys.unraisablehook = report
         absl.removeFilter(keep)
-
-
-def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
-    """Values by name in the wanted shape (truncated or zero-padded), dtype and sharding.
-
-    Those without elements are left out.
-    """
-    present = {name: leaf for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
-    full: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, leaf in present.items():
-        full |= parts_of(name, leaf.arrays)
-    reader = _read_by_orbax if is_local(folder) else read_sharded
-    read = reader(folder / FOLDER, full)
-    for name, leaf in present.items():
-        if leaf.encoded:
-            read[name] = {part: read.pop(f"{name}/{part}") for part in leaf.encoded}
-    return read
-
-
-def _read_by_orbax(
-    folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, Stored]:
-    ocp = _orbax()
-    restore_args = {
-        name: ocp.ArrayRestoreArgs(
-            sharding=x.sharding, global_shape=tuple(x.shape), dtype=x.dtype, strict=False
-        )
-        for name, x in wanted.items()
-    }
-    args = ocp.args.PyTreeRestore(
-        dict.fromkeys(wanted, 0), restore_args=restore_args, partial_restore=True
-    )
-    handler = _handler()
-    try:
-        read: dict[str, Stored] = handler.restore(folder, args=args)
-        return read
-    finally:
-        handler.close()
 
 
 def _handler() -> Any:

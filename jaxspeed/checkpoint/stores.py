@@ -18,7 +18,7 @@ from jaxspeed.checkpoint import manifest
 from jaxspeed.checkpoint.buckets import first_line, is_local, open_bucket
 from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
-from jaxspeed.checkpoint.orbax_arrays import FOLDER as ARRAYS
+from jaxspeed.checkpoint.tensorstore_arrays import FOLDER as ARRAYS
 from jaxspeed.errors import CheckpointError, JaxspeedError
 
 log = logging.getLogger("jaxspeed")
@@ -162,7 +162,7 @@ class ObjectStore:
     def begin(self, tag: str) -> None:
         if (self.root / tag).exists():
             self.remove(tag)
-        (self.root / tag).mkdir(exist_ok=True)  # with its parents a bucket would be created
+        (self.root / tag).mkdir(exist_ok=True)  # with parents it would create a bucket
 
     def writing(self, tag: str) -> epath.Path:
         return self.root / tag
@@ -184,16 +184,14 @@ class ObjectStore:
         (self.root / tag).rmtree()
 
     def tags(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        folders = [f for f in self.root.iterdir() if f.is_dir() and _is_tag(f.name)]
-        return [f.name for f in folders if (f / manifest.NAME).exists()]
+        return [f.name for f in self._folders() if (f / manifest.NAME).exists()]
 
     def unfinished(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        complete = set(self.tags())
-        return [f.name for f in self.root.iterdir() if f.is_dir() and f.name not in complete]
+        return [f.name for f in self._folders() if not (f / manifest.NAME).exists()]
+
+    def _folders(self) -> list[epath.Path]:
+        entries = self.root.iterdir() if self.root.is_dir() else ()
+        return [f for f in entries if f.is_dir() and _is_tag(f.name)]
 
 
 Place = str | os.PathLike[str] | LocalStore | ObjectStore
@@ -204,8 +202,7 @@ def checkpoints_of(folder: str | os.PathLike[str]) -> epath.Path:
     at = epath.Path(folder)
     open_bucket(at)
     with as_checkpoint_error(at, "reading"):
-        inside = at / "checkpoints"
-        return inside if inside.is_dir() else at
+        return at / "checkpoints" if (at / "checkpoints").is_dir() else at
 
 
 def store_at(folder: Place) -> LocalStore | ObjectStore:

@@ -53,9 +53,9 @@ def refuse_missing_tasks(key: str, tasks: Iterable[str]) -> None:
 def packages_of_url(key: str, url: str | None) -> Iterator[Package]:
     """The package for the URL of a bucket; none for a folder."""
     scheme, is_url, _ = (url or "").partition("://")
-    if is_url and scheme not in _OF_BUCKETS:
-        raise ConfigError(f"{key}: {url} is neither a folder nor a gs:// or s3:// URL")
     if is_url:
+        if scheme not in _OF_BUCKETS:
+            raise ConfigError(f"{key}: {url} is neither a folder nor a gs:// or s3:// URL")
         yield Package(key, _OF_BUCKETS[scheme], scheme)
 
 

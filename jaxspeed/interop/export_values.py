@@ -15,10 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.checkpoint.bucket_arrays import array_spec
 from jaxspeed.checkpoint.buckets import new_context
 from jaxspeed.checkpoint.header import Header, codec_of
-from jaxspeed.checkpoint.orbax_arrays import FOLDER
+from jaxspeed.checkpoint.tensorstore_arrays import FOLDER, array_spec
 from jaxspeed.interop.mapping import Index
 from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, unpad
 from jaxspeed.placement.memory_kinds import on_device

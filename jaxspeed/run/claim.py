@@ -61,7 +61,7 @@ class Claim:
         self._lock_file: int | None = None  # open, as is the folder: of a file system
         self._opened: int | None = None
         self._generation: Any = None  # of a bucket's lock, as it was last seen
-        self._lost = False  # another run has taken a bucket's lock
+        self._lost = False  # another run took it
         self._owner = ""  # what the lock file says while this claim has it
         self._watched: tuple[Any, float] | None = None  # what `_touched` was, and when
         self._closed = threading.Event()
@@ -106,10 +106,7 @@ class Claim:
     def check(self) -> None:
         """Raise RunError if the folder was removed, or became another's, since it was taken."""
         if self._lost:
-            raise RunError(
-                f"{self._key}: another run took {self.folder}, since this one could not touch its "
-                "lock for a while; the run ends here"
-            )
+            raise RunError(f"{self._key}: another run took {self.folder}; this one ends here")
         if self._opened is None:
             return
         try:
@@ -189,8 +186,8 @@ class Claim:
             self._closed.set()
             self._toucher.join()
             with contextlib.suppress(Exception):
-                if not self._lost:
-                    self._write_lock("")  # nobody has to wait for it
+                if not self._lost:  # nobody has to wait for it
+                    self._write_lock("")
             self._toucher = None
         for descriptor in (self._lock_file, self._opened):
             if descriptor is not None:
@@ -229,7 +226,7 @@ class Claim:
         return str(lock.value, errors="replace")
 
     def _write_lock(self, text: str) -> bool:
-        """Write the lock; False if it is in a bucket and another run has written it."""
+        """Write the lock; False if another run did so in a bucket."""
         if self._lock_file is not None:
             os.ftruncate(self._lock_file, 0)
             os.pwrite(self._lock_file, text.encode(), 0)

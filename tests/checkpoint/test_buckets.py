@@ -2,7 +2,11 @@
 
 import time
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer, buckets, verify
@@ -38,6 +42,17 @@ def get(server, prefix, folder):
             file.write_bytes(content)
 
 
+def orbax_arrays(orbax, folder, engine):
+    """The parameters, as Orbax restores them from a folder."""
+    paths = {f"params/{row.path}": row.path for row in engine.program.table}
+    at = SingleDeviceSharding(jax.devices()[0])
+    how = {name: ocp.ArrayRestoreArgs(sharding=at) for name in paths}
+    args = {"item": dict.fromkeys(paths, 0), "restore_args": how, "transforms": {}}
+    read = orbax.restore(folder, **args)
+    shapes = {row.path: tuple(map(slice, row.leaf.shape)) for row in engine.program.table}
+    return {path: read[name][shapes[path]] for name, path in paths.items()}
+
+
 def test_checkpoints_in_a_bucket_are_restored_listed_verified_and_exported(
     engine, s3, tmp_path, capsys
 ):
@@ -66,7 +81,7 @@ def test_checkpoints_in_a_bucket_are_restored_listed_verified_and_exported(
 
 
 def test_what_is_copied_from_a_bucket_to_a_disk_or_back_is_a_checkpoint_there(engine, s3, tmp_path):
-    """Orbax reads what TensorStore wrote into the bucket, and the reverse."""
+    """Orbax restores what TensorStore wrote into the bucket, and the reverse."""
     expected = states.held(engine)
     for place in (tmp_path / "disk", URL):
         saver = Checkpointer(place)
@@ -75,6 +90,10 @@ def test_what_is_copied_from_a_bucket_to_a_disk_or_back_is_a_checkpoint_there(en
         saver.wait()
     put(s3, tmp_path / "disk", "up")
     get(s3, "runs/a", tmp_path / "down")
+    with ocp.PyTreeCheckpointer() as orbax:
+        params = orbax_arrays(orbax, tmp_path / "down" / "a" / "arrays", engine)
+    for name, value in params.items():
+        np.testing.assert_array_equal(value, engine.parameters[name])
     states.steps(engine, 0, 1)
     for place in (tmp_path / "down", f"s3://{faults.BUCKET}/up"):
         engine.state = Checkpointer(place).restore(engine.program).state

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint in a bucket, by TensorStore: Orbax has no paths there.
+"""Array files by TensorStore: reading, and writing in buckets, where Orbax has no paths.
 
 The layout is Orbax's: an OCDBT database of Zarr arrays for each process, and one of all of these. A
 checkpoint that is copied from a bucket to a disk, or back, is one there too.
@@ -15,19 +15,19 @@ import numpy as np
 from etils import epath
 
 from jaxspeed.checkpoint.buckets import key_values_spec, new_context
-from jaxspeed.placement.codec import Stored
+from jaxspeed.checkpoint.leaves import SavedLeaf
+from jaxspeed.placement.codec import Stored, parts_of
 
+FOLDER = "arrays"
 CHUNK_BYTES = 32 << 20  # read at once when resharding, and by an export
-_AT_ONCE = 32  # arrays that are read at once
-_WRITTEN = {  # by one process, and requests have at most so many bytes
-    "assume_config": True,
-    "config": {"manifest_kind": "single", "max_inline_value_bytes": 1024},
-    "target_data_file_size": 128 << 20,
-}
+_AT_ONCE = 8  # arrays that are read at once
+_CONFIG = {"manifest_kind": "single", "max_inline_value_bytes": 1024}
+# One process writes a database, in requests of at most so many bytes.
+_WRITTEN = {"assume_config": True, "config": _CONFIG, "target_data_file_size": 128 << 20}
 
 
 def array_spec(folder: epath.Path, name: str, **options: Any) -> dict[str, Any]:
-    """TensorStore's description of an array in the folder of a checkpoint's arrays."""
+    """TensorStore's description of an array in a database."""
     store = {"driver": "ocdbt", "base": key_values_spec(folder), "path": f"{name}/", **options}
     return {"driver": "zarr", "kvstore": store, "recheck_cached_data": "open"}
 
@@ -63,39 +63,45 @@ def merge_arrays(folder: epath.Path) -> None:
         spec = {"driver": "ocdbt", "base": key_values_spec(at), **options}
         return ts.KvStore.open(spec, context=context).result()
 
-    merged = database(folder, **_WRITTEN)
+    merged = database(folder / FOLDER, **_WRITTEN)
     for process in range(jax.process_count()):
         part = database(_part(folder, process))
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
     # What Orbax reads of the arrays beside their database.
     value, tree = {"value_type": "jax.Array", "skip_deserialize": False}, {}
-    for key in merged.list().result():
-        name, _, file = key.decode().rpartition("/")
-        if file == ".zarray":
-            keys = [{"key": name, "key_type": 2}]
-            tree[str((name,))] = {"key_metadata": keys, "value_metadata": value}
-    form = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": tree, **form}))
+    for name in {key.decode().rpartition("/")[0] for key in merged.list().result()}:
+        keys = [{"key": name, "key_type": 2}]
+        tree[str((name,))] = {"key_metadata": keys, "value_metadata": value}
+    metadata = {"tree_metadata": tree, "use_ocdbt": True}
+    metadata["store_array_data_equal_to_fill_value"] = True
+    (folder / FOLDER / "_METADATA").write_text(json.dumps(metadata))
 
 
-def read_sharded(
-    folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, Stored]:
-    """The arrays in the wanted shape (truncated or zero-padded), dtype and sharding."""
+def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
+    """Values by name in the wanted shape (truncated or zero-padded), dtype and sharding.
+
+    Those without elements are left out.
+    """
     import tensorstore as ts
 
-    context, read = new_context(), dict[str, Stored]()
-    for names in itertools.batched(wanted, _AT_ONCE):
-        specs = {name: array_spec(folder, name) for name in names}
-        opened = {n: ts.open(spec, read=True, context=context) for n, spec in specs.items()}
-        reading = {name: _reading(opened[name].result(), wanted[name]) for name in names}
-        read |= {name: reading.pop(name)() for name in names}
+    present = {name: leaf for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
+    full, read, context = dict[str, Any](), dict[str, Stored](), new_context()
+    for name, leaf in present.items():
+        full |= parts_of(name, leaf.arrays)
+    for names in itertools.batched(full, _AT_ONCE):
+        specs = [array_spec(folder / FOLDER, name) for name in names]
+        opened = [ts.open(spec, read=True, context=context) for spec in specs]
+        reading = [_reading(array.result(), full[name]) for array, name in zip(opened, names)]
+        read |= {name: finish() for finish, name in zip(reading, names)}
+    for name, leaf in present.items():
+        if leaf.encoded:
+            read[name] = {part: read.pop(f"{name}/{part}") for part in leaf.encoded}
     return read
 
 
 def _reading(array: Any, wanted: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
-    """Start to read each shard, once for all its devices; a function that waits for them."""
+    """Start to read each shard, once for all devices; a function that waits for them."""
     shape, reads = wanted.sharding.shard_shape(wanted.shape), dict[str, Any]()
     for index in wanted.sharding.addressable_devices_indices_map(wanted.shape).values():
         if str(index) not in reads:
@@ -113,7 +119,7 @@ def _reading(array: Any, wanted: jax.ShapeDtypeStruct) -> Callable[[], jax.Array
 
 
 def _part(folder: epath.Path, process: int) -> epath.Path:
-    return folder / f"ocdbt.process_{process}"
+    return folder / FOLDER / f"ocdbt.process_{process}"
 
 
 def _chunk(x: jax.Array) -> list[int]:
@@ -121,7 +127,7 @@ def _chunk(x: jax.Array) -> list[int]:
     shape = list(x.sharding.shard_shape(x.shape))
     nbytes = math.prod(shape) * x.dtype.itemsize
     for dim, size in enumerate(shape):
-        divisors = (n for n in range(1, size + 1) if size % n == 0)
-        parts = next(n for n in divisors if nbytes // n <= CHUNK_BYTES or n == size)
+        least = min(size, math.ceil(nbytes / CHUNK_BYTES))
+        parts = next(n for n in range(least, size + 1) if size % n == 0)
         shape[dim], nbytes = size // parts, nbytes // parts
     return shape
