@@ -114,6 +114,13 @@ def test_listings_of_a_bucket_have_what_others_wrote_meanwhile(s3):
 def test_a_bucket_has_one_owner(s3, monkeypatch):
     """Of two that saw it free one has it, and so has of two that saw its owner dead."""
     monkeypatch.setattr(claim, "TOUCH_SECONDS", 0.1)
+    conditions = []
+
+    def noted(handler):
+        conditions.append({*handler.headers} & {"If-None-Match", "If-Match"})
+        handler.pass_on()
+
+    s3.fault = lambda method, path: noted if method == "PUT" and claim.LOCK in path else None
     first, second, third = (claim.Claim("run.checkpoints", store_at(URL)) for _ in range(3))
     seen = second._lock_text()
     first.take()
@@ -132,6 +139,7 @@ def test_a_bucket_has_one_owner(s3, monkeypatch):
         first.check()
     third.check()
     third.release()
+    assert conditions[0] == {"If-None-Match"} and all(conditions), "decided by the server"
     assert s3.objects()[f"runs/a/{claim.LOCK}"] == b""
 
 
