@@ -61,8 +61,10 @@ def new_context() -> Any:
     """Retries, credentials, and a cache of databases' indices, which another save changes."""
     import tensorstore as ts
 
-    # AWS's chain reports on stderr each file of credentials that does not exist.
-    source = "environment" if "AWS_ACCESS_KEY_ID" in os.environ else "default"
-    resources = {f"{kind}_request_retries": _RETRIES for kind in ("s3", "gcs")}
-    resources |= {"aws_credentials": {"type": source}, "cache_pool": {"total_bytes_limit": 1 << 26}}
-    return ts.Context(resources)
+    # The chain reports on stderr each file that does not exist, and has no profile by default.
+    source = {"type": "default", "profile": os.environ.get("AWS_PROFILE", "default")}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        source = {"type": "environment"}
+    retries = {f"{kind}_request_retries": _RETRIES for kind in ("s3", "gcs")}
+    cache = {"total_bytes_limit": 1 << 26}
+    return ts.Context({**retries, "aws_credentials": source, "cache_pool": cache})

@@ -73,9 +73,8 @@ def merge_arrays(folder: epath.Path) -> None:
     for name in {key.decode().rpartition("/")[0] for key in merged.list().result()}:
         keys = [{"key": name, "key_type": 2}]
         tree[str((name,))] = {"key_metadata": keys, "value_metadata": value}
-    metadata = {"tree_metadata": tree, "use_ocdbt": True}
-    metadata["store_array_data_equal_to_fill_value"] = True
-    (folder / FOLDER / "_METADATA").write_text(json.dumps(metadata))
+    metadata = json.dumps({"tree_metadata": tree, "use_ocdbt": True})
+    (folder / FOLDER / "_METADATA").write_text(metadata)
 
 
 def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
