@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxspeed.checkpoint.buckets import is_local, sizes_in_bucket
+from jaxspeed.checkpoint.object_storage import is_local, sizes_in_bucket
 from jaxspeed.errors import CheckpointError
 
 NAME = "manifest.json"

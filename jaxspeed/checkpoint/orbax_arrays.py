@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxspeed.checkpoint.buckets import is_local
+from jaxspeed.checkpoint.object_storage import is_local
 from jaxspeed.checkpoint.process_agreement import TIMEOUT_SECONDS
 from jaxspeed.checkpoint.tensorstore_arrays import CHUNK_BYTES, FOLDER, merge_arrays, write_arrays
 

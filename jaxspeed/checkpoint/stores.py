@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from etils import epath
 
 from jaxspeed.checkpoint import manifest
-from jaxspeed.checkpoint.buckets import first_line, is_local, open_bucket
 from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
+from jaxspeed.checkpoint.object_storage import first_line, is_local, open_bucket
 from jaxspeed.checkpoint.tensorstore_arrays import FOLDER as ARRAYS
 from jaxspeed.errors import CheckpointError, JaxspeedError
 

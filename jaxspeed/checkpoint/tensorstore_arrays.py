@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxspeed.checkpoint.buckets import key_values_spec, new_context
 from jaxspeed.checkpoint.leaves import SavedLeaf
+from jaxspeed.checkpoint.object_storage import key_values_spec, new_context
 from jaxspeed.placement.codec import Stored, parts_of
 
 FOLDER = "arrays"

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
 from jaxspeed.adapters.adapter import Adapter
-from jaxspeed.checkpoint.buckets import new_context
 from jaxspeed.checkpoint.header import Header, codec_of
+from jaxspeed.checkpoint.object_storage import new_context
 from jaxspeed.checkpoint.tensorstore_arrays import FOLDER, array_spec
 from jaxspeed.interop.mapping import Index
 from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, unpad

@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxspeed.checkpoint.buckets import first_line, key_values_spec, new_context
+from jaxspeed.checkpoint.object_storage import first_line, key_values_spec, new_context
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
 from jaxspeed.config.tree import given_leaves
 from jaxspeed.config.verdicts import shortened

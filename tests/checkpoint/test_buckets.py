@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxspeed
-from jaxspeed.checkpoint import Checkpointer, buckets, verify
+from jaxspeed.checkpoint import Checkpointer, object_storage, verify
 from jaxspeed.checkpoint.manifest import NAME
 from jaxspeed.checkpoint.stores import store_at
 from jaxspeed.cli.main import main
@@ -219,8 +219,8 @@ class Once:
 @pytest.fixture
 def impatient(monkeypatch):
     """Retried a few times, within a second."""
-    monkeypatch.setitem(buckets._RETRIES, "max_retries", 3)
-    monkeypatch.setitem(buckets._RETRIES, "max_delay", "500ms")
+    monkeypatch.setitem(object_storage._RETRIES, "max_retries", 3)
+    monkeypatch.setitem(object_storage._RETRIES, "max_delay", "500ms")
 
 
 @pytest.mark.sampled

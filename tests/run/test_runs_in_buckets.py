@@ -6,7 +6,7 @@ import signal
 import pytest
 
 import jaxspeed
-from jaxspeed.checkpoint import Checkpointer, buckets, verify
+from jaxspeed.checkpoint import Checkpointer, object_storage, verify
 from jaxspeed.checkpoint.orbax_arrays import ArrayFiles
 from jaxspeed.metrics import read_records
 from jaxspeed.run import claim
@@ -65,7 +65,7 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_succeeds(
     tmp_path, s3, monkeypatch, caplog, place
 ):
     """A full disk, or a bucket that refuses for longer than it is retried."""
-    monkeypatch.setitem(buckets._RETRIES, "max_retries", 2)
+    monkeypatch.setitem(object_storage._RETRIES, "max_retries", 2)
     config = small.write(tmp_path, run={"steps": 8, "checkpoint_every": 2, "keep": 9})
     output, is_save, finish = tmp_path / "run", at(4, "/arrays/"), ArrayFiles.finish
     saves = []

@@ -52,7 +52,7 @@ def key_values_spec(folder: epath.Path) -> dict[str, Any]:
         return {"driver": "gcs", "bucket": bucket, "path": path}
     spec = {"driver": "s3", "bucket": bucket, "path": path, "use_conditional_write": True}
     client = fsspec_backend.fs(folder).s3.meta
-    if ".amazonaws.com" not in client.endpoint_url:
+    if not re.match(r"https://s3[\w.-]*\.amazonaws\.com", client.endpoint_url):
         spec |= {"endpoint": client.endpoint_url, "aws_region": client.region_name}
     return spec
 
