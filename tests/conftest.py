@@ -60,6 +60,24 @@ def references() -> Iterator[Any]:
     assert "torch" not in sys.modules
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """`tests.support.s3.Server`: one for each worker of xdist."""
+    from tests.support.s3 import Server
+
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That server with an empty bucket, `s3://bucket`, as this process's and its children's."""
+    s3_server.clear()
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
 # -- a worker that dies ----------------------------------------------------------------------------
 
 # Seen a few times in some ten thousand tests: a segmentation fault in libgcc's unwinder. It reads

@@ -78,6 +78,9 @@ NOT_RUN = {
     "jaxspeed launch --processes 4 --logs logs -- train configs/tiny.yaml": "it is run with more",
     "jaxspeed launch --hostfile hosts --include worker-0@worker-1:0,2 "
     "-- train config.yaml": "hosts with ssh",
+    'pip install "jaxspeed[s3]"': "a network",
+    "jaxspeed train runs/mine --set run.checkpoints=s3://bucket/mine": "a bucket; tests/run has it",
+    "jaxspeed checkpoint verify s3://bucket/mine": "a bucket; tests/checkpoint has it",
     "jaxspeed train config.yaml": "transformers makes its folder; tests/interop runs it",
     "jaxspeed sample config.yaml --prompt 'def ' --tokens 40": "the same",
     "jaxspeed data show config.yaml": "a folder; tests/data runs it",

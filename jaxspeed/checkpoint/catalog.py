@@ -10,8 +10,8 @@ from etils import epath
 
 from jaxspeed.checkpoint import manifest as manifests
 from jaxspeed.checkpoint.header import NAME, LeafRecord, read_header
-from jaxspeed.checkpoint.manifest import Manifest, files_of, problems_of, read_manifest, unlisted
-from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, store_at
+from jaxspeed.checkpoint.manifest import Manifest, problems_of, read_manifest, sizes_of, unlisted
+from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, as_checkpoint_error, store_at
 from jaxspeed.errors import CheckpointError
 from jaxspeed.user_models.pretrained_model import Origin
 
@@ -96,29 +96,32 @@ def verify(folder: Any, tag: str | None = None) -> list[str]:
       CheckpointError: the folder or tag does not exist.
     """
     store = store_at(folder)
-    infos = {info.tag for info in checkpoints(store)} - set(store.unfinished())
-    tags = sorted(infos) if tag is None else [existing(store, tag)]
-    if not tags:
-        raise CheckpointError(f"{store.root}: no checkpoint")
-    return [f"{tag}: {problem}" for tag in tags for problem in _problems(store.root / tag)]
+    with as_checkpoint_error(store.root, "verifying"):
+        infos = {info.tag for info in checkpoints(store)} - set(store.unfinished())
+        tags = sorted(infos) if tag is None else [existing(store, tag)]
+        if not tags:
+            raise CheckpointError(f"{store.root}: no checkpoint")
+        return [f"{tag}: {problem}" for tag in tags for problem in _problems(store.root / tag)]
 
 
 def show(folder: Any, tag: str | None = None) -> CheckpointInfo:
     """One checkpoint with array shapes, mesh, device and versions; the newest by default."""
     store = store_at(folder)
-    if tag is None:
-        complete = [info.tag for info in checkpoints(store) if info.ok]
-        if not complete:
-            raise CheckpointError(f"{store.root}: no complete checkpoint")
-        tag = complete[-1]
-    return info_of(store.root / existing(store, tag))
+    with as_checkpoint_error(store.root, "reading"):
+        if tag is None:
+            complete = [info.tag for info in checkpoints(store) if info.ok]
+            if not complete:
+                raise CheckpointError(f"{store.root}: no complete checkpoint")
+            tag = complete[-1]
+        return info_of(store.root / existing(store, tag))
 
 
 def existing(store: LocalStore | ObjectStore, tag: str) -> str:
     """The tag, if such a checkpoint exists."""
-    tags = [info.tag for info in checkpoints(store) if info.tag in store.tags()]
-    if tag in store.tags():
+    tags = store.tags()
+    if tag in tags:
         return tag
+    tags = [info.tag for info in checkpoints(store) if info.tag in tags]
     names = ", ".join(tags[-5:]) or "none"
     raise CheckpointError(f"{store.root}: no checkpoint {tag!r}; existing checkpoints: {names}")
 
@@ -138,15 +141,12 @@ def _problems(folder: epath.Path) -> list[str]:
 
 
 def _wrong_sizes(folder: epath.Path, manifest: Manifest) -> list[str]:
-    problems = []
+    actual, problems = sizes_of(folder), []
     for name, (size, _) in manifest.files.items():
-        try:
-            actual = (folder / name).stat().length
-        except OSError:
+        if name not in actual:
             problems.append(f"{name} is missing")
-            continue
-        if actual != size:
-            problems.append(f"{name} has {actual:,} bytes, not {size:,}")
+        elif actual[name] != size:
+            problems.append(f"{name} has {actual[name]:,} bytes, not {size:,}")
     return problems
 
 
@@ -161,7 +161,7 @@ def _mtime(folder: epath.Path) -> float:
 
 
 def _bytes_in(folder: epath.Path) -> int:
-    return sum((folder / name).stat().length for name in files_of(folder))
+    return sum(sizes_of(folder).values())
 
 
 # -- retention ------------------------------------------------------------------------------------

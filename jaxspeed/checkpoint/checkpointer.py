@@ -32,23 +32,30 @@ from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.leaves import Arrays, SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.manifest import (
     checksums,
-    files_of,
     problems_of,
     read_manifest,
     shares_of,
+    sizes_of,
     write_file,
     write_manifest,
 )
-from jaxspeed.checkpoint.orbax_arrays import FOLDER, ArrayFiles
+from jaxspeed.checkpoint.orbax_arrays import ArrayFiles
 from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
 from jaxspeed.checkpoint.other_adapters import OtherAdapter, leaves_of_others
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.checkpoint.restore import check_base, restore_state
 from jaxspeed.checkpoint.snapshot import Snapshot, snapshot_function
-from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
+from jaxspeed.checkpoint.stores import (
+    Place,
+    as_checkpoint_error,
+    check_tag,
+    check_writable,
+    store_at,
+)
+from jaxspeed.checkpoint.tensorstore_arrays import FOLDER
 from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
 from jaxspeed.checkpoint.warm_start import restore_weights
-from jaxspeed.errors import CheckpointError, JaxspeedError
+from jaxspeed.errors import CheckpointError
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
 
@@ -148,7 +155,7 @@ class Checkpointer:
         header = header_of(
             program, tag, step, client_state or {}, sorted(contents), leaves, excluded, adapter
         )
-        with _as_checkpoint_error(self.folder, f"saving {tag}"):
+        with as_checkpoint_error(self.folder, f"saving {tag}"):
             folder = self._begin(tag, _nbytes(leaves))
             try:
                 snapshot = self._take_snapshot(program, state, leaves, adapters or {})
@@ -176,7 +183,7 @@ class Checkpointer:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            with _as_checkpoint_error(self.folder, "saving"):
+            with as_checkpoint_error(self.folder, "saving"):
                 raise failure
 
     def close(self) -> None:
@@ -234,8 +241,7 @@ class Checkpointer:
                 # Checkpoints are ordered by time, even if the clock was set back.
                 last = max((info.time for info in checkpoints(self._store)), default=0.0)
                 _describe(folder, replace(header, time=max(header.time, last + 1e-3)), files)
-                sizes = {name: (folder / name).stat().length for name in files_of(folder)}
-                return shares_of(sizes, jax.process_count())
+                return shares_of(sizes_of(folder), jax.process_count())
 
             share = processes.share("writing arrays", write, describe)
             processes.all(
@@ -255,7 +261,7 @@ class Checkpointer:
         for old in tags_to_remove(checkpoints(self._store), self._keep, self._keep_every):
             try:
                 self._store.remove(old)
-            except OSError as error:  # the new one is valid; the next save tries again
+            except Exception as error:  # the new one is valid; the next save tries again
                 log.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
 
     def _abandon(self, tag: str) -> None:
@@ -268,12 +274,14 @@ class Checkpointer:
 
     def list(self) -> Sequence[CheckpointInfo]:
         """All checkpoints of the folder, the newest last."""
-        return checkpoints(self._store)
+        with as_checkpoint_error(self.folder, "listing"):
+            return checkpoints(self._store)
 
     def is_empty(self) -> bool:
         """Whether no save was ever completed; damaged checkpoints count as completed."""
-        self._processes.first("recovering", self._store.recover)
-        return not self._processes.first("listing", lambda: written_tags(self._store))
+        with as_checkpoint_error(self.folder, "listing"):
+            self._processes.first("recovering", self._store.recover)
+            return not self._processes.first("listing", lambda: written_tags(self._store))
 
     def latest(self) -> str | None:
         """The newest complete checkpoint's tag."""
@@ -281,7 +289,7 @@ class Checkpointer:
 
     def files(self, tag: str) -> dict[str, bytes]:
         """The files that were saved with a checkpoint; none if one is damaged."""
-        with _as_checkpoint_error(self.folder, f"reading the files of {tag}"):
+        with as_checkpoint_error(self.folder, f"reading the files of {tag}"):
             folder = self.folder / tag
             manifest = read_manifest(folder)
             names = read_header(folder, manifest.format).files
@@ -324,7 +332,7 @@ class Checkpointer:
                 "renames need weights_only=True: they do not apply to the optimizer's state"
             )
         self.wait()
-        with _as_checkpoint_error(self.folder, "restoring"):
+        with as_checkpoint_error(self.folder, "restoring"):
             if tag is None:
                 tag = newest_valid(self._store, self._processes)
             else:
@@ -382,18 +390,3 @@ def _describe(folder: epath.Path, header: Header, files: Mapping[str, bytes]) ->
     for name, content in files.items():
         write_file(folder / FILES / name, content)
     write_file(folder / HEADER, as_json(header))
-
-
-class _as_checkpoint_error:
-    """Context that turns any other exception into a CheckpointError naming the folder."""
-
-    def __init__(self, folder: epath.Path, doing: str) -> None:
-        self._where = f"{folder}: {doing}"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, JaxspeedError):
-            text = str(error).strip().splitlines() or [type(error).__name__]
-            raise CheckpointError(f"{self._where} failed: {text[0]}") from error

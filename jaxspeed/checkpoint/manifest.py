@@ -4,6 +4,7 @@ The manifest's layout (`format`, `tag`, `files`, `crc32`) never changes, so that
 read the format of the rest from it.
 """
 
+import contextlib
 import heapq
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxspeed.checkpoint.object_storage import is_local, sizes_in_bucket
 from jaxspeed.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -37,19 +39,24 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-def files_of(folder: epath.Path) -> list[str]:
-    """Sorted relative paths of the files and symlinks in a folder, without the manifest."""
-    paths: list[str] = []
+def sizes_of(folder: epath.Path) -> dict[str, int]:
+    """Bytes of the files and symlinks in a folder by relative path, without the manifest."""
+    if not is_local(folder):
+        sizes = sizes_in_bucket(folder)
+        sizes.pop(NAME, None)
+        return sizes
+    sizes = {}
 
     def walk(at: epath.Path, prefix: str) -> None:
         for entry in at.iterdir():
             if entry.is_dir() and not os.path.islink(entry):
                 walk(entry, f"{prefix}{entry.name}/")
             elif f"{prefix}{entry.name}" not in (NAME, MARK):
-                paths.append(prefix + entry.name)
+                with contextlib.suppress(OSError):
+                    sizes[prefix + entry.name] = os.stat(entry).st_size
 
     walk(folder, "")
-    return sorted(paths)
+    return sizes
 
 
 def shares_of(sizes: Mapping[str, int], processes: int) -> list[list[str]]:
@@ -92,7 +99,7 @@ def unlisted(folder: epath.Path, files: Sums, header: str) -> list[str]:
 
     Files of the top level that a user has added are not read.
     """
-    there = {header, *(name for name in files_of(folder) if "/" in name or name == header)}
+    there = {header, *(name for name in sizes_of(folder) if "/" in name or name == header)}
     return [f"{name} is not in {NAME}" for name in sorted(there - files.keys())]
 
 
@@ -134,10 +141,6 @@ def write_file(path: epath.Path, content: bytes) -> None:
         file.flush()
         if is_local(path):
             os.fsync(file.fileno())
-
-
-def is_local(path: Any) -> bool:
-    return "://" not in str(path)
 
 
 def _crc_of(body: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Array files through Orbax: each process writes its shards, each device reads its shards."""
+"""Writing of array files, each process its shards: by Orbax, and by TensorStore in buckets."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxspeed.checkpoint.leaves import SavedLeaf
+from jaxspeed.checkpoint.object_storage import is_local
 from jaxspeed.checkpoint.process_agreement import TIMEOUT_SECONDS
-from jaxspeed.placement.codec import Stored, parts_of
-
-FOLDER = "arrays"
-_CHUNK_BYTES = 32 << 20  # read at once when resharding, and by an export
+from jaxspeed.checkpoint.tensorstore_arrays import CHUNK_BYTES, FOLDER, merge_arrays, write_arrays
 
 
 class ArrayFiles:
@@ -36,8 +33,11 @@ class ArrayFiles:
     def begin(self, folder: epath.Path, arrays: Mapping[str, jax.Array]) -> None:
         """Start writing to an existing `folder`; on return the arrays are in host memory."""
         full = {name: x for name, x in arrays.items() if math.prod(x.shape)}
+        if not is_local(folder):
+            self._writing = write_arrays(folder, full)
+            return
         ocp = _orbax()
-        chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in full}
+        chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in full}
         args = ocp.args.PyTreeSave(full, save_args=chunks)
         self._quiet.enter_context(_without_orbax_errors_logged())
         futures = asyncio.run(self._handler.async_save(folder / FOLDER, args=args))
@@ -52,7 +52,10 @@ class ArrayFiles:
 
     def merge(self, folder: epath.Path) -> None:
         """Merge the files of all processes, on one process after all have finished."""
-        self._handler.finalize(folder / FOLDER)
+        if is_local(folder):
+            self._handler.finalize(folder / FOLDER)
+        else:
+            merge_arrays(folder)
 
     def end(self) -> None:
         """Called after the checkpoint was committed or abandoned."""
@@ -104,38 +107,6 @@ def _without_orbax_errors_logged() -> Iterator[None]:
     finally:
         sys.unraisablehook = report
         absl.removeFilter(keep)
-
-
-def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
-    """Values by name in the wanted shape (truncated or zero-padded), dtype and sharding.
-
-    Those without elements are left out.
-    """
-    present = {name: leaf for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
-    full: dict[str, Any] = {}
-    for name, leaf in present.items():
-        full |= parts_of(name, leaf.arrays)
-    ocp = _orbax()
-    restore_args = {
-        name: ocp.ArrayRestoreArgs(
-            sharding=x.sharding, global_shape=tuple(x.shape), dtype=x.dtype, strict=False
-        )
-        for name, x in full.items()
-    }
-    args = ocp.args.PyTreeRestore(
-        dict.fromkeys(full, 0), restore_args=restore_args, partial_restore=True
-    )
-    handler = _handler()
-    try:
-        read: dict[str, jax.Array] = handler.restore(folder / FOLDER, args=args)
-        return {
-            name: {part: read[f"{name}/{part}"] for part in leaf.encoded}
-            if leaf.encoded
-            else read[name]
-            for name, leaf in present.items()
-        }
-    finally:
-        handler.close()
 
 
 def _handler() -> Any:

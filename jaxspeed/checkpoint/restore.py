@@ -24,9 +24,9 @@ from jaxspeed.checkpoint.leaves import (
     published,
     saved_leaves,
 )
-from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
 from jaxspeed.checkpoint.other_adapters import OtherAdapter, leaves_of_others
+from jaxspeed.checkpoint.tensorstore_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.optim import loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored

@@ -10,15 +10,16 @@ import tempfile
 import time
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from etils import epath
 
 from jaxspeed.checkpoint import manifest
 from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
-from jaxspeed.checkpoint.orbax_arrays import FOLDER as ARRAYS
-from jaxspeed.errors import CheckpointError
+from jaxspeed.checkpoint.object_storage import first_line, is_local, open_bucket
+from jaxspeed.checkpoint.tensorstore_arrays import FOLDER as ARRAYS
+from jaxspeed.errors import CheckpointError, JaxspeedError
 
 log = logging.getLogger("jaxspeed")
 _WRITING, _REMOVED = ".writing", ".removed"
@@ -155,12 +156,13 @@ class ObjectStore:
     """A bucket, which cannot rename: complete is what has a manifest, which is written last."""
 
     def __init__(self, root: epath.Path) -> None:
+        open_bucket(root)
         self.root = root
 
     def begin(self, tag: str) -> None:
         if (self.root / tag).exists():
             self.remove(tag)
-        (self.root / tag).mkdir(parents=True, exist_ok=True)
+        (self.root / tag).mkdir(exist_ok=True)  # with parents it would create a bucket
 
     def writing(self, tag: str) -> epath.Path:
         return self.root / tag
@@ -182,19 +184,25 @@ class ObjectStore:
         (self.root / tag).rmtree()
 
     def tags(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        folders = [f for f in self.root.iterdir() if f.is_dir() and _is_tag(f.name)]
-        return [f.name for f in folders if (f / manifest.NAME).exists()]
+        return [f.name for f in self._folders() if (f / manifest.NAME).exists()]
 
     def unfinished(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        complete = set(self.tags())
-        return [f.name for f in self.root.iterdir() if f.is_dir() and f.name not in complete]
+        return [f.name for f in self._folders() if not (f / manifest.NAME).exists()]
+
+    def _folders(self) -> list[epath.Path]:
+        entries = self.root.iterdir() if self.root.is_dir() else ()
+        return [f for f in entries if f.is_dir() and _is_tag(f.name)]
 
 
 Place = str | os.PathLike[str] | LocalStore | ObjectStore
+
+
+def checkpoints_of(folder: str | os.PathLike[str]) -> epath.Path:
+    """The folder of checkpoints in that of a run, or the folder itself."""
+    at = epath.Path(folder)
+    open_bucket(at)
+    with as_checkpoint_error(at, "reading"):
+        return at / "checkpoints" if (at / "checkpoints").is_dir() else at
 
 
 def store_at(folder: Place) -> LocalStore | ObjectStore:
@@ -202,9 +210,21 @@ def store_at(folder: Place) -> LocalStore | ObjectStore:
     if isinstance(folder, (LocalStore, ObjectStore)):
         return folder
     path = epath.Path(folder)
-    return (
-        LocalStore(path.expanduser().absolute()) if manifest.is_local(path) else ObjectStore(path)
-    )
+    return LocalStore(path.expanduser().absolute()) if is_local(path) else ObjectStore(path)
+
+
+class as_checkpoint_error:
+    """Context that turns any other exception into a CheckpointError naming the folder."""
+
+    def __init__(self, folder: epath.Path, doing: str) -> None:
+        self._where = f"{folder}: {doing}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, JaxspeedError):
+            raise CheckpointError(f"{self._where} failed: {first_line(error)}") from error
 
 
 def check_tag(tag: str) -> str:
@@ -224,7 +244,7 @@ def check_tag(tag: str) -> str:
 
 def check_writable(root: epath.Path, nbytes: int = 0) -> None:
     """Raise CheckpointError unless `nbytes` can be written under `root`."""
-    if not manifest.is_local(root):
+    if not is_local(root):
         return
     try:
         root.mkdir(parents=True, exist_ok=True)

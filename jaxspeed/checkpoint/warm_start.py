@@ -8,9 +8,9 @@ from etils import epath
 
 from jaxspeed.checkpoint.header import Header
 from jaxspeed.checkpoint.leaves import SavedLeaf, frozen_leaves, saved_leaves
-from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
 from jaxspeed.checkpoint.restore import as_on_disk, check_adapters, donatable_arrays
+from jaxspeed.checkpoint.tensorstore_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import IS_RANGE

@@ -5,13 +5,14 @@ import contextlib
 import datetime
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspeed.cli.common import command, out, print_json
 from jaxspeed.errors import ConfigError
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from jaxspeed.checkpoint import CheckpointInfo
     from jaxspeed.config import Config
     from jaxspeed.interop import HFForm
@@ -43,7 +44,7 @@ def add(commands: Any) -> None:
         ),
     ):
         verb = command(verbs, name, what, example, config=False)
-        verb.add_argument("folder", metavar="DIR", help="a run's folder, or its checkpoints/")
+        verb.add_argument("folder", metavar="DIR", help="a run's folder, or that of checkpoints")
         if name == "export":
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
             verb.add_argument(
@@ -74,16 +75,15 @@ def add(commands: Any) -> None:
 
 
 def _folder(args: argparse.Namespace) -> str:
-    folder = str(args.folder)
-    if "://" not in folder:  # of an object store
-        inside = Path(folder) / "checkpoints"
-        folder = str(inside if inside.is_dir() else Path(folder))
-        if not Path(folder).is_dir():
-            raise ConfigError(f"{folder}: no such folder")
     import jax
 
+    from jaxspeed.checkpoint.stores import checkpoints_of, is_local
+
     jax.config.update("jax_platforms", "cpu")  # these commands read files and need no accelerator
-    return folder
+    folder = checkpoints_of(args.folder)
+    if is_local(folder) and not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
+    return str(folder)
 
 
 def _tag(args: argparse.Namespace, folder: str) -> str | None:
@@ -213,9 +213,14 @@ def _hf_form(args: argparse.Namespace) -> tuple["HFForm", str | None, "Weights |
     return form, base, getattr(model, "weights", None)
 
 
-def _run(args: argparse.Namespace) -> Path:
-    run = Path(args.folder)
-    return run.parent if run.name == "checkpoints" else run
+def _run(args: argparse.Namespace) -> "epath.Path":
+    from etils import epath
+
+    from jaxspeed.run.claim import WHOSE
+
+    folder = epath.Path(args.folder)
+    is_inside = folder.name == "checkpoints" and (folder.parent / WHOSE).exists()
+    return folder.parent if is_inside else folder
 
 
 def _verify(args: argparse.Namespace) -> int:

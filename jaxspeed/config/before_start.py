@@ -21,6 +21,7 @@ class Package(NamedTuple):
 
 
 RAY = Package("--engine ray", "ray", "ray")
+_OF_BUCKETS = {"s3": "s3fs", "gs": "gcsfs"}
 
 
 def refuse_missing(packages: Iterable[Package]) -> None:
@@ -49,6 +50,15 @@ def refuse_missing_tasks(key: str, tasks: Iterable[str]) -> None:
             raise ConfigError(f"{key}: {task}: no such file")
 
 
+def packages_of_url(key: str, url: str | None) -> Iterator[Package]:
+    """The package for the URL of a bucket; none for a folder."""
+    scheme, is_url, _ = (url or "").partition("://")
+    if is_url:
+        if scheme not in _OF_BUCKETS:
+            raise ConfigError(f"{key}: {url} is neither a folder nor a gs:// or s3:// URL")
+        yield Package(key, _OF_BUCKETS[scheme], scheme)
+
+
 def monitor_packages(config: Settings) -> Iterator[Package]:
     for key, name in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if getattr(config, key).enabled:
@@ -58,6 +68,8 @@ def monitor_packages(config: Settings) -> Iterator[Package]:
 def packages(config: Settings) -> Iterator[Package]:
     """The optional packages that training needs, as far as the config's words show them."""
     yield from monitor_packages(config)
+    for key in ("checkpoints", "init_from"):
+        yield from packages_of_url(f"run.{key}", getattr(config.run, key))
     data = config.data
     for source in [*data.sources, *([data.eval] if data.eval else [])]:
         paths = [*([source.path] if source.path else []), *(source.paths or [])]

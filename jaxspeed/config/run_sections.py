@@ -274,8 +274,8 @@ class RunSection(Section):
     )
     init_from: Text | None = honoured(
         None,
-        "The folder of a run; weights are initialized from its newest checkpoint, optimizer and "
-        "step start anew.",
+        "The folder of a run, or the URL of checkpoints; weights are initialized from the newest, "
+        "optimizer and step start anew.",
     )
     compilation_cache: CacheFolder = honoured(
         True,

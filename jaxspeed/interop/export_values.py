@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspeed.adapters.adapter import PREFIX as ADAPTERS
 from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.header import Header, codec_of
-from jaxspeed.checkpoint.manifest import is_local
-from jaxspeed.checkpoint.orbax_arrays import FOLDER
+from jaxspeed.checkpoint.object_storage import new_context
+from jaxspeed.checkpoint.tensorstore_arrays import FOLDER, array_spec
 from jaxspeed.interop.mapping import Index
 from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, unpad
 from jaxspeed.placement.memory_kinds import on_device
@@ -136,18 +136,10 @@ class CheckpointValues:
             yield index, np.asarray(array[index].read().result())
 
     def _open(self, name: str) -> Any:
-        base = self._source / FOLDER
-        spec = {
-            "driver": "zarr",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": f"file://{base}/" if is_local(self._source) else f"{base}/",
-                "path": f"{name}/",
-            },
-            # The fewest chunks in memory at a time that keep the disk busy.
-            "context": {"file_io_concurrency": {"limit": 2}, "data_copy_concurrency": {"limit": 2}},
-        }
-        return ts.open(spec, open=True, read=True).result()
+        # The fewest chunks in memory at a time that keep the disk busy.
+        most = {"file_io_concurrency": {"limit": 2}, "data_copy_concurrency": {"limit": 2}}
+        spec = array_spec(self._source / FOLDER, name) | {"context": {**most, "cache_pool": {}}}
+        return ts.open(spec, open=True, read=True, context=new_context()).result()
 
 
 class StateValues:

@@ -21,7 +21,7 @@ from jaxspeed.checkpoint.header import AdapterRecord, Header, read_header
 from jaxspeed.checkpoint.manifest import read_manifest
 from jaxspeed.checkpoint.process_agreement import OnFirst, Processes
 from jaxspeed.checkpoint.restore import check_base
-from jaxspeed.checkpoint.stores import store_at
+from jaxspeed.checkpoint.stores import as_checkpoint_error, store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid
 from jaxspeed.config import Config, load_config
 from jaxspeed.data.tokenizer import BESIDE, FILES
@@ -256,12 +256,13 @@ def _without_adapters(values: Values, record: AdapterRecord | None, merge: bool)
 def _checkpoint(folder: Any, tag: str | None) -> tuple[epath.Path, Header]:
     """A valid checkpoint; without a tag the newest."""
     store, processes = store_at(folder), Processes()
-    if tag is None:
-        tag = newest_valid(store, processes)
-    else:
-        check_valid(store, processes, existing(store, tag))
-    source = store.root / tag
-    return source, read_header(source, read_manifest(source).format)
+    with as_checkpoint_error(store.root, "reading"):
+        if tag is None:
+            tag = newest_valid(store, processes)
+        else:
+            check_valid(store, processes, existing(store, tag))
+        source = store.root / tag
+        return source, read_header(source, read_manifest(source).format)
 
 
 def _base(

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import logging
@@ -18,6 +19,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxspeed.checkpoint.object_storage import first_line, key_values_spec, new_context
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
 from jaxspeed.config.tree import given_leaves
 from jaxspeed.config.verdicts import shortened
@@ -26,7 +28,6 @@ from jaxspeed.errors import ConfigError, JaxspeedError, RunError
 log = logging.getLogger("jaxspeed")
 WHOSE, LOCK = "run.json", ".lock"
 TOUCH_SECONDS = 10.0
-SETTLE_SECONDS = 1.0  # a bucket's lock is read back so long after it was written
 PART = ".part"
 
 
@@ -51,7 +52,7 @@ class Claim:
 
     A lock of the system is released when its process ends in any way. Buckets and some shared file
     systems have none between hosts, so the owner also touches the lock file, which others watch for
-    a while before they take it.
+    a while before they take it. A bucket's lock is only written if it is as it was last seen.
     """
 
     def __init__(self, key: str, store: LocalStore | ObjectStore) -> None:
@@ -59,6 +60,8 @@ class Claim:
         self._in_bucket = isinstance(store, ObjectStore)
         self._lock_file: int | None = None  # open, as is the folder: of a file system
         self._opened: int | None = None
+        self._generation: Any = None  # of a bucket's lock, as it was last seen
+        self._lost = False  # another run took it
         self._owner = ""  # what the lock file says while this claim has it
         self._watched: tuple[Any, float] | None = None  # what `_touched` was, and when
         self._closed = threading.Event()
@@ -78,8 +81,8 @@ class Claim:
         if self._toucher is not None:
             return
         with self._errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
             if not self._in_bucket:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 self._opened = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
                 self._lock_file = self._open_lock()
                 try:
@@ -92,17 +95,18 @@ class Claim:
                 self._refuse(f", on {owner}")
             host = socket.gethostname()
             self._owner = f"{host} {uuid.uuid4().hex}" if self._in_bucket else host
-            self._write_lock(self._owner)
-            if self._in_bucket:  # two that saw it free: the one that wrote last has it
-                time.sleep(SETTLE_SECONDS)
-                if (now := self._lock.read_text()) != self._owner:
-                    self._refuse(f", on {now.split()[0]}")
+            if not self._write_lock(self._owner):
+                if not (owner := self._lock_text().partition(" ")[0]):
+                    raise FileNotFoundError("The bucket does not exist")
+                self._refuse(f", on {owner}")
         self._closed.clear()
         self._toucher = threading.Thread(target=self._touch, name="jaxspeed-lock", daemon=True)
         self._toucher.start()
 
     def check(self) -> None:
-        """Raise RunError if the folder has been removed, or is another one, since it was taken."""
+        """Raise RunError if the folder was removed, or became another's, since it was taken."""
+        if self._lost:
+            raise RunError(f"{self._key}: another run took {self.folder}; this one ends here")
         if self._opened is None:
             return
         try:
@@ -116,6 +120,11 @@ class Claim:
                 f"{self._key}: {self.folder} was removed while the run used it, and its files with "
                 "it; the run ends here"
             )
+
+    def has(self, name: str = "") -> bool:
+        """Whether the folder, or a file in it, exists."""
+        with self._errors():
+            return (self.folder / name).exists()
 
     def identity(self) -> dict[str, Any] | None:
         """What run.json says; None if there is none."""
@@ -177,7 +186,8 @@ class Claim:
             self._closed.set()
             self._toucher.join()
             with contextlib.suppress(Exception):
-                self._write_lock("")  # nobody has to wait for it
+                if not self._lost:  # nobody has to wait for it
+                    self._write_lock("")
             self._toucher = None
         for descriptor in (self._lock_file, self._opened):
             if descriptor is not None:
@@ -202,12 +212,30 @@ class Claim:
             raise ConfigError(f"{self._key}: {self._lock} is no regular file; remove it")
         return file
 
-    def _write_lock(self, text: str) -> None:
-        if self._lock_file is None:
-            self._lock.write_text(text)
-        else:
+    @functools.cached_property
+    def _bucket(self) -> Any:
+        import tensorstore as ts
+
+        return ts.KvStore.open(key_values_spec(self.folder), context=new_context()).result()
+
+    def _lock_text(self) -> str:
+        if self._lock_file is not None:
+            return os.pread(self._lock_file, 4096, 0).decode(errors="replace")
+        lock = self._bucket.read(LOCK).result()
+        self._generation = lock.stamp.generation
+        return str(lock.value, errors="replace")
+
+    def _write_lock(self, text: str) -> bool:
+        """Write the lock; False if another run did so in a bucket."""
+        if self._lock_file is not None:
             os.ftruncate(self._lock_file, 0)
             os.pwrite(self._lock_file, text.encode(), 0)
+            return True
+        written = self._bucket.write(LOCK, text, if_equal=self._generation).result()
+        if written.generation:
+            self._generation = written.generation
+        # The answer to an earlier request may have been lost.
+        return bool(written.generation) or self._lock_text().startswith(self._owner)
 
     def _refuse(self, where: str) -> None:
         raise ConfigError(
@@ -222,7 +250,7 @@ class Claim:
         except JaxspeedError:
             raise
         except Exception as error:
-            what = getattr(error, "strerror", None) or error
+            what = getattr(error, "strerror", None) or first_line(error)
             raise ConfigError(f"{self._key}: {self.folder} cannot be written: {what}") from None
 
     # -- owners on other hosts --------------------------------------------------------------------
@@ -232,22 +260,19 @@ class Claim:
             if self._closed.wait(TOUCH_SECONDS):
                 return
             with contextlib.suppress(Exception):
-                if self._lock_file is None:
-                    self._lock.write_text(f"{self._owner} {count}")
-                else:
+                if self._lock_file is not None:
                     os.utime(self._lock_file)
+                elif not self._write_lock(f"{self._owner} {count}"):
+                    self._lost = True
+                    return
 
     def _touched(self) -> Any:
         """What changes with each touch."""
-        return self._lock.read_text() if self._in_bucket else os.lstat(self._lock).st_mtime_ns
+        return self._lock_text() if self._in_bucket else os.lstat(self._lock).st_mtime_ns
 
     def _owner_elsewhere(self) -> str | None:
         """The other host that has the lock, if it touches the file; an owner that died does not."""
-        if self._lock_file is None:
-            text = self._lock.read_text() if self._lock.exists() else ""
-        else:
-            text = os.pread(self._lock_file, 4096, 0).decode(errors="replace")
-        host = (text.split() or [""])[0]
+        host = self._lock_text().partition(" ")[0]
         if not host or (host == socket.gethostname() and not self._in_bucket):
             return None  # of this host the system's lock knows
         log.info("%s was in use on %s; waiting to see whether it still is", self.folder, host)

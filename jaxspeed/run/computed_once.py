@@ -20,6 +20,7 @@ from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.manifest import read_manifest
 from jaxspeed.checkpoint.process_agreement import OnFirst, Processes, is_first
+from jaxspeed.checkpoint.stores import checkpoints_of
 from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.data import Corpus, Split, placer
 from jaxspeed.data.computed_rows import ComputedRows, RowStore, RowWriter
@@ -249,5 +250,4 @@ def _newest(folder: str) -> Any:
 
 def checkpoints_in(folder: str) -> Checkpointer:
     """The checkpoints in the folder of a run, or in one of checkpoints."""
-    inside = Path(folder) / "checkpoints"
-    return Checkpointer(inside if inside.is_dir() else folder)
+    return Checkpointer(checkpoints_of(folder))

@@ -54,7 +54,7 @@ class RunFolder:
             if not begun:
                 self._refuse_other_files(files)
             # Both are compared before one is written: a run that is refused leaves no identity.
-            if kept.folder.exists():
+            if kept.has():
                 kept.take()
                 if not kept.holds(whose) and not begun and written_tags(store):
                     raise ConfigError(
@@ -64,7 +64,7 @@ class RunFolder:
                     )
             if not begun:
                 self._written = [(output, name) for name in (*files, WHOSE, LOCK)]
-                if not (kept.folder / WHOSE).exists():
+                if not kept.has(WHOSE):
                     self._written += [(kept, name) for name in (WHOSE, LOCK)]
                 for name, data in files.items():
                     output.write(name, data)

@@ -1,6 +1,7 @@
 """One of several processes: `python -m tests.checkpoint.processes FOLDER PORT RANK COUNT`."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def restore_train_save(folder: Path) -> None:
     after = gathered(engine)
     engine.close()
     np.savez(folder / f"after-{jax.process_index()}.npz", **after)
+
+
+def save_in_bucket(folder: Path) -> None:
+    """Of both processes, and restored by both."""
+    engine = states.engine(stage=3)
+    engine.load_checkpoint(folder, "two")
+    saver = Checkpointer(os.environ["TEST_BUCKET"])
+    saver.save(engine.program, engine.state, tag="two")
+    saver.wait()
+    expected = gathered(engine)
+    engine.load_checkpoint(folder, next(info.tag for info in Checkpointer(folder).list()))
+    engine.state = saver.restore(engine.program).state
+    states.assert_same(gathered(engine), expected)
+    engine.close()
+    print("same in the bucket")
 
 
 def damaged(folder: Path) -> None:
@@ -142,6 +158,7 @@ if __name__ == "__main__":
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", int(count), int(rank))
     restore_train_save(Path(folder))
+    save_in_bucket(Path(folder))
     damaged(Path(f"{folder}-damaged"))
     disagree(Path(f"{folder}-disagree"))
     fail_to_write(Path(f"{folder}-written"))

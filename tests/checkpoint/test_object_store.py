@@ -1,11 +1,15 @@
 """Buckets cannot rename: there a checkpoint is complete once its manifest, written last, exists."""
 
+import importlib.util
+
 import pytest
 from etils import epath
 
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer, stores, verify
 from jaxspeed.checkpoint.manifest import NAME
+from jaxspeed.config import load_config
+from jaxspeed.config.before_start import check_start
 from tests.checkpoint import states
 
 
@@ -22,10 +26,20 @@ def engine():
 def test_urls_are_buckets_and_paths_are_folders(tmp_path):
     assert isinstance(stores.store_at(tmp_path), stores.LocalStore)
     assert isinstance(stores.store_at("relative/path"), stores.LocalStore)
-    try:
-        assert isinstance(stores.store_at("gs://bucket/run"), stores.ObjectStore)
-    except ImportError:
-        pytest.skip("needs a library for gs://")
+    assert isinstance(stores.store_at("s3://bucket/run"), stores.ObjectStore)
+    with pytest.raises(jaxspeed.ConfigError, match="neither a folder nor a gs:// or s3:// URL"):
+        stores.store_at("az://bucket/run")
+
+
+def test_a_missing_package_of_a_bucket_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for url, name in (("s3://b/run", "s3fs"), ("gs://b/run", "gcsfs")):
+        words = rf'needs {name}, which is not installed; pip install "jaxspeed\[{url[:2]}\]"'
+        with pytest.raises(jaxspeed.ConfigError, match=f"^checkpoints: {words}"):
+            stores.store_at(url)
+        config = load_config({"run": {"checkpoints": url, "steps": 1}})
+        with pytest.raises(jaxspeed.ConfigError, match=rf"^run\.checkpoints: {words}"):
+            check_start(config)
 
 
 def test_a_state_comes_back_from_a_bucket(engine, bucket):

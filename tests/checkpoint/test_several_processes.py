@@ -11,11 +11,13 @@ import pytest
 
 from jaxspeed.checkpoint import Checkpointer, verify
 from tests.checkpoint import states
+from tests.support.s3 import BUCKET, Server
 
 ROOT = Path(__file__).resolve().parents[2]
+IN_BUCKET = f"s3://{BUCKET}/two"
 
 
-def together(folder: Path, processes: int = 2, devices: int = 4) -> list[str]:
+def together(folder: Path, server: Server, processes: int = 2, devices: int = 4) -> list[str]:
     """What each process printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -27,7 +29,12 @@ def together(folder: Path, processes: int = 2, devices: int = 4) -> list[str]:
         subprocess.Popen(
             [*command, str(rank), str(processes)],
             cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": " ".join(flags)},
+            env={
+                **os.environ,
+                **server.environment,
+                "XLA_FLAGS": " ".join(flags),
+                "TEST_BUCKET": IN_BUCKET,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,11 +70,12 @@ def one_process(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_processes(one_process):
+def two_processes(one_process, s3_server):
     """(the folder after two processes restored it, checked it, went on and saved again, what each
     printed). They pass over a damaged checkpoint too, and fail together to save."""
     folder, _ = one_process
-    said = together(folder)
+    s3_server.clear()
+    said = together(folder, s3_server)
     assert ["same" in out for out in said] == [True, True], said
     return folder, said
 
@@ -90,6 +98,18 @@ def test_one_process_takes_what_two_saved(two_processes):
     engine.state = restored.state
     found, expected = states.held(engine), values_of(folder / "after-0.npz")
     states.assert_same(found, expected)
+
+
+def test_one_process_takes_what_two_saved_in_a_bucket(two_processes, s3_server, monkeypatch):
+    folder, said = two_processes
+    assert all("same in the bucket" in out for out in said)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    assert verify(IN_BUCKET) == []
+    assert any("/ocdbt.process_1/d/" in name for name in s3_server.objects())
+    engine = states.engine(stage=1, devices=1)
+    engine.state = Checkpointer(IN_BUCKET).restore(engine.program).state
+    states.assert_same(states.held(engine), values_of(folder / "after-0.npz"))
 
 
 def test_two_processes_pass_over_a_damaged_checkpoint_together(two_processes):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspeed.run import source_of
+from jaxspeed.run import source_of, train
 from jaxspeed.run.start import checkpointer_of
 
 CONFIG: dict[str, Any] = {
@@ -68,12 +68,31 @@ def jaxspeed(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*words), capture_output=True, text=True, env=environment())
 
 
-def kept(config: Path, folder: Path, tag: str | None = None) -> dict[str, np.ndarray]:
-    """Every array of a run's checkpoint, by its path in the state."""
+def started(config: Path, output: Path) -> subprocess.Popen[str]:
+    """A run in a child."""
+    return subprocess.Popen(
+        command("train", config, "--output", output),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def trained(config: Path, output: Path, **run: Any) -> Any:
+    """A run in this process, to its end; `run` has other keys of its section."""
+    given = json.loads(config.read_text())
+    trainer = train(given | {"run": given["run"] | {"output": str(output), **run}})
+    trainer.close()
+    return trainer
+
+
+def kept(config: Path, folder: Path | str, tag: str | None = None) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint of a run's folder, or of a bucket, by its path in the state."""
     import jax
 
     source, program = _source_and_program(config.read_text())
-    source.folder.checkpoints = folder / "checkpoints"
+    source.folder.checkpoints = folder if isinstance(folder, str) else folder / "checkpoints"
     state = checkpointer_of(source).restore(program, tag=tag).state
 
     def array(x: Any) -> np.ndarray:

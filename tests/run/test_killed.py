@@ -11,27 +11,10 @@ import pytest
 
 from jaxspeed.cli.main import main
 from jaxspeed.metrics import read_records
-from jaxspeed.run import train
 from tests.interop import folders
 from tests.run import small
 
 ENOUGH = 240  # seconds for a child
-
-
-def started(config, output):
-    return subprocess.Popen(
-        small.command("train", config, "--output", output),
-        env=small.environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def trained(config, output):
-    """A run in this process, to its end."""
-    given = json.loads(config.read_text())
-    train(given | {"run": given["run"] | {"output": str(output)}}).folder.close()
 
 
 def count(records):
@@ -72,11 +55,11 @@ def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_pat
     # A save every second step: most kills fall into one, the first for sure.
     steps = 20 if kills == 1 else 50 * kills
     config = small.write(tmp_path, run={"steps": steps, "checkpoint_every": 2, "keep": 2}, **more)
-    trained(config, tmp_path / "whole")
+    small.trained(config, tmp_path / "whole")
     rng, in_a_save = random.Random(kills), 0
     killed = tmp_path / "killed"
     for kill in range(kills):
-        child = started(config, killed)
+        child = small.started(config, killed)
         if kill % 4 == 1:  # while it starts, or restores
             time.sleep(rng.uniform(0, 5))
         else:
@@ -90,7 +73,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_pat
         assert child.returncode == -signal.SIGKILL, said
         in_a_save += any((killed / "checkpoints").glob("*.writing"))
     assert in_a_save and (killed / "computed").exists() == ("objective" in more)
-    trained(config, killed)
+    small.trained(config, killed)
     small.assert_bitwise_equal(small.kept(config, tmp_path / "whole"), small.kept(config, killed))
     seen, never = (
         [(r["step"], r["loss"]) for r in read_records(run / "metrics.jsonl") if "loss" in r]
@@ -121,7 +104,7 @@ def test_8_bit_moments_of_a_run_that_was_killed_are_bitwise_those_of_one_never_k
         monkeypatch.setattr(folders, "VOCAB", 256)
         with_adapters(config, tmp_path / "base")
     killed = tmp_path / "killed"
-    child = started(config, killed)
+    child = small.started(config, killed)
     deadline = time.monotonic() + 2 * ENOUGH  # two programs of a quantized state compile
     try:
         while child.poll() is None and not (killed / "checkpoints" / "step-00000003").exists():
@@ -132,8 +115,8 @@ def test_8_bit_moments_of_a_run_that_was_killed_are_bitwise_those_of_one_never_k
     _, said = child.communicate()
     assert child.returncode == -signal.SIGKILL, said
     assert not (killed / "checkpoints" / "step-00000005").exists()
-    trained(config, killed)
-    trained(config, tmp_path / "never")
+    small.trained(config, killed)
+    small.trained(config, tmp_path / "never")
     ends = [small.kept(config, folder) for folder in (killed, tmp_path / "never")]
     small.assert_bitwise_equal(*ends)
     assert any(x.dtype == np.uint8 and ".opt" in path for path, x in ends[0].items())
