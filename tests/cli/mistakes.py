@@ -268,8 +268,9 @@ def outcomes(chosen: Iterable[Mistake]) -> Iterator[tuple[Mistake, Outcome]]:
 
 HEAD = """# Mistakes and their messages
 
-128 mistakes of users of trainers, half of them from public trackers, and what `jaxspeed` says. Written
-by `python -m tests.cli.mistakes --write` from `tests/cli/mistakes.yaml`; `tests/cli/test_mistakes.py`
+128 mistakes of users of trainers, half of them from public trackers, and what `jaxspeed` says.
+`python -m tests.cli.mistakes --write` writes the table from `tests/cli/mistakes.yaml`, and
+`tests/cli/test_mistakes.py`
 holds that each message names what is wrong and what to write, in half a second of CPU for flags and
 configs, in 3 s for files and data, and before a step is compiled for all else.
 
