@@ -52,12 +52,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=_share,
         help="draw from the fewest tokens of this probability together (1 by default)",
     )
     parser.add_argument(
         "--min-p",
-        type=float,
+        type=_share,
         help="draw from tokens of this share of the largest probability (0 by default)",
     )
     parser.add_argument(
@@ -160,6 +160,12 @@ def _lines() -> Iterator[str]:
         while True:
             if line := input("> ").strip():
                 yield line
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: needs a number from 0 to 1")
+    return value
 
 
 RULES = ("top_k", "top_p", "min_p", "repetition_penalty")

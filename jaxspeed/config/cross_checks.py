@@ -9,6 +9,7 @@ from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
 from jaxspeed.config.lr_schedules import SCHEDULERS
+from jaxspeed.config.model_names import family_problems
 from jaxspeed.config.objective_keys import objective_problems
 from jaxspeed.config.optimizers import LEAST_SIZE, OPTIMIZERS
 from jaxspeed.config.problems import Problem
@@ -260,6 +261,8 @@ def _model(settings: Settings) -> Iterator[Problem]:
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; set the sizes of a factory in model.config."
         yield Problem("model.preset", f'"{model.preset}" with {named[0]}', works)
+    else:
+        yield from family_problems(model)
 
 
 def _lora(settings: Settings) -> Iterator[Problem]:

@@ -52,6 +52,7 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str
         notes |= _paged(settings)
     if "scheduler" in update:
         problems += _peak_rate(settings)
+        notes |= _no_decay(update["scheduler"].params)
     return settings, problems, notes
 
 
@@ -167,6 +168,15 @@ def _paged(settings: Settings) -> dict[str, str]:
             "memory and streamed through the device in each step, not paged on demand."
         )
     return {"optimizer.type": f"{optimizer.type} is {means}"}
+
+
+def _no_decay(params: Mapping[str, Any]) -> dict[str, str]:
+    """A note on a schedule that ends with its warm-up."""
+    total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps")
+    if not isinstance(total, int) or not isinstance(warmup, int) or warmup < total:
+        return {}
+    text = f"{warmup} of total_num_steps {total}: the rate only warms up, and never decays."
+    return {"scheduler.params.warmup_num_steps": text}
 
 
 def _peak_rate(settings: Settings) -> list[Problem]:

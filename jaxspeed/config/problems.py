@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.config.suggestions import REMOVE, Fix, suggest
-from jaxspeed.config.tree import PARAMS, keys_in, read, section_at
+from jaxspeed.config.tree import PARAMS, VOCABULARY, keys_in, read, section_at
 from jaxspeed.config.types import Coercing
 from jaxspeed.config.verdicts import printable, shown
 from jaxspeed.errors import ConfigError
@@ -144,8 +144,27 @@ def from_pydantic(
         needs = context.get("needs") or _NEEDS.get(kind) or str(error["msg"])
     if not hint:
         hint, fix = _how_to_write(kind, value)
+    if kind == "model_type" and not hint:
+        hint = _as_section(path, value)
+    if kind == "string_type" and isinstance(value, list) and f"{path}s" in VOCABULARY:
+        hint = f"{path}s is a list."
     fixes = {path: fix[0]} if fix else {}
     return Problem(path, described(value), f"Needs {needs}. {hint}".strip(), fix=fixes)
+
+
+# The key of a section that people write in its place.
+_ALONE = {
+    "model": "family", "optimizer": "type", "scheduler": "type", "objective": "type",
+    "lora": "r", "data": "path", "model.quantize": "weights",
+}  # fmt: skip
+
+
+def _as_section(path: str, value: Any) -> str:
+    """Text on a section's keys, where its value is not one."""
+    if path in _ALONE and isinstance(value, str | int):
+        return f'Write {{"{_ALONE[path]}": {shown(value)}}}.'
+    keys = list(section.model_fields) if (section := section_at(path)) else []
+    return f"Keys of {path}: {', '.join(keys)}." if 0 < len(keys) < _MANY else ""
 
 
 def described(value: Any) -> str:

@@ -39,12 +39,31 @@ _MEANT = {
     "grad_clip": "gradient_clipping",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "bfp16": "bf16",
+    "max_seq_length": "data.seq_len",
+    "per_device_batch_size": "train_micro_batch_size_per_gpu",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_per_gpu": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "zero_stage": "zero_optimization.stage",
+    "num_train_epochs": "run.epochs",
+    "max_steps": "run.steps",
+    "eval_steps": "run.eval_every",
+    "save_steps": "run.checkpoint_every",
+    "ref_model": "objective.reference_model",
+    "teacher_model": "objective.teacher",
 }
 _MEANT_HERE = {
     "scheduler.params.warmup_steps": "warmup_num_steps",
+    "optimizer.params.learning_rate": "lr",
+    "mesh.dp": "data",
+    "mesh.tp": "tensor",
+    "mesh.model": "tensor",
+    "mesh.pp": "pipe",
+    "mesh.cp": "seq",
+    "mesh.sp": "seq",
+    "mesh.ep": "expert",
     "data.sample_packing": "packing",
     "data.max_length": "seq_len",
-    "data.max_seq_length": "seq_len",
     "data.sequence_len": "seq_len",
     "lora.rank": "r",
     "lora.lora_r": "r",
@@ -80,6 +99,23 @@ _REMOVED = {
     "bf16.hysteresis": _SCALE,
     "bf16.min_loss_scale": _SCALE,
 }
+_ENABLED = 'Write "bf16": {"enabled": true}, or fp16.'
+_EVERY = "run.eval_every is the number of steps between evaluations."
+_NEWEST = "A run goes on from the newest checkpoint in its folder, run.output: remove the key."
+# What to write instead of keys that have no counterpart of their form.
+_WRITTEN = {
+    "precision": _ENABLED,
+    "mixed_precision": _ENABLED,
+    "gradient_checkpointing": 'Write "parallel": {"remat": "full"}.',
+    "mesh.fsdp": "Write mesh.data, and zero_optimization.stage 3.",
+    "run.evaluation_strategy": _EVERY,
+    "run.eval_strategy": _EVERY,
+    "run.resume": _NEWEST,
+    "run.resume_from_checkpoint": _NEWEST,
+    "run.load_best_model_at_end": "Remove it: run.keep_every retains checkpoints, and --tag names "
+    "the one that eval, sample and export read.",
+    "scheduler.params.warmup_ratio": "Needs steps: warmup_num_steps.",
+}
 
 # Names of keys in section-less files of which no other is meant, though some resemble one.
 _ANNOTATIONS = ("comment", "comments", "description", "name", "notes", "version")
@@ -96,6 +132,8 @@ def suggest(path: str, value: Any, tree: Any = None) -> Suggestion | None:
     section, _, name = path.rpartition(".")
     if path in _REMOVED:
         return Suggestion(_REMOVED[path], {path: REMOVE})
+    if path in _WRITTEN:
+        return Suggestion(_WRITTEN[path], {})
     if path == "fp16.dynamic_loss_scale":
         fix = {path: REMOVE} | ({"fp16.loss_scale": 0} if value else {})
         return Suggestion("A loss_scale of 0 is dynamic: write that instead.", fix)

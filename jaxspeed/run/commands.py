@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import optax
+from rich.console import Console
 
 from jaxspeed.config import Config, load_config
 from jaxspeed.config.run_sections import SourceSection
@@ -39,13 +40,15 @@ def train(
     model: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    *,
+    quiet: bool = False,
 ) -> Trainer:
     """Train as `jaxspeed train` does, resuming the run in its folder.
 
     `model`, `loss_fn` and `optimizer` are as for `jaxspeed.initialize`. The returned trainer has
-    the engine, the progress of the run, and its folder.
+    the engine, the progress of the run, and its folder. `quiet` prints no progress.
     """
-    trainer = open_run(source_of(config, model, loss_fn, optimizer))
+    trainer = open_run(source_of(config, model, loss_fn, optimizer), Console(quiet=quiet))
     try:
         trainer.run()
     finally:

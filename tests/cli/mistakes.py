@@ -20,9 +20,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from safetensors.numpy import save_file
-
-from tests.data.chat_examples import chat, template, tokenizer_folder, write_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "notes" / "mistakes.md"
@@ -76,8 +73,8 @@ class Outcome:
     def message(self) -> str:
         """The error, or else the warnings, on one line."""
         lines = " ".join(self.text.split())
-        found = re.search(r"(?:\berror: |Error: )(.*)", lines)
-        return found[1] if found else lines
+        match = re.search(r"(?:\berror: |Error: )(.*)", lines)
+        return match[1] if match else lines
 
 
 def mistakes() -> list[Mistake]:
@@ -121,6 +118,8 @@ def _shown(content: Any) -> str:
 
 def shared_files(where: Path, runs: bool = True) -> Path:
     """Texts, conversations, pairs, labels, models' folders and, if `runs`, a finished run."""
+    from tests.data.chat_examples import chat, template, tokenizer_folder
+
     rng = np.random.default_rng(0)
     (where / "corpus.txt").write_text(" ".join(rng.choice(["the", "of", "to", "and"], 4000)))
     records = {
@@ -157,6 +156,8 @@ def shared_files(where: Path, runs: bool = True) -> Path:
 
 def _model(folder: Path, vocab: int) -> None:
     """A small Llama in Hugging Face's files."""
+    from safetensors.numpy import save_file
+
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
@@ -174,6 +175,11 @@ def _model(folder: Path, vocab: int) -> None:
         shapes |= {f"{layer}.{x}_layernorm": (16,) for x in ("input", "post_attention")}
     weights = {f"model.{k}.weight": np.full(v, 0.1, np.float32) for k, v in shapes.items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_lines(file: Path, records: list[Any]) -> None:
+    """Write JSON lines."""
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def make(mistake: Mistake, shared: Path, where: Path) -> None:
@@ -201,15 +207,21 @@ def _command(shows: bool, words: Iterable[str]) -> list[str]:
     return [sys.executable, "-c", CHILD.format(shows=shows), *words]
 
 
+def _environment(path: str) -> dict[str, str]:
+    """For a child that chooses its own number of devices."""
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    more = {"PYTHONPATH": path, "COLUMNS": "100000", "NO_COLOR": "1", "JAX_PLATFORMS": "cpu"}
+    return kept | more
+
+
 def made_in_child(mistake: Mistake, where: Path) -> Outcome:
     """Make the mistake in a process of its own, and measure it."""
     words = shlex.split(mistake.run)
     command = _command(mistake.within == "trace", words)
     if mistake.script:
         command = [sys.executable, "script.py"]
-    kept = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), *([] if not mistake.script else ["."])])}
-    environment = kept | paths | {"COLUMNS": "100000", "NO_COLOR": "1"}
+    path = os.pathsep.join([str(ROOT), "."] if mistake.script else [str(ROOT)])
+    environment = _environment(path)
     with (where / "output").open("w") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output, cwd=where, env=environment)
         _, status, used = os.wait4(child.pid, 0)
@@ -222,7 +234,8 @@ def made_here(mistake: Mistake, where: Path) -> Outcome:
     """Make the mistake in this process."""
     from jaxspeed.cli import main
 
-    before, printed = Path.cwd(), io.StringIO()
+    before, printed, paths = Path.cwd(), io.StringIO(), [*sys.path]
+    sys.modules.pop("mine", None)
     os.chdir(where)
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -231,6 +244,7 @@ def made_here(mistake: Mistake, where: Path) -> Outcome:
         code = int(ended.code or 0)
     finally:
         os.chdir(before)
+        sys.path[:] = paths
     return Outcome(code, printed.getvalue())
 
 
@@ -248,6 +262,37 @@ def faults(mistake: Mistake, outcome: Outcome) -> list[str]:
     if outcome.seconds > SECONDS[mistake.within]:
         wrong.append(f"{outcome.seconds:.2f} s")
     return wrong
+
+
+def made_together(within: str, shared: Path, where: Path) -> dict[str, list[str]]:
+    """Make all mistakes of one kind in a process for all of them; what is wrong, by name."""
+    code = f"from tests.cli.mistakes import together; together({within!r}, {str(shared)!r})"
+    how: dict[str, Any] = {"cwd": where, "env": _environment(str(ROOT)), "text": True}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, **how)
+    assert child.returncode == 0, child.stderr
+    wrong: dict[str, list[str]] = json.loads(child.stdout.splitlines()[-1])
+    return wrong
+
+
+def together(within: str, shared: str) -> None:
+    """Make mistakes in this process, each in a folder of its own; print what is wrong."""
+    if within == "trace":
+        from jaxspeed.metrics import start_lines
+
+        start_lines.LASTS = 0
+    wrong = dict[str, list[str]]()
+    for number, mistake in enumerate(mistakes()):
+        if mistake.within != within or mistake.script or "--devices gpu" in mistake.run:
+            continue
+        where = Path(str(number)).absolute()
+        where.mkdir()
+        make(mistake, Path(shared), where)
+        outcome = made_here(mistake, where)
+        problems = faults(mistake, outcome)
+        imported = within == "flags" and {"jax", "flax"} & sys.modules.keys()
+        problems += [f"imports {name}" for name in imported or ()]
+        wrong |= {mistake.name: [*problems, outcome.text]} if problems else {}
+    print(json.dumps(wrong))
 
 
 def outcomes(chosen: Iterable[Mistake]) -> Iterator[tuple[Mistake, Outcome]]:
@@ -270,9 +315,9 @@ HEAD = """# Mistakes and their messages
 
 128 mistakes of users of trainers, half of them from public trackers, and what `jaxspeed` says.
 `python -m tests.cli.mistakes --write` writes the table from `tests/cli/mistakes.yaml`, and
-`tests/cli/test_mistakes.py`
-holds that each message names what is wrong and what to write, in half a second of CPU for flags and
-configs, in 3 s for files and data, and before a step is compiled for all else.
+`tests/cli/test_mistakes.py` holds that each message names what is wrong and what to write: in half
+a second of CPU for flags and configs, in 3 s for files and data, and before a step is compiled for
+all else.
 
 | mistake | input | source | message |
 |---|---|---|---|
@@ -282,8 +327,8 @@ configs, in 3 s for files and data, and before a step is compiled for all else.
 def row(mistake: Mistake, outcome: Outcome) -> str:
     """A row of the table."""
     message = outcome.message
-    if not mistake.code:  # the verdict of its key
-        message = message.partition("ignored ")[2].partition(" honoured")[0]
+    if not mistake.code:  # the row of its key
+        message = message[message.index(mistake.says[0]) :]
     cells = (mistake.name, _cell(mistake.written, 160), mistake.source, _cell(message, 260))
     return f"| {' | '.join(cells)} |\n"
 
