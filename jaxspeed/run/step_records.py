@@ -93,6 +93,8 @@ class Recorder:
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the time of the `with` block to a phase; the first step's to compile."""
         showing: Showing = not_shown
+        if name == "compile":  # before the first step, and shown there
+            self.showing = not_shown
         if name == "compute" and not self._compiled:
             self._compiled, name, showing = True, "compile", self.showing
             self._compile_began = self._now()
