@@ -39,12 +39,24 @@ def add(commands: Any) -> None:
         help="in place of the loss: tasks of lm-eval, or YAML files, separated by commas; they may "
         "run code",
     )
+    parser.add_argument(
+        "--limit", metavar="N", type=float, help="examples of each task, or a share below 1"
+    )
+    parser.add_argument(
+        "--num-fewshot", metavar="N", type=int, help="solved examples before each of a task's"
+    )
     add_checkpoint(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     tasks = [*filter(None, (args.tasks or "").split(","))]
+    options = {"limit": args.limit, "num_fewshot": args.num_fewshot}
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if value < 0 or (name, value) == ("limit", 0) or args.tasks is None:
+            flag = f"--{name.replace('_', '-')} {value:g}"
+            raise ConfigError(f"{flag}: needs --tasks, and a number of examples")
     if args.tasks is not None:
         from jaxspeed.config.before_start import refuse_missing_tasks
 
@@ -60,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
         source = source_of(config, name=str(args.config))
     with shown("evaluating"):
-        figures = evaluate_run(source, args.tag, data=args.data, ema=args.ema, tasks=tasks)
+        figures = evaluate_run(
+            source, args.tag, data=args.data, ema=args.ema, tasks=tasks, **options
+        )
     if not is_first():
         return 0
     if args.json:

@@ -89,7 +89,7 @@ def examine(
     problems += autos.problems
     settings, wrong = _validated(tree)
     problems += wrong
-    settings, wrong, notes = complete(settings)
+    settings, wrong, notes = complete(settings, ends_with_run=DECAY_END in autos.filled)
     problems += wrong
     problems += _refused(tree, settings)
     mesh, wrong = mesh_from_keys(settings)

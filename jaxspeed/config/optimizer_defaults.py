@@ -23,8 +23,12 @@ from jaxspeed.config.verdicts import REMOVED, judge, shown
 from jaxspeed.near_words import closest, did_you_mean
 
 
-def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str]]:
+def complete(
+    settings: Settings, *, ends_with_run: bool = False
+) -> tuple[Settings, list[Problem], dict[str, str]]:
     """Fill in `optimizer` and `scheduler`, so that they can be built as they are.
+
+    `ends_with_run` is whether the schedule's number of steps is the run's.
 
     Returns:
       The settings, problems, and notes by path on defaults that surprise.
@@ -52,7 +56,7 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str
         notes |= _paged(settings)
     if "scheduler" in update:
         problems += _peak_rate(settings)
-        notes |= _no_decay(update["scheduler"].params)
+        notes |= {} if ends_with_run else _no_decay(update["scheduler"].params)
     return settings, problems, notes
 
 

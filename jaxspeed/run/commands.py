@@ -63,6 +63,7 @@ def evaluate_run(
     data: Sequence[str] = (),
     ema: bool = False,
     tasks: Sequence[str] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """The loss of a checkpoint, and what follows from it: perplexity, accuracy.
 
@@ -74,6 +75,8 @@ def evaluate_run(
       data: paths of files and folders.
       ema: whether the moving average of the weights is evaluated.
       tasks: of lm-eval, names or YAML files; scores "TASK/METRIC" are in place of the loss.
+      options: of these tasks: `limit`, the number of examples, or a share below 1, and
+        `num_fewshot`.
     """
     checkpoint, section = ChosenCheckpoint(source, tag), data_section(source.config)
     if tasks:
@@ -81,7 +84,8 @@ def evaluate_run(
         engine, step, tag = checkpoint.restored(ema)
         with source.watchdog.section("evaluate"):
             progressed = source.watchdog.progressed
-            scores = evaluate_tasks(engine, tokenizer, tasks, section.seq_len, progressed)
+            of_data = tokenizer, tasks, section.seq_len
+            scores = evaluate_tasks(engine, *of_data, progressed, **options)
         return {"step": step, "checkpoint": tag, "ema": ema, "files": [], **(scores or {})}
     apart = section.eval
     if not all(path and "\0" not in path for path in data):
@@ -223,11 +227,15 @@ class ChosenCheckpoint:
             model = source.config.model
             if model is None or model.pretrained is None:
                 raise ConfigError(f"{self.folder} holds no checkpoint; train first")
-            log.warning(
-                "%s holds no checkpoint: the weights are those of %s, untrained",
-                self.folder,
-                model.pretrained,
-            )
+            adapter = source.config.lora and source.config.lora.adapter
+            named = [Path(name) for name in (model.pretrained, adapter) if name]
+            if source.folder.path not in named:  # else these are its weights
+                log.warning(
+                    "%s holds no checkpoint: the weights are those of %s, %s",
+                    self.folder,
+                    model.pretrained,
+                    f"with the adapter {adapter}" if adapter else "untrained",
+                )
 
     def files(self) -> dict[str, bytes]:
         """The files that were saved with it."""

@@ -134,6 +134,13 @@ def test_flags_alone_train_and_the_run_s_folder_has_their_config(here, capsys):
     share = 100 * adapter / (adapter + base)
     line = f"trainable parameters {adapter:,} of {adapter + base:,} ({share:.3g}%)"
     assert line in shown
+    words = ["--prompt", "the", "--tokens", "3", "--temperature", "0", "--devices", "cpu:8"]
+    said = {}
+    for name in ("tuned", "tuned/adapter", "base"):  # the folder of a model or an adapter, too
+        assert main(["sample", name, *words, "--set", "bf16.enabled=false"]) == 0
+        said[name] = capsys.readouterr()
+        assert "WARNING" not in said[name].err  # these are its weights
+    assert said["tuned"].out == said["tuned/adapter"].out
 
 
 @pytest.mark.parametrize("answer", ["", "2"])
