@@ -98,6 +98,10 @@ class Recorder:
         if name == "compute" and not self._compiled:
             self._compiled, name, showing = True, "compile", self.showing
             self._compile_began = self._now()
+        is_of_step = name in ("data", "compute")
+        if not is_of_step and self._last is None and self._running:
+            self._running[-1].block_until_ready()  # no step was timed: these are, before the phase
+            self._note_done()
         shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
         with self.watchdog.section(SECTIONS[name]), self.ledger.phase(name):
             if shown is None:
@@ -105,7 +109,7 @@ class Recorder:
                 return
             with self.progress.doing(shown), showing("compiling the step"):
                 yield
-        if name not in ("data", "compute"):  # other phases are not part of a step's time
+        if not is_of_step:  # other phases are not part of a step's time
             self._note_hidden()
             self._restart_clock()
 
