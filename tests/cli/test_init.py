@@ -48,7 +48,8 @@ def files(tmp_path_factory):
         tokenizer_folder(where / name, **more)
     engine.save_pretrained(where / "silent")
     for name, record in RECORDS.items():
-        write_lines(where / name, [record] * 40)
+        other = record | ({"label": False} if "label" in record else {})
+        write_lines(where / name, [record, other] * 20)
     (where / "notes.txt").write_text("the to and of " * 400)
     return where
 
@@ -108,7 +109,24 @@ def test_a_written_config_passes_data_show_and_plan(flags, here, capsys):
     assert commands == [f"{words} config.yaml" for words in ("data show", "plan", "train")]
     assert "trained" in succeeded(*commands[0].split(), capsys=capsys)
     planned = succeeded(*commands[1].split(), "--target", "h100:8", "--json", capsys=capsys)
-    assert json.loads(planned)["batch"]["train"] == tree["train_batch_size"]
+    planned = json.loads(planned)
+    assert planned["batch"]["train"] == tree["train_batch_size"]
+    is_compared = tree.get("objective") is not None
+    assert planned["before_step_0"] == ["reference"] * is_compared and not planned["frozen"]
+
+
+@pytest.mark.sampled
+def test_a_plan_names_the_share_of_a_model_that_is_not_trained(here, capsys):
+    succeeded("init", "--model", "base", "--data", "pairs.jsonl", capsys=capsys)
+    keys = {"reference_model": "{pretrained: base, zero_stage: 3}", "reference": "each_step"}
+    more = [word for key, value in keys.items() for word in ("--set", f"objective.{key}={value}")]
+    words = ["plan", "config.yaml", "--target", "h100:8", *more]
+    frozen = json.loads(succeeded(*words, "--json", capsys=capsys))["frozen"]
+    size = sum(tensor.nbytes for tensor in load_file("base/model.safetensors").values())
+    (share,) = frozen.values()
+    assert share["bytes"] == pytest.approx(size, rel=0.6)  # in bf16, and padded
+    assert 0 < share["bytes_per_device"] <= share["bytes"]
+    assert "model of reference: " in succeeded(*words, capsys=capsys)
 
 
 def test_flags_alone_train_and_the_run_s_folder_has_their_config(here, capsys):
