@@ -136,10 +136,7 @@ def loaded(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     options: dict[str, Any] = {"auto": args.auto, "strict": args.strict}
     config = load_config(args.config, overrides, hidden_size=hidden_size, **options)
     if getattr(args, "ema", False) and not (config.optimizer and config.optimizer.ema_decay):
-        raise ConfigError(
-            "--ema: optimizer.ema_decay is not set, so there is no moving average of the weights; "
-            "the config of the run that kept one would do"
-        )
+        raise ConfigError("--ema: needs the config of a run that has optimizer.ema_decay")
     if getattr(args, "verb", None) is None:  # `data` needs no model
         refuse_python_model(args.config, config)
     return config

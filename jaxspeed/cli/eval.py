@@ -51,12 +51,10 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     tasks = [*filter(None, (args.tasks or "").split(","))]
-    options = {"limit": args.limit, "num_fewshot": args.num_fewshot}
-    options = {name: value for name, value in options.items() if value is not None}
-    for name, value in options.items():
-        if value < 0 or (name, value) == ("limit", 0) or args.tasks is None:
-            flag = f"--{name.replace('_', '-')} {value:g}"
-            raise ConfigError(f"{flag}: needs --tasks, and a number of examples")
+    both = {"limit": args.limit, "num_fewshot": args.num_fewshot}
+    options = {name: value for name, value in both.items() if value is not None}
+    if options and (args.tasks is None or min(options.values()) < 0 or args.limit == 0):
+        raise ConfigError("--limit, --num-fewshot: need --tasks, and a number of examples")
     if args.tasks is not None:
         from jaxspeed.config.before_start import refuse_missing_tasks
 
@@ -86,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def config_of_folder(name: str) -> Any:
     """A config for a Hugging Face folder of a model or of an adapter, or else the name."""
+    name = str(Path(name))
     if (Path(name) / "adapter_config.json").is_file():
         from jaxspeed.interop.peft_config import read_config
 

@@ -75,10 +75,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _meant(option: str, known: Iterable[str]) -> str:
-    """The option of which one is a typo, or that is in its name: --seq-len in --max-seq-length."""
-    inside = [x for x in known if len(x) > 5 and x.lstrip("-") in option.replace("_", "-")]
-    near = max(inside, key=len, default="")
-    return did_you_mean(option, known) or (f'Did you mean "{near}"?' if near else "")
+    """Suggest what is a typo, or is in its name: --seq-len for --max-seq-length."""
+    inside = [x for x in known if len(x) > 5 and x.strip("-") in option.replace("_", "-")]
+    return did_you_mean(option, known) or did_you_mean(max(inside, key=len, default=""), inside)
 
 
 class _Version(argparse.Action):

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxspeed.axes import PIPE, axis_names, data_ranks, product
-from jaxspeed.config.batch import batch_keys, solve_batch
-from jaxspeed.config.equivalent_keys import stages_of
-from jaxspeed.config.problems import Problem, config_error
+from jaxspeed.config.config import Config
+from jaxspeed.config.cross_checks import simulated_mesh
 from jaxspeed.config.schema import Settings
 from jaxspeed.errors import ConfigError
 
@@ -75,7 +73,7 @@ def packages(config: Settings) -> Iterator[Package]:
         yield Package("data.tokenizer", "sentencepiece", "sentencepiece")
 
 
-def check_start(config: Settings, more: Iterable[Package] = ()) -> None:
+def check_start(config: Config, more: Iterable[Package] = ()) -> None:
     """Check what training needs: packages, `more` too, simulated devices, a batch, steps.
 
     Raises:
@@ -84,37 +82,13 @@ def check_start(config: Settings, more: Iterable[Package] = ()) -> None:
     refuse_missing([*more, *packages(config)])
     if config.run.eval_tasks:
         refuse_missing_tasks("run.eval_tasks", config.run.eval_tasks)
-    sizes, count, fixed = _sizes(config)
-    if count and config.parallel.data_reduction != "parameter_server":
-        if text := misfit(config):
-            raise ConfigError(text)
-        sizes = {axis: count // fixed if n == -1 else n for axis, n in sizes.items()}
-        keys = batch_keys(config, data_ranks(sizes), stages_of(config, sizes[PIPE]))
-        if not config.elasticity.enabled and isinstance(problem := solve_batch(keys), Problem):
-            raise config_error([problem], "the config")
+    sizes, misfit = simulated_mesh(config)
+    if config.parallel.data_reduction != "parameter_server":
+        if misfit:
+            raise ConfigError(misfit)
+        if sizes:
+            config.batch_on(sizes)
     if config.run.steps is None and config.run.epochs is None:
         raise ConfigError(
             "run.steps: missing. Needs the number of steps to train for, or run.epochs."
         )
-
-
-def misfit(settings: Settings) -> str:
-    """Why the mesh does not divide the simulated devices of `run.devices`; empty if it does."""
-    sizes, count, fixed = _sizes(settings)
-    sizes = {axis: size for axis, size in sizes.items() if size != 1}
-    is_open = -1 in sizes.values()
-    if not count or (count % fixed == 0 if is_open else count == fixed):
-        return ""
-    shape = ", ".join(f"mesh.{axis} {sizes[axis]}" for axis in axis_names() if axis in sizes)
-    needs = f"a multiple of {fixed}" if is_open else f"{fixed}"
-    return (
-        f"{shape or 'mesh of all axes 1'} needs {needs} devices, and run.devices "
-        f"{settings.run.devices} has {count}; -1 for one axis takes those that remain"
-    )
-
-
-def _sizes(settings: Settings) -> tuple[dict[str, int], int, int]:
-    """Sizes of all axes, the number of simulated devices or 0, and the product of fixed sizes."""
-    count = int((settings.run.devices or "").partition(":")[2] or 0)
-    sizes = settings.mesh.model_dump()
-    return sizes, count, product([axis for axis in sizes if sizes[axis] != -1], sizes)

@@ -11,12 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxspeed.config.objective_options import OPTIONS, ObjectiveOptions
-from jaxspeed.config.problems import Problem, from_pydantic
+from jaxspeed.config.problems import Problem, from_pydantic, unknown_name
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import section_at
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
-from jaxspeed.near_words import closest, did_you_mean
 
 # Imported where a config names one. Of families, each of which has one:
 OF_FAMILIES = {
@@ -72,9 +71,7 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
             "objective", f"{shown(name)}, while model.loss is set", works, ("model.loss",)
         )
     if name not in OBJECTIVES and ":" not in name:
-        near, known = closest(name, OBJECTIVES), ", ".join(OBJECTIVES)
-        works = f"Needs one of {known}, or package.module:Name. {did_you_mean(name, OBJECTIVES)}"
-        yield Problem(_TYPE, shown(name), works.strip(), fix={_TYPE: near} if near else {})
+        yield unknown_name(_TYPE, name, OBJECTIVES, ", or package.module:Name")
         return
     if name in OF_FAMILIES and model is not None and model.factory is not None:
         works = (
@@ -83,10 +80,8 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
         )
         yield Problem(_TYPE, f"{shown(name)} with model.factory", works, ("model.factory",))
         return
-    options: Any
-    if name in OBJECTIVES:
-        options = OPTIONS.get(name, ObjectiveOptions)
-    else:
+    options: Any = OPTIONS.get(name, ObjectiveOptions)
+    if name not in OBJECTIVES:
         try:
             objective = objective_class(name)
         except Exception as error:  # the user's module may raise any

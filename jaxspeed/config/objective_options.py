@@ -27,27 +27,11 @@ from jaxspeed.config.verdicts import shown
 
 _SORTED = "a type that is a sum over pairs: aot and aot_unpaired sort the pairs of a batch"
 # Types of another objective, by the names that TRL's DPO had for them.
-_ELSEWHERE = {
-    "simpo": "objective.type cpo with loss_type simpo",
-    "kto": "objective.type kto",
-    "kto_pair": "objective.type kto",
-    "orpo": "objective.type orpo",
-}
+_ELSEWHERE = {"simpo": "cpo", "kto": "kto", "kto_pair": "kto", "orpo": "orpo"}
 DpoType = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "sigmoid_norm",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-]
+    "sigmoid", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "robust", "bco_pair",
+    "sppo_hard", "apo_zero", "apo_down", "discopop", "sft",
+]  # fmt: skip
 # Those of a difference of scores, in which the normalizer of another divergence cancels.
 OF_DELTA = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "exo_pair", "robust", "discopop")
 
@@ -58,7 +42,7 @@ def _types(value: Any) -> Any:
     if {"aot", "aot_unpaired"} & {*words}:
         raise PydanticCustomError("sorted", "{needs}", {"needs": _SORTED})
     for word in _ELSEWHERE.keys() & {*words}:
-        needs = f"a loss of DPO; {word} is {_ELSEWHERE[word]}"
+        needs = f"a loss of DPO; {word} is of objective.type {_ELSEWHERE[word]}"
         raise PydanticCustomError("elsewhere", "{needs}", {"needs": needs})
     return types
 
@@ -70,11 +54,13 @@ def _no_weighting(value: Any) -> Any:
     return value
 
 
-def _without_effect(options: Any, key: str, of: str, actual: Sequence[str]) -> Iterator[Problem]:
-    """Yield the problem of a key that acts in one type, where it is set without that type."""
+def _without_effect(
+    options: Any, key: str, of: Sequence[str], actual: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield the problem of a key that acts in some types, where it is set without these."""
     value, default = getattr(options, key), type(options).model_fields[key].default
-    if of not in actual and value != default:
-        works = f"It acts in {of} alone: remove it."
+    if {*of}.isdisjoint(actual) and value != default:
+        works = f"It acts in {' and '.join(of)} alone: remove it."
         yield Problem(f"objective.{key}", f"{value:g} with {', '.join(actual)}", works)
 
 
@@ -147,9 +133,8 @@ class DpoOptions(ReferenceOptions):
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             actual = f"{shown(self.loss_weights)} for {types}"
             yield Problem("objective.loss_weights", actual, "Needs a number for each type.", about)
-        if self.label_smoothing and not {"robust", "exo_pair"} & set(self.loss_type):
-            works = "It acts in the types robust and exo_pair alone: remove it."
-            yield Problem(smoothing, f"{self.label_smoothing} with {types}", works, about)
+        of_smoothing = ("robust", "exo_pair")
+        yield from _without_effect(self, "label_smoothing", of_smoothing, self.loss_type)
         if "exo_pair" in self.loss_type and not self.label_smoothing:
             works = "Needs more than 0, such as 0.001."
             yield Problem(smoothing, "0 with exo_pair", works, about)
@@ -157,9 +142,9 @@ class DpoOptions(ReferenceOptions):
             works = "Needs less than 0.5."
             yield Problem(smoothing, f"{self.label_smoothing} with robust", works, about)
         others = [x for x in self.loss_type if x not in (*OF_DELTA, "sft")]
-        yield from _without_effect(self, "discopop_tau", "discopop", self.loss_type)
-        divergence = [self.f_divergence_type]
-        yield from _without_effect(self, "f_alpha_divergence_coef", "alpha_divergence", divergence)
+        yield from _without_effect(self, "discopop_tau", ["discopop"], self.loss_type)
+        alpha, divergence = ["alpha_divergence"], [self.f_divergence_type]
+        yield from _without_effect(self, "f_alpha_divergence_coef", alpha, divergence)
         if self.f_divergence_type != "reverse_kl" and others:
             actual = f"{shown(self.f_divergence_type)} with {', '.join(others)}"
             works = f"Such types need reverse_kl; others work with {', '.join(OF_DELTA)} and sft."
@@ -180,11 +165,9 @@ class CpoOptions(CompletionOptions):
     simpo_gamma: NonNegative = Field(0.5, description="The margin of simpo.")
 
     def problems(self, settings: Settings) -> Iterator[Problem]:
-        yield from _without_effect(self, "simpo_gamma", "simpo", [self.loss_type])
-        if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
-            works = "It acts in the types sigmoid and simpo alone: remove it."
-            actual = f"{self.label_smoothing} with {self.loss_type}"
-            yield Problem("objective.label_smoothing", actual, works, ("objective.loss_type",))
+        yield from _without_effect(self, "simpo_gamma", ["simpo"], [self.loss_type])
+        of_smoothing = ("sigmoid", "simpo")
+        yield from _without_effect(self, "label_smoothing", of_smoothing, [self.loss_type])
 
 
 class KtoOptions(ReferenceOptions):

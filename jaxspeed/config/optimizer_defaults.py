@@ -14,21 +14,16 @@ from jaxspeed.config.optimizers import (
     TRAINER_OPTIMIZERS,
     UNBUILT_OPTIMIZERS,
 )
-from jaxspeed.config.problems import Problem, from_pydantic
+from jaxspeed.config.problems import Problem, from_pydantic, unknown_name
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.suggestions import REMOVE, Fix
 from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import REMOVED, judge, shown
-from jaxspeed.near_words import closest, did_you_mean
 
 
-def complete(
-    settings: Settings, *, ends_with_run: bool = False
-) -> tuple[Settings, list[Problem], dict[str, str]]:
+def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str]]:
     """Fill in `optimizer` and `scheduler`, so that they can be built as they are.
-
-    `ends_with_run` is whether the schedule's number of steps is the run's.
 
     Returns:
       The settings, problems, and notes by path on defaults that surprise.
@@ -56,7 +51,6 @@ def complete(
         notes |= _paged(settings)
     if "scheduler" in update:
         problems += _peak_rate(settings)
-        notes |= {} if ends_with_run else _no_decay(update["scheduler"].params)
     return settings, problems, notes
 
 
@@ -76,9 +70,7 @@ def _unknown_type(key: str, section: Any, table: Mapping[str, type[Section]]) ->
         idle = [param for param in section.params if param not in table[new].model_fields]
         fix = {path: new} | {f"{key}.params.{param}": REMOVE for param in idle}
         return Problem(path, shown(name), works, fix=fix)
-    near = closest(name, table)
-    works = f"Needs one of {', '.join(table)}. {did_you_mean(name, table)}".strip()
-    return Problem(path, shown(name), works, fix={path: near} if near else {})
+    return unknown_name(path, name, table)
 
 
 def _checked(key: str, model: type[Section], section: Any) -> tuple[dict[str, Any], list[Problem]]:
@@ -172,15 +164,6 @@ def _paged(settings: Settings) -> dict[str, str]:
             "memory and streamed through the device in each step, not paged on demand."
         )
     return {"optimizer.type": f"{optimizer.type} is {means}"}
-
-
-def _no_decay(params: Mapping[str, Any]) -> dict[str, str]:
-    """A note on a schedule that ends with its warm-up."""
-    total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps")
-    if not isinstance(total, int) or not isinstance(warmup, int) or warmup < total:
-        return {}
-    text = f"{warmup} of total_num_steps {total}: the rate only warms up, and never decays."
-    return {"scheduler.params.warmup_num_steps": text}
 
 
 def _peak_rate(settings: Settings) -> list[Problem]:

@@ -12,7 +12,7 @@ from typing import Any
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.tree import keys_in
 from jaxspeed.config.verdicts import shown
-from jaxspeed.near_words import closest, did_you_mean
+from jaxspeed.near_words import did_you_mean
 
 # Of a config, with YAML's aliases written out. What is read takes a pass over all of it, and each
 # unknown key a comparison with all known ones.
@@ -134,8 +134,7 @@ def _unreadable(path: Path, error: Exception) -> Problem:
         return _no_run(path, name)
     if isinstance(error, FileNotFoundError):
         near = did_you_mean(path.name, _file_names(path.parent))
-        if folder := closest(path.parent.name, _file_names(path.parent.parent)):
-            near = near or f'Did you mean "{path.parent.with_name(folder) / path.name}"?'
+        near = near or did_you_mean(path.parent.name, _file_names(path.parent.parent))
         near = near or did_you_mean(path.stem, [file.stem for file in shipped_configs()])
         where = f"The folder is {path.parent.absolute()}; `jaxspeed config --list` has others."
         return Problem(name, "no such file", near or where)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,14 @@ def _joined(group: Sequence[Problem]) -> Problem:
 
 
 _UNKNOWN = "an unknown key, set to "
+
+
+def unknown_name(path: str, name: str, known: Iterable[str], more: str = "") -> Problem:
+    """Problem of a name that is none of these, with the one that is meant."""
+    known = [*known]
+    works = f"Needs one of {', '.join(known)}{more}. {did_you_mean(name, known)}".strip()
+    near = closest(name, known)
+    return Problem(path, shown(name), works, fix={path: near} if near else {})
 
 
 def unknown_key(
@@ -144,27 +152,19 @@ def from_pydantic(
         needs = context.get("needs") or _NEEDS.get(kind) or str(error["msg"])
     if not hint:
         hint, fix = _how_to_write(kind, value)
-    if kind == "model_type" and not hint:
-        hint = _as_section(path, value)
-    if kind == "string_type" and isinstance(value, list) and f"{path}s" in VOCABULARY:
+    section = section_at(path) if kind == "model_type" and not hint else None
+    if section is not None and path in _ALONE and isinstance(value, str | int):
+        hint = f'Write {{"{next(iter(section.model_fields))}": {shown(value)}}}.'
+    elif section is not None and len(section.model_fields) < _MANY:
+        hint = f"Keys of {path}: {', '.join(section.model_fields)}."
+    if isinstance(value, list) and f"{path}s" in VOCABULARY:
         hint = f"{path}s is a list."
     fixes = {path: fix[0]} if fix else {}
     return Problem(path, described(value), f"Needs {needs}. {hint}".strip(), fix=fixes)
 
 
-# The key of a section that people write in its place.
-_ALONE = {
-    "model": "family", "optimizer": "type", "scheduler": "type", "objective": "type",
-    "lora": "r", "data": "path", "model.quantize": "weights",
-}  # fmt: skip
-
-
-def _as_section(path: str, value: Any) -> str:
-    """Text on a section's keys, where its value is not one."""
-    if path in _ALONE and isinstance(value, str | int):
-        return f'Write {{"{_ALONE[path]}": {shown(value)}}}.'
-    keys = list(section.model_fields) if (section := section_at(path)) else []
-    return f"Keys of {path}: {', '.join(keys)}." if 0 < len(keys) < _MANY else ""
+# Sections in whose place people write a value of their first key.
+_ALONE = ("model", "optimizer", "scheduler", "objective", "lora", "model.quantize")
 
 
 def described(value: Any) -> str:

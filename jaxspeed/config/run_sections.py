@@ -106,7 +106,7 @@ class Checkpoint(Lenient):
 def _import_path(value: str) -> str:
     module, _, name = value.partition(":")
     if module.endswith(".py"):
-        needs = f'"{module.removesuffix(".py").replace("/", ".")}:{name}", a module and no file'
+        needs = f'a module, not a file: "{module[:-3].replace("/", ".")}:{name}"'
         raise PydanticCustomError("import_path", "{needs}", {"needs": needs})
     if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
         needs = 'an import path of the form "package.module:name"'
@@ -206,10 +206,7 @@ def _devices(value: str) -> str:
     if platform not in ("cpu", "gpu", "cuda", "tpu") or (
         colon and (platform != "cpu" or not count.isdecimal() or int(count) < 1)
     ):
-        needs = (
-            "cpu, gpu or tpu, of which CUDA_VISIBLE_DEVICES selects GPUs, or simulated devices "
-            "such as cpu:8"
-        )
+        needs = "cpu, gpu or tpu, or simulated devices such as cpu:8"
         raise PydanticCustomError("devices", "{needs}", {"needs": needs})
     return value
 

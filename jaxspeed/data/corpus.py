@@ -110,9 +110,9 @@ def build(
     _check_sizes(data, parts, train, batch_size)
     total = _sum_of(counted, encoder)
     if pairs is not None and total.labelled and total.desirable in (0, total.labelled):
-        kind, other = ("true", "false") if total.desirable else ("false", "true")
+        kind = ("false", "true")[total.desirable > 0]
         raise DataError(
-            f"data: all {total.labelled:,} labels are {kind}; needs some that are {other}, too"
+            f"data: all {total.labelled:,} labels are {kind}; needs true and false ones"
         )
     identity: dict[str, Any] = {
         "parts": [[p.digest, w] for p, w in zip(parts, weights)],

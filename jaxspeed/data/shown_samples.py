@@ -86,8 +86,6 @@ def show_data(
             documents, dropped = content, DocumentCounts()
         else:
             what = "ids without a tokenizer" if isinstance(content, list) else "no text"
-            if source.source == "synthetic":
-                what = "random ids, of no text: name data.source and data.path to show some"
             raise DataError(f"data show: source {source.source} has {what}")
         for part in documents:
             if limits.pairs is not None:

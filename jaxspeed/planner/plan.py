@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from jaxspeed.engine.oom_help import stored_bytes
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.offload.transfer_report import TransferReport
@@ -64,10 +63,7 @@ class Plan:
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
             Text(memory_line(program, temporary, target)),
         ]
-        for name, (total, per_device) in self._frozen().items():
-            share = f"{show.bytes_text(total)} in total, {show.bytes_text(per_device)} per device"
-            parts[1] = Group(parts[1], Text(f"{name}: {share}, not trained"))
-        if once := self._once():
+        if once := [entry.name for entry in program.computed_arrays if entry.once]:
             parts.append(Text(f"before step 0: {listed(once)} of each sample, by a forward pass"))
         if target and target.topology and program.mesh.size > 1:
             parts[0] = Group(parts[0], Text(layout_text(target, axes)))
@@ -117,11 +113,6 @@ class Plan:
                 }
                 for role, (total, per_device) in roles
             },
-            "frozen": {
-                name: {"bytes": total, "bytes_per_device": per_device}
-                for name, (total, per_device) in self._frozen().items()
-            },
-            "before_step_0": self._once(),
             "memory": self.memory
             and chip
             and {**self.memory.figures(), "verdict": self.memory.on(chip.memory)},
@@ -140,20 +131,6 @@ class Plan:
     def html(self) -> str:
         """The plan as one self-contained HTML page."""
         return page_of(self.figures())
-
-    def _frozen(self) -> dict[str, tuple[int, int]]:
-        """Total bytes and bytes per device of the models that are not trained."""
-        return {
-            name: (
-                sum(total for total, _ in frozen.table.bytes_by_role().values()),
-                stored_bytes(frozen.table),
-            )
-            for name, frozen in self.program.frozen.items()
-        }
-
-    def _once(self) -> list[str]:
-        """What the objective computes once, before step 0."""
-        return [entry.name for entry in self.program.computed_arrays if entry.once]
 
     def _model(self) -> dict[str, Any]:
         config, rows = self.program.config, list(self.program.table)

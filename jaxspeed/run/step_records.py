@@ -95,7 +95,7 @@ class Recorder:
         showing: Showing = not_shown
         if name == "compile":  # before the first step, and shown there
             self.showing = not_shown
-        if name == "compute" and not self._compiled:
+        elif name == "compute" and not self._compiled:
             self._compiled, name, showing = True, "compile", self.showing
             self._compile_began = self._now()
         is_of_step = name in ("data", "compute")

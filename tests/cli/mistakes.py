@@ -329,6 +329,7 @@ def row(mistake: Mistake, outcome: Outcome) -> str:
     message = outcome.message
     if not mistake.code:  # the row of its key
         message = message[message.index(mistake.says[0]) :]
+    message = re.sub(r"^1 problem in [^:]*: - ", "", message)
     cells = (mistake.name, _cell(mistake.written, 160), mistake.source, _cell(message, 260))
     return f"| {' | '.join(cells)} |\n"
 

@@ -88,7 +88,7 @@ def test_texts_are_shown_too_and_what_has_none_is_refused(config, capsys, tmp_pa
     assert found["counts"]["trained"] == found["counts"]["tokens"] - 1
     given = {"source": "synthetic", "path": None, "chat_template": None}
     assert main(["data", "show", config(**given)]) == 2
-    assert "data show: source synthetic has random ids, of no text" in capsys.readouterr().err
+    assert "data show: source synthetic has no text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["data", "show", config(), "-n", "-1"])
 
