@@ -44,19 +44,15 @@ ARGUMENTS = {
             "engine = jaxspeed.initialize(model, loss_fn, config, optimizer)",
         ),
     ),
-    "mpu": ("the config's mesh has the axes of all parallelism", _CONFIG),
-    "mesh_param": ("the config's mesh has the axes of all parallelism", _CONFIG),
-    "dist_init_required": ("processes that the environment names are joined", _CONFIG),
-    "distributed_port": ("processes that the environment names are joined", _CONFIG),
 }
+_MESH = ("the config's mesh has the axes of all parallelism", _CONFIG)
+_JOINED = ("processes that the environment names are joined", _CONFIG)
+ARGUMENTS |= dict.fromkeys(("mpu", "mesh_param"), _MESH)
+ARGUMENTS |= dict.fromkeys(("dist_init_required", "distributed_port"), _JOINED)
 
 # Methods and attributes of DeepSpeed's engine.
-METHODS = {
-    "backward": (_ONE_PROGRAM, _TRAIN),
-    "forward": (_ONE_PROGRAM, _TRAIN),
-    "zero_grad": (_ONE_PROGRAM, _TRAIN),
-    "allreduce_gradients": (_ONE_PROGRAM, _TRAIN),
-    "no_sync": (_ONE_PROGRAM, _TRAIN),
+_OF_STEPS = ("backward", "forward", "zero_grad", "allreduce_gradients", "no_sync")
+METHODS = dict.fromkeys(_OF_STEPS, (_ONE_PROGRAM, _TRAIN)) | {
     "is_gradient_accumulation_boundary": (
         "a step accumulates gradient_accumulation_steps micro-batches itself",
         _TRAIN,

@@ -105,6 +105,13 @@ WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 CLASSIFIERS = {kind: MODEL_TYPES[kind] for kind in (*DECODERS, "bert", "modernbert")}
 # Integer fields that may be 0. The others are sizes.
 COUNTS = ("num_dense_layers", "num_shared_experts", "min_capacity")
+# Names that other models' configs have for fields.
+OTHER_NAMES = {
+    "n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers", "d_model": "hidden_size",
+    "n_embd": "hidden_size", "n_head": "num_attention_heads", "num_heads": "num_attention_heads",
+    "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
+    "max_seq_len": "max_position_embeddings",
+}  # fmt: skip
 # Families with a form in Hugging Face's files.
 HF_FAMILIES = tuple(dict.fromkeys(MODEL_TYPES.values()))
 
@@ -309,7 +316,8 @@ def _lookup(what: str, name: str, table: Mapping[str, Any]) -> Any:
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    other = OTHER_NAMES.get(name)
+    close = [other] if other and other in known else difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]!r}? " if close else ""
     return meant + _listed(known)
 

@@ -75,7 +75,10 @@ def test_every_command_in_a_comment_of_a_config_is_valid():
 
 @pytest.mark.parametrize("page", PAGES, ids=TEXTS)
 def test_every_key_name_path_and_link_in_the_prose_is_there(page):
-    written = spans(TEXTS[page.name])
+    text = TEXTS[page.name]
+    if page.name == "mistakes.md":  # whose table has wrong ones
+        text = text.partition("\n|")[0]
+    written = spans(text)
     for check in (
         checks.span_problems,
         checks.key_problems,
@@ -83,7 +86,7 @@ def test_every_key_name_path_and_link_in_the_prose_is_there(page):
         checks.path_problems,
     ):
         assert not each(check, written)
-    assert not list(checks.link_problems(page, TEXTS[page.name]))
+    assert not list(checks.link_problems(page, text))
 
 
 @pytest.mark.parametrize(

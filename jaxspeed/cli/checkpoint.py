@@ -245,6 +245,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    if Path(args.out).is_file():
+        raise ConfigError(f"{args.out}: is a file; the export is a folder")
     folder = _folder(args)
     if args.merge and args.format not in (None, "hf"):
         raise ConfigError(f"--merge writes Hugging Face's format; leave out --format {args.format}")

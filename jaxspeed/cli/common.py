@@ -135,6 +135,8 @@ def loaded(args: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     overrides = [*overrides_of(args), *more]
     options: dict[str, Any] = {"auto": args.auto, "strict": args.strict}
     config = load_config(args.config, overrides, hidden_size=hidden_size, **options)
+    if getattr(args, "ema", False) and not (config.optimizer and config.optimizer.ema_decay):
+        raise ConfigError("--ema: needs the config of a run that has optimizer.ema_decay")
     if getattr(args, "verb", None) is None:  # `data` needs no model
         refuse_python_model(args.config, config)
     return config

@@ -39,12 +39,22 @@ def add(commands: Any) -> None:
         help="in place of the loss: tasks of lm-eval, or YAML files, separated by commas; they may "
         "run code",
     )
+    parser.add_argument(
+        "--limit", metavar="N", type=float, help="examples of each task, or a share below 1"
+    )
+    parser.add_argument(
+        "--num-fewshot", metavar="N", type=int, help="solved examples before each of a task's"
+    )
     add_checkpoint(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     tasks = [*filter(None, (args.tasks or "").split(","))]
+    both = {"limit": args.limit, "num_fewshot": args.num_fewshot}
+    options = {name: value for name, value in both.items() if value is not None}
+    if options and (args.tasks is None or min(options.values()) < 0 or args.limit == 0):
+        raise ConfigError("--limit, --num-fewshot: need --tasks, and a number of examples")
     if args.tasks is not None:
         from jaxspeed.config.before_start import refuse_missing_tasks
 
@@ -60,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
         source = source_of(config, name=str(args.config))
     with shown("evaluating"):
-        figures = evaluate_run(source, args.tag, data=args.data, ema=args.ema, tasks=tasks)
+        figures = evaluate_run(
+            source, args.tag, data=args.data, ema=args.ema, tasks=tasks, **options
+        )
     if not is_first():
         return 0
     if args.json:
@@ -72,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def config_of_folder(name: str) -> Any:
     """A config for a Hugging Face folder of a model or of an adapter, or else the name."""
+    name = str(Path(name))
     if (Path(name) / "adapter_config.json").is_file():
         from jaxspeed.interop.peft_config import read_config
 

@@ -265,7 +265,7 @@ def _hosts(args: argparse.Namespace) -> dict[str, HostJob]:
         if args.include or args.exclude:
             raise ConfigError("--include and --exclude need --hostfile")
         if args.processes is None:
-            raise ConfigError("launch: needs --processes N, or --hostfile FILE")
+            raise ConfigError("launch: needs --processes N, or --hostfile FILE, before --")
         _check_program(command_of(args.words, None))
         slots, processes = {}, {here: args.processes}
         simulated = None if devices is None else args.processes * devices

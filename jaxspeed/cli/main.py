@@ -11,7 +11,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             parser = self._chosen(parsed)
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            hints = [did_you_mean(option, parser._option_string_actions) for option in options]
+            hints = [_meant(option, parser._option_string_actions) for option in options]
+            if any(word.endswith(",") for word in args or ()):
+                hints.append("Write no blank after a comma")
             text = f"unrecognized arguments: {' '.join(unknown)}"
             parser.error(". ".join([text, *filter(None, hints)]))
         return parsed
@@ -70,6 +72,12 @@ class Parser(argparse.ArgumentParser):
             if hint := did_you_mean(str(value), map(str, action.choices or ())):
                 raise argparse.ArgumentError(action, f"{error.message}. {hint}") from None
             raise
+
+
+def _meant(option: str, known: Iterable[str]) -> str:
+    """Suggest what is a typo, or is in its name: --seq-len for --max-seq-length."""
+    inside = [x for x in known if len(x) > 5 and x.strip("-") in option.replace("_", "-")]
+    return did_you_mean(option, known) or did_you_mean(max(inside, key=len, default=""), inside)
 
 
 class _Version(argparse.Action):

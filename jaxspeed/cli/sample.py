@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxspeed.cli.common import IMPORTS, add_checkpoint, command, loaded, print_json, shown
+from jaxspeed.cli.eval import config_of_folder
 from jaxspeed.errors import ConfigError
 
 PROMPT, TOKENS, TEMPERATURE = "def ", 200, 0.8  # of the schema, which help does not import
@@ -52,12 +53,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=_share,
         help="draw from the fewest tokens of this probability together (1 by default)",
     )
     parser.add_argument(
         "--min-p",
-        type=float,
+        type=_share,
         help="draw from tokens of this share of the largest probability (0 by default)",
     )
     parser.add_argument(
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--chat: set together with --prompt; a prompt is continued as it is")
     if args.chat is None and args.system is not None:
         raise ConfigError("--system: only --chat has a system message")
+    args.config = config_of_folder(args.config)
     config = loaded(args)
     if args.chat is not None:
         return _chat(args, config)
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     Request(prompts, sampling=sampling, stop=args.stop, seed=args.seed)  # refused at once
     options = {**rules, "stop": args.stop, "seed": args.seed}
     with shown("reading the model"):
-        source = source_of(config, name=args.config)
+        source = source_of(config, name=str(args.config))
         pieces = sample_run(source, args.tag, prompts, ema=args.ema, **options)
     if not is_first():  # each process computes the same text
         for _ in pieces:
@@ -129,7 +131,7 @@ def _chat(args: argparse.Namespace, config: Any) -> int:
 
     rules = {name: getattr(args, name) for name in RULES}
     options = {**rules, "stop": args.stop, "seed": args.seed, "system": args.system}
-    source = source_of(config, name=args.config)
+    source = source_of(config, name=str(args.config))
     import jax
 
     if not args.chat and jax.process_count() > 1:
@@ -160,6 +162,12 @@ def _lines() -> Iterator[str]:
         while True:
             if line := input("> ").strip():
                 yield line
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: needs a number from 0 to 1")
+    return value
 
 
 RULES = ("top_k", "top_p", "min_p", "repetition_penalty")

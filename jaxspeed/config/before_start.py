@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxspeed.axes import axis_names, product
+from jaxspeed.config.config import Config
+from jaxspeed.config.cross_checks import simulated_mesh
 from jaxspeed.config.schema import Settings
 from jaxspeed.errors import ConfigError
 
@@ -84,35 +85,22 @@ def packages(config: Settings) -> Iterator[Package]:
         yield Package("data.tokenizer", "sentencepiece", "sentencepiece")
 
 
-def check_start(config: Settings, more: Iterable[Package] = ()) -> None:
-    """Check what training needs: packages, `more` too, simulated devices, a number of steps.
+def check_start(config: Config, more: Iterable[Package] = ()) -> None:
+    """Check what training needs: packages, `more` too, simulated devices, a batch, steps.
 
     Raises:
-      ConfigError: one is missing, or the mesh is of another number of devices.
+      ConfigError: one is missing, or the mesh or the batch is of another number of devices.
     """
     refuse_missing([*more, *packages(config)])
     if config.run.eval_tasks:
         refuse_missing_tasks("run.eval_tasks", config.run.eval_tasks)
-    if config.parallel.data_reduction != "parameter_server" and (text := misfit(config)):
-        raise ConfigError(text)
+    sizes, misfit = simulated_mesh(config)
+    if config.parallel.data_reduction != "parameter_server":
+        if misfit:
+            raise ConfigError(misfit)
+        if sizes:
+            config.batch_on(sizes)
     if config.run.steps is None and config.run.epochs is None:
         raise ConfigError(
             "run.steps: missing. Needs the number of steps to train for, or run.epochs."
         )
-
-
-def misfit(settings: Settings) -> str:
-    """Why the mesh does not divide the simulated devices of `run.devices`; empty if it does."""
-    written = settings.run.devices or ""
-    count = int(written.partition(":")[2] or 0)
-    sizes = {axis: size for axis, size in settings.mesh.model_dump().items() if size != 1}
-    fixed = product([axis for axis in sizes if sizes[axis] != -1], sizes)
-    is_open = -1 in sizes.values()
-    if not count or (count % fixed == 0 if is_open else count == fixed):
-        return ""
-    shape = ", ".join(f"mesh.{axis} {sizes[axis]}" for axis in axis_names() if axis in sizes)
-    needs = f"a multiple of {fixed}" if is_open else f"{fixed}"
-    return (
-        f"{shape or 'mesh of all axes 1'} needs {needs} devices, and run.devices {written} has "
-        f"{count}; -1 for one axis takes those that remain"
-    )

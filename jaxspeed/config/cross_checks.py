@@ -1,17 +1,21 @@
 """Cross-field validation: contradictions between config keys that are valid by themselves."""
 
+import ast
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+from jaxspeed.axes import axis_names, product
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_keys, batch_problem
-from jaxspeed.config.before_start import misfit
 from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
 from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.objective_keys import objective_problems
 from jaxspeed.config.optimizers import LEAST_SIZE, OPTIMIZERS
-from jaxspeed.config.problems import Problem
+from jaxspeed.config.problems import Problem, unknown_name
 from jaxspeed.config.remat import recompute_of
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.config.schema import Settings
@@ -73,7 +77,7 @@ def _batch(settings: Settings) -> Iterator[Problem]:
     # A number of stages that depends on the devices is checked when these are known.
     stages = stages_of(settings, max(settings.mesh.pipe, 1))
     problem = batch_problem(batch_keys(settings, settings.mesh.ranks, stages))
-    if problem and (mesh := misfit(settings)):
+    if problem and (mesh := simulated_mesh(settings)[1]):
         problem = replace(problem, works=f"{problem.works} And {mesh}.")
     if problem:
         yield problem
@@ -261,6 +265,31 @@ def _model(settings: Settings) -> Iterator[Problem]:
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; set the sizes of a factory in model.config."
         yield Problem("model.preset", f'"{model.preset}" with {named[0]}', works)
+    elif model.family is not None:
+        yield from _family(model.family, model.preset)
+
+
+def _family(name: str, preset: str | None) -> Iterator[Problem]:
+    """Yield the problem of a name that is none, as the source of the models has it."""
+    spec = importlib.util.find_spec("jaxspeed.models")
+    if spec is None or "jaxspeed.models" in sys.modules:  # which may have others
+        return
+    folder = Path((spec.submodule_search_locations or [""])[0])
+    if "/" in name:
+        works = f"An id of the hub, or a folder, is model.pretrained: {shown(name)}."
+        yield Problem("model.family", shown(name), works)
+    elif not (file := folder / f"{name}.py").is_file():
+        yield unknown_name("model.family", name, _keys(folder / "__init__.py", "FAMILIES"))
+    elif preset is not None and preset not in (presets := _keys(file, "PRESETS")):
+        yield unknown_name("model.preset", preset, presets)
+
+
+def _keys(file: Path, table: str) -> list[str]:
+    """The keys of a mapping in a module, which is not imported: models import Flax."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == table:
+            return [str(ast.literal_eval(key)) for key in getattr(node.value, "keys", ())]
+    return []
 
 
 def _lora(settings: Settings) -> Iterator[Problem]:
@@ -334,3 +363,23 @@ def _data(settings: Settings) -> Iterator[Problem]:
         if corpus.source not in known and ":" not in str(corpus.source):
             works = f"Needs one of {', '.join(map(str, known[1:]))}, or package.module:name."
             yield Problem(f"{where}.source", f'"{corpus.source}"', works)
+
+
+def simulated_mesh(settings: Settings) -> tuple[dict[str, int], str]:
+    """Sizes of all axes on the simulated devices of `run.devices`, or why they do not fit."""
+    count = int((settings.run.devices or "").partition(":")[2] or 0)
+    sizes = settings.mesh.model_dump()
+    fixed, is_open = (
+        product([axis for axis in sizes if sizes[axis] != -1], sizes),
+        -1 in sizes.values(),
+    )
+    if not count:
+        return {}, ""
+    if count % fixed == 0 if is_open else count == fixed:
+        return {axis: count // fixed if n == -1 else n for axis, n in sizes.items()}, ""
+    shape = ", ".join(f"mesh.{axis} {sizes[axis]}" for axis in axis_names() if sizes[axis] != 1)
+    needs = f"a multiple of {fixed}" if is_open else f"{fixed}"
+    return {}, (
+        f"{shape or 'mesh of all axes 1'} needs {needs} devices, and run.devices "
+        f"{settings.run.devices} has {count}; -1 for one axis takes those that remain"
+    )

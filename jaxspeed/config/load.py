@@ -90,6 +90,11 @@ def examine(
     settings, wrong = _validated(tree)
     problems += wrong
     settings, wrong, notes = complete(settings)
+    params = settings.scheduler.params if settings.scheduler else {}
+    total, warmup = (params.get(f"{name}_num_steps") or 0 for name in ("total", "warmup"))
+    if warmup >= total > 0 and DECAY_END not in autos.filled:
+        text = f"{warmup}, of total_num_steps {total}: the rate never decays."
+        notes["scheduler.params.warmup_num_steps"] = text
     problems += wrong
     problems += _refused(tree, settings)
     mesh, wrong = mesh_from_keys(settings)

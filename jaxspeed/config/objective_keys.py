@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxspeed.config.problems import Problem, from_pydantic
+from jaxspeed.config.objective_options import OPTIONS, ObjectiveOptions
+from jaxspeed.config.problems import Problem, from_pydantic, unknown_name
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import section_at
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
-from jaxspeed.near_words import closest, did_you_mean
 
 # Imported where a config names one. Of families, each of which has one:
 OF_FAMILIES = {
@@ -71,9 +71,7 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
             "objective", f"{shown(name)}, while model.loss is set", works, ("model.loss",)
         )
     if name not in OBJECTIVES and ":" not in name:
-        near, known = closest(name, OBJECTIVES), ", ".join(OBJECTIVES)
-        works = f"Needs one of {known}, or package.module:Name. {did_you_mean(name, OBJECTIVES)}"
-        yield Problem(_TYPE, shown(name), works.strip(), fix={_TYPE: near} if near else {})
+        yield unknown_name(_TYPE, name, OBJECTIVES, ", or package.module:Name")
         return
     if name in OF_FAMILIES and model is not None and model.factory is not None:
         works = (
@@ -82,17 +80,19 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
         )
         yield Problem(_TYPE, f"{shown(name)} with model.factory", works, ("model.factory",))
         return
-    try:
-        objective = objective_class(name)
-    except Exception as error:  # the user's module may raise any
-        why = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else error
-        yield Problem(_TYPE, shown(name), f"It cannot be imported: {why}.")
-        return
-    options: Any = getattr(objective, "Options", None)
-    is_section = inspect.isclass(options) and issubclass(options, Section)
-    if not inspect.isclass(objective) or inspect.isabstract(objective) or not is_section:
-        yield Problem(_TYPE, shown(name), f"Needs {_IS_ONE}.")
-        return
+    options: Any = OPTIONS.get(name, ObjectiveOptions)
+    if name not in OBJECTIVES:
+        try:
+            objective = objective_class(name)
+        except Exception as error:  # the user's module may raise any
+            kind = f"{type(error).__name__}: " * (not isinstance(error, ImportError))
+            yield Problem(_TYPE, shown(name), f"It cannot be imported: {kind}{error}.")
+            return
+        options = getattr(objective, "Options", None)
+        is_section = inspect.isclass(options) and issubclass(options, Section)
+        if not inspect.isclass(objective) or inspect.isabstract(objective) or not is_section:
+            yield Problem(_TYPE, shown(name), f"Needs {_IS_ONE}.")
+            return
     try:
         read = options.model_validate(section.own_keys)
     except ValidationError as error:
@@ -103,14 +103,14 @@ def objective_problems(settings: Settings) -> Iterator[Problem]:
             siblings = [*([] if above else ["type"]), *(beside.model_fields if beside else ())]
             yield from_pydantic(item, "objective.", siblings, tree)
         return
-    if name in OF_LANGUAGE_MODELS:
-        named: Any = objective
-        yield from named(read).problems(settings)
+    if name in OPTIONS:
+        yield from read.problems(settings)
 
 
 def own_key_sentence(settings: Settings, path: str) -> str:
     """The description of a key of the objective's own, below `objective` at this path."""
     assert settings.objective is not None
     name = settings.objective.type
-    field = objective_class(name).Options.model_fields.get(path.split(".")[1])
+    options = OPTIONS.get(name) or objective_class(name).Options
+    field = options.model_fields.get(path.split(".")[1])
     return (field and field.description) or f"A key of {name}."

@@ -15,13 +15,12 @@ from jaxspeed.config.optimizers import (
     TWO_RATES,
     UNBUILT_OPTIMIZERS,
 )
-from jaxspeed.config.problems import Problem, from_pydantic
+from jaxspeed.config.problems import Problem, from_pydantic, unknown_name
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.suggestions import REMOVE, Fix
 from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import REMOVED, judge, shown
-from jaxspeed.near_words import closest, did_you_mean
 
 
 def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str]]:
@@ -72,9 +71,7 @@ def _unknown_type(key: str, section: Any, table: Mapping[str, type[Section]]) ->
         idle = [param for param in section.params if param not in table[new].model_fields]
         fix = {path: new} | {f"{key}.params.{param}": REMOVE for param in idle}
         return Problem(path, shown(name), works, fix=fix)
-    near = closest(name, table)
-    works = f"Needs one of {', '.join(table)}. {did_you_mean(name, table)}".strip()
-    return Problem(path, shown(name), works, fix={path: near} if near else {})
+    return unknown_name(path, name, table)
 
 
 def _checked(key: str, model: type[Section], section: Any) -> tuple[dict[str, Any], list[Problem]]:

@@ -134,13 +134,14 @@ def _unreadable(path: Path, error: Exception) -> Problem:
         return _no_run(path, name)
     if isinstance(error, FileNotFoundError):
         near = did_you_mean(path.name, _file_names(path.parent))
+        near = near or did_you_mean(path.parent.name, _file_names(path.parent.parent))
         near = near or did_you_mean(path.stem, [file.stem for file in shipped_configs()])
         where = f"The folder is {path.parent.absolute()}; `jaxspeed config --list` has others."
         return Problem(name, "no such file", near or where)
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         return Problem(name, place, "Needs JSON, in which comments may stand.")
-    reason = re.sub(r"\s+", " ", str(error))
+    reason = re.sub(r"\s+", " ", str(error)).replace(r"character '\t'", "a tab")
     return Problem(name, reason[:200], "Needs a readable .json, .yaml or .yml file.")
 
 
@@ -321,6 +322,11 @@ def _folded(root: Any) -> tuple[Any, list[Problem]]:
 def _mapping(tree: Any, problems: list[Problem]) -> dict[str, Any]:
     if isinstance(tree, dict):
         return tree
+    if tree is None:
+        problems.append(
+            Problem("config", "nothing: the file is empty", "`jaxspeed init` writes one.")
+        )
+        return {}
     known = ", ".join(keys_in("")[:3])
     problems.append(Problem("config", shown(tree), f"Needs a mapping of keys such as {known}."))
     return {}

@@ -2,12 +2,12 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.config.suggestions import REMOVE, Fix, suggest
-from jaxspeed.config.tree import PARAMS, keys_in, read, section_at
+from jaxspeed.config.tree import PARAMS, VOCABULARY, keys_in, read, section_at
 from jaxspeed.config.types import Coercing
 from jaxspeed.config.verdicts import printable, shown
 from jaxspeed.errors import ConfigError
@@ -58,6 +58,14 @@ def _joined(group: Sequence[Problem]) -> Problem:
 
 
 _UNKNOWN = "an unknown key, set to "
+
+
+def unknown_name(path: str, name: str, known: Iterable[str], more: str = "") -> Problem:
+    """Problem of a name that is none of these, with the one that is meant."""
+    known = [*known]
+    works = f"Needs one of {', '.join(known)}{more}. {did_you_mean(name, known)}".strip()
+    near = closest(name, known)
+    return Problem(path, shown(name), works, fix={path: near} if near else {})
 
 
 def unknown_key(
@@ -144,8 +152,19 @@ def from_pydantic(
         needs = context.get("needs") or _NEEDS.get(kind) or str(error["msg"])
     if not hint:
         hint, fix = _how_to_write(kind, value)
+    section = section_at(path) if kind == "model_type" and not hint else None
+    if section is not None and path in _ALONE and isinstance(value, str | int):
+        hint = f'Write {{"{next(iter(section.model_fields))}": {shown(value)}}}.'
+    elif section is not None and len(section.model_fields) < _MANY:
+        hint = f"Keys of {path}: {', '.join(section.model_fields)}."
+    if isinstance(value, list) and f"{path}s" in VOCABULARY:
+        hint = f"{path}s is a list."
     fixes = {path: fix[0]} if fix else {}
     return Problem(path, described(value), f"Needs {needs}. {hint}".strip(), fix=fixes)
+
+
+# Sections in whose place people write a value of their first key.
+_ALONE = ("model", "optimizer", "scheduler", "objective", "lora", "model.quantize")
 
 
 def described(value: Any) -> str:

@@ -105,6 +105,9 @@ class Checkpoint(Lenient):
 
 def _import_path(value: str) -> str:
     module, _, name = value.partition(":")
+    if module.endswith(".py"):
+        needs = f'a module, not a file: "{module[:-3].replace("/", ".")}:{name}"'
+        raise PydanticCustomError("import_path", "{needs}", {"needs": needs})
     if not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
         needs = 'an import path of the form "package.module:name"'
         raise PydanticCustomError("import_path", "{needs}", {"needs": needs})

@@ -39,28 +39,30 @@ _MEANT = {
     "grad_clip": "gradient_clipping",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "bfp16": "bf16",
-}
+    "max_seq_length": "data.seq_len",
+    "zero_stage": "zero_optimization.stage",
+    "num_train_epochs": "run.epochs",
+    "max_steps": "run.steps",
+    "eval_steps": "run.eval_every",
+    "save_steps": "run.checkpoint_every",
+    "ref_model": "objective.reference_model",
+} | dict.fromkeys(
+    ("per_device_batch_size", "per_device_train_batch_size", "micro_batch_per_gpu"),
+    "train_micro_batch_size_per_gpu",
+)
 _MEANT_HERE = {
-    "scheduler.params.warmup_steps": "warmup_num_steps",
-    "data.sample_packing": "packing",
-    "data.max_length": "seq_len",
-    "data.max_seq_length": "seq_len",
-    "data.sequence_len": "seq_len",
-    "lora.rank": "r",
-    "lora.lora_r": "r",
-    "lora.lora_rank": "r",
-    "lora.alpha": "lora_alpha",
-    "lora.alfa": "lora_alpha",
-    "lora.lora_alfa": "lora_alpha",
-    "lora.dropout": "lora_dropout",
-    "lora.lora_target_modules": "target_modules",
-    "lora.lora_modules_to_save": "modules_to_save",
-    "lora.lora_bias": "bias",
-    "lora.rslora": "use_rslora",
-    "lora.peft_use_rslora": "use_rslora",
-    "lora.dora": "use_dora",
-    "lora.peft_use_dora": "use_dora",
-}
+    "scheduler.params": {"warmup_steps": "warmup_num_steps"},
+    "optimizer.params": {"learning_rate": "lr"},
+    "mesh": {"dp": "data", "tp": "tensor", "pp": "pipe", "cp": "seq", "sp": "seq", "ep": "expert"},
+    "data": {"sample_packing": "packing", "max_length": "seq_len", "sequence_len": "seq_len"},
+    "lora": {
+        "rank": "r", "lora_r": "r", "lora_rank": "r", "alpha": "lora_alpha", "alfa": "lora_alpha",
+        "lora_alfa": "lora_alpha", "dropout": "lora_dropout", "lora_bias": "bias",
+        "lora_target_modules": "target_modules", "lora_modules_to_save": "modules_to_save",
+        "rslora": "use_rslora", "peft_use_rslora": "use_rslora", "dora": "use_dora",
+        "peft_use_dora": "use_dora",
+    },
+}  # fmt: skip
 _OF_ASSISTANT = (
     "By default a conversation's loss counts what the assistant says, or the completion; "
     "data.train_on changes that: remove the key."
@@ -72,13 +74,26 @@ _REMOVED = {
     "data.train_on_inputs": _OF_ASSISTANT,
     "flash_attention": "The model calls its attention itself: remove the key.",
     "fp16.opt_level": "It is Apex's, which has no other setting here: remove the key.",
-    "bf16.auto_cast": _SCALE,
-    "bf16.loss_scale": _SCALE,
-    "bf16.dynamic_loss_scale": _SCALE,
-    "bf16.loss_scale_window": _SCALE,
-    "bf16.initial_scale_power": _SCALE,
-    "bf16.hysteresis": _SCALE,
-    "bf16.min_loss_scale": _SCALE,
+} | {
+    f"bf16.{key}": _SCALE
+    for key in (
+        *("auto_cast", "loss_scale", "dynamic_loss_scale", "loss_scale_window"),
+        *("initial_scale_power", "hysteresis", "min_loss_scale"),
+    )
+}
+_ENABLED = 'Write "bf16": {"enabled": true}, or fp16.'
+_EVERY = "run.eval_every is the number of steps between evaluations."
+# What to write instead of keys without a counterpart of their form.
+_WRITTEN = {
+    "precision": _ENABLED,
+    "mixed_precision": _ENABLED,
+    "gradient_checkpointing": 'Write "parallel": {"remat": "full"}.',
+    "mesh.fsdp": "Write mesh.data, and zero_optimization.stage 3.",
+    "run.evaluation_strategy": _EVERY,
+    "run.eval_strategy": _EVERY,
+    "run.resume": "The newest checkpoint in run.output, the run's folder, is resumed: remove it.",
+    "run.load_best_model_at_end": "Remove it: run.keep_every retains checkpoints, --tag names one.",
+    "scheduler.params.warmup_ratio": "Needs steps: warmup_num_steps.",
 }
 
 # Names of keys in section-less files of which no other is meant, though some resemble one.
@@ -96,6 +111,8 @@ def suggest(path: str, value: Any, tree: Any = None) -> Suggestion | None:
     section, _, name = path.rpartition(".")
     if path in _REMOVED:
         return Suggestion(_REMOVED[path], {path: REMOVE})
+    if path in _WRITTEN:
+        return Suggestion(_WRITTEN[path], {})
     if path == "fp16.dynamic_loss_scale":
         fix = {path: REMOVE} | ({"fp16.loss_scale": 0} if value else {})
         return Suggestion("A loss_scale of 0 is dynamic: write that instead.", fix)
@@ -115,7 +132,7 @@ def _known_here(section: str, lower: str, value: Any, tree: Any) -> str | None:
     if lower in _MEANT:
         return _MEANT[lower]
     here = _siblings(section, tree)
-    if (meant := _MEANT_HERE.get(f"{section}.{lower}")) in here:
+    if (meant := _MEANT_HERE.get(section, {}).get(lower)) in here:
         return f"{section}.{meant}"
     for test in (lambda known: known.lower() == lower, lambda known: is_near(lower, known.lower())):
         key = next((k for k in here if test(k) and _takes(f"{section}.{k}", value)), None)

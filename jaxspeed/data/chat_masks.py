@@ -177,7 +177,7 @@ class ChatEncoder:
             ):
                 raise DataError(
                     f"message {i + 1}: the chat template ({template.name}) does not know the role "
-                    f"{shown(role)}"
+                    f"{shown(role)}; the model speaks as {shown(ASSISTANT)}"
                 )
             self._known.add(key)
 

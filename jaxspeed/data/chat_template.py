@@ -414,6 +414,8 @@ BUILT_IN = {
         "{% set system = messages[0]['role'] == 'system' %}",
         "{% for message in messages %}",
         "{% if message['role'] == 'user' %}",
+        "{% if loop.previtem is defined and loop.previtem['role'] == 'user' %}",
+        "{{ raise_exception('user and assistant must alternate') }}{% endif %}",
         "{{ '[INST] ' }}",
         "{% if system and loop.index0 == 1 %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}",
         "{{ message['content'] + '[/INST]' }}",

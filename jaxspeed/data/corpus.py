@@ -108,6 +108,12 @@ def build(
         held = [samples for samples in apart.values() if samples is not None]
     held_out = Split(held, shuffle=False, **how) if held else None
     _check_sizes(data, parts, train, batch_size)
+    total = _sum_of(counted, encoder)
+    if pairs is not None and total.labelled and total.desirable in (0, total.labelled):
+        kind = ("false", "true")[total.desirable > 0]
+        raise DataError(
+            f"data: all {total.labelled:,} labels are {kind}; needs true and false ones"
+        )
     identity: dict[str, Any] = {
         "parts": [[p.digest, w] for p, w in zip(parts, weights)],
         "tokenizer": tokenizer.to_bytes().decode(errors="surrogateescape") if tokenizer else None,
@@ -126,7 +132,7 @@ def build(
         hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest(),
         _entropy(parts, weights),
         _summary(parts, weights, train, held_out, tokenizer),
-        _sum_of(counted, encoder),
+        total,
         encoder is not None and encoder.plain > 0 and not encoder.rendered,
         context,
     )

@@ -64,7 +64,10 @@ def text_source(source: SourceSection, pairs: PairForm | None = None) -> Texts |
     paths = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if paths else "stdlib")
     if kind in ("stdlib", "text") and pairs is not None:
-        raise DataError(f"data: source {kind} holds no preferences, which the objective reads")
+        raise DataError(
+            f"data: source {kind} holds no preferences, which the objective reads: records of "
+            "prompt, chosen and rejected, or of prompt, completion and label"
+        )
     if kind in ("stdlib", "text") and source.format is not None:
         raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "stdlib":

@@ -97,7 +97,8 @@ def simulate(devices: int) -> None:
     if len(jax_devices) != devices or jax_devices[0].platform != "cpu":
         raise JaxspeedError(
             f"simulate({devices}): JAX has already started with {len(jax_devices)} "
-            f"{jax_devices[0].platform} devices; call simulate first, before creating any array"
+            f"{jax_devices[0].platform} devices; call simulate first, before creating any array. "
+            "A module that a config names creates its arrays in functions"
         )
 
 

@@ -1,5 +1,6 @@
 """Chips by name: the built-in hardware table and a user's `--hardware` file; the table as text."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def chip_named(name: str, chips: Mapping[str, Chip]) -> Chip:
         return chips[name]
     # `a100` lacks only the memory size.
     sizes = [chip_name for chip_name in chips if name and chip_name.startswith(f"{name.lower()}-")]
+    counted = re.fullmatch(r"(.+)x(\d+)", name)
+    if counted and counted[1].lower() in chips:
+        sizes = [f"{counted[1].lower()}:{counted[2]}"]
     hint = f"It is one of {', '.join(sizes)}." if sizes else did_you_mean(name, chips)
     raise ConfigError(
         f'target: no chip is called "{name}". {hint}{" " if hint else ""}Known: '

@@ -256,6 +256,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise PretrainedError(f"{path}: missing") from None
+        needs = "; `jaxspeed checkpoint export --format hf` writes a run's" * (path.name == CONFIG)
+        raise PretrainedError(f"{path}: missing{needs}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise PretrainedError(f"{path}: cannot be read: {error}") from None

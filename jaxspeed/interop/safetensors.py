@@ -187,7 +187,10 @@ def _reason(path: Path, error: SafetensorError) -> str:
     """The library's reason, or how many bytes are missing: most often a download ended early."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        begin = file.read(8)
+        if begin == b"version ":
+            return "is a pointer of Git LFS, not the weights: `git lfs pull` fetches them"
+        length = int.from_bytes(begin, "little")
         if length > size - 8:
             return f"has {size:,} bytes: it is truncated, or no safetensors file"
         header = file.read(length)

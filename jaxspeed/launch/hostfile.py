@@ -100,7 +100,7 @@ def _selection(text: str, hosts: Mapping[str, Sequence[int]], option: str) -> Sl
         except ValueError:
             raise ConfigError(f"{option}: {part}; needs HOST[:SLOT[,SLOT ...]]") from None
         if unknown := slots - set(hosts[host]):
-            there = f"it has {len(hosts[host])}"
+            there = f"it has {', '.join(map(str, hosts[host])) or 'none'}"
             raise ConfigError(f"{option}: no slot {min(unknown)} on {host}; {there}")
         named.setdefault(host, set()).update(slots)
     return {host: tuple(sorted(slots or hosts[host])) for host, slots in named.items()}

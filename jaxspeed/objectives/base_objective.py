@@ -1,12 +1,10 @@
 """`Objective`: the base class of what a model is trained for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxspeed.config.problems import Problem
-from jaxspeed.config.schema import Settings
-from jaxspeed.config.types import Section
+from jaxspeed.config.objective_options import ObjectiveOptions
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.padding import WithoutWeight
 
@@ -43,7 +41,7 @@ class Objective(ABC):
         the data ranks cannot share are evaluated one by one.
     """
 
-    class Options(Section):
+    class Options(ObjectiveOptions):
         """Keys of the section `objective` beside `type`, in a subclass of this class."""
 
     arrays: ClassVar[Mapping[str, str]] = {}
@@ -74,10 +72,6 @@ class Objective(ABC):
     def data_arrays(self) -> set[str]:
         """The names of `arrays` that the data have: those that are not computed."""
         return {*self.arrays}.difference(*(entry.writes for entry in self.computed()))
-
-    def problems(self, settings: Settings) -> Iterable[Problem]:
-        """Problems of the values of its own keys together, and with those of other sections."""
-        return ()
 
     def tokens(self, sample: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:
         """Number of tokens of a sample, from its arrays' shapes; None: as the data have it."""

@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from pydantic import Field
 
 from jaxspeed import ops
-from jaxspeed.config.run_sections import FrozenModelSection
-from jaxspeed.config.types import NonNegative, Positive, Share
+from jaxspeed.config.objective_options import DistillOptions
 from jaxspeed.errors import ModelError
 from jaxspeed.objectives.base_objective import Objective
 from jaxspeed.objectives.computed_arrays import ComputedArrays
@@ -29,20 +27,7 @@ HIDDEN, HEAD, SOFT_CAP = "teacher_hidden", "teacher_head", "teacher_soft_cap"
 class Distill(Objective):
     """The divergence of a student's next-token distributions from a frozen teacher's."""
 
-    class Options(Objective.Options):
-        teacher: FrozenModelSection = Field(
-            description="The teacher: a folder, or a section with the folder in `pretrained`."
-        )
-        beta: Share = Field(
-            1.0,
-            description="0 for KL(teacher || student), 1 for KL(student || teacher), between for "
-            "the generalized Jensen-Shannon divergence.",
-        )
-        temperature: Positive = Field(1.0, description="Divides the logits of both models.")
-        labels_weight: NonNegative = Field(
-            0.0, description="Coefficient of the cross-entropy of the data's own next tokens."
-        )
-
+    Options: Any = DistillOptions
     arrays: ClassVar = {
         **NextToken.arrays,
         HIDDEN: "[batch, seq, embed of the teacher], computed: the input of its head",

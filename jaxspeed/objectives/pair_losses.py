@@ -170,8 +170,6 @@ PAIR_LOSSES: dict[str, Callable[[Pairs, Any], jax.Array]] = {
     "apo_down": apo_down,
     "discopop": discopop,
 }
-# Those of a difference of scores, in which the normalizer of another divergence cancels.
-OF_DELTA = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "exo_pair", "robust", "discopop")
 
 # -- without a reference ---------------------------------------------------------------------------
 

@@ -3,18 +3,14 @@
 Bradley and Terry's model, with TRL's keys, formula and metrics of 1.16.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
-from pydantic import Field
 
-from jaxspeed.config.problems import Problem
-from jaxspeed.config.schema import Settings
-from jaxspeed.config.types import NonNegative
-from jaxspeed.config.verdicts import shown
+from jaxspeed.config.objective_options import RewardOptions
 from jaxspeed.objectives.completions import of_texts, summed
 from jaxspeed.objectives.model_logprobs import head_input
 from jaxspeed.objectives.pairs import pair_rows
@@ -26,11 +22,7 @@ from jaxspeed.ops.next_tokens import IGNORED, split_batch
 class Reward(OfPairs):
     """A scalar head's scores of pairs of completions: -log sigmoid(chosen - rejected - margin)."""
 
-    class Options(OfPairs.Options):
-        center_rewards_coefficient: NonNegative | None = Field(
-            None, description="Weight of the squared sum of a pair's rewards, which centers them."
-        )
-
+    Options: Any = RewardOptions
     arrays: ClassVar = {
         "tokens": "[batch, seq], or of one pair a row [batch, 2, seq]",
         "targets": "as tokens, optional: -100 where no completion is predicted",
@@ -43,13 +35,6 @@ class Reward(OfPairs):
     in_fp32 = ("margins",)
     num_labels = 1
     modules_to_save = ("score",)
-
-    def problems(self, settings: Settings) -> Iterator[Problem]:
-        model = settings.model
-        if model is not None and model.factory is not None:
-            works = "A reward model is a family's decoder with a scalar head: name a family."
-            shown_type = f"{shown('reward')} with model.factory"
-            yield Problem("objective.type", shown_type, works, ("model.factory",))
 
     def loss(self, model: Any, batch: Mapping[str, jax.Array], train: bool | None = None) -> Any:
         if "targets" not in batch:  # the last token is an input too

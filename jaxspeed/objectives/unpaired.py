@@ -1,13 +1,12 @@
 """KTO: completions that are desirable or not, against a reference and an estimate of the KL."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from pydantic import Field
 
-from jaxspeed.config.types import Count, NonNegative
+from jaxspeed.config.objective_options import KtoOptions
 from jaxspeed.objectives.completions import completions, summed, token_metrics
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.objectives.pair_losses import kto
@@ -20,19 +19,7 @@ MISMATCHED = "mismatched_ratios"
 class Kto(AgainstReference):
     """Kahneman-Tversky optimization: log-ratios of single completions against the mean of all."""
 
-    class Options(AgainstReference.Options):
-        loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
-            "kto", description="apo_zero_unpaired has no KL."
-        )
-        desirable_weight: NonNegative = Field(1.0, description="Weight of desirable completions.")
-        undesirable_weight: NonNegative = Field(1.0, description="Weight of the others.")
-        kl_block: Count | None = Field(
-            None,
-            ge=2,
-            description="Rows of the data within which each prompt gets the completion before it, "
-            "for the KL; by default train_batch_size.",
-        )
-
+    Options: Any = KtoOptions
     arrays: ClassVar = {
         **AgainstReference.arrays,
         "segment_ids": "as tokens: 2 p + 1 is the labelled completion of record p, 2 p + 2 the "

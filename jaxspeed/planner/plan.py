@@ -13,7 +13,7 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement import show
-from jaxspeed.placement.paths import counted
+from jaxspeed.placement.paths import counted, listed
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.memory import Memory
 from jaxspeed.planner.page import page_of
@@ -63,6 +63,8 @@ class Plan:
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
             Text(memory_line(program, temporary, target)),
         ]
+        if once := [entry.name for entry in program.computed_arrays if entry.once]:
+            parts.append(Text(f"before step 0: {listed(once)} of each sample, by a forward pass"))
         if target and target.topology and program.mesh.size > 1:
             parts[0] = Group(parts[0], Text(layout_text(target, axes)))
         if self.memory and target:

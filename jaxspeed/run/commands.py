@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import optax
+from rich.console import Console
 
 from jaxspeed.config import Config, load_config
 from jaxspeed.config.run_sections import SourceSection
-from jaxspeed.data import ByteTokenizer, Split
+from jaxspeed.data import ByteTokenizer, Split, Tokenizer
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.engine import CheckReport, Engine
 from jaxspeed.errors import ConfigError, DataError, ModelError
@@ -39,13 +40,15 @@ def train(
     model: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    *,
+    quiet: bool = False,
 ) -> Trainer:
     """Train as `jaxspeed train` does, resuming the run in its folder.
 
     `model`, `loss_fn` and `optimizer` are as for `jaxspeed.initialize`. The returned trainer has
-    the engine, the progress of the run, and its folder.
+    the engine, the progress of the run, and its folder. `quiet` prints no progress.
     """
-    trainer = open_run(source_of(config, model, loss_fn, optimizer))
+    trainer = open_run(source_of(config, model, loss_fn, optimizer), Console(quiet=quiet))
     try:
         trainer.run()
     finally:
@@ -60,6 +63,7 @@ def evaluate_run(
     data: Sequence[str] = (),
     ema: bool = False,
     tasks: Sequence[str] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """The loss of a checkpoint, and what follows from it: perplexity, accuracy.
 
@@ -71,6 +75,7 @@ def evaluate_run(
       data: paths of files and folders.
       ema: whether the moving average of the weights is evaluated.
       tasks: of lm-eval, names or YAML files; scores "TASK/METRIC" are in place of the loss.
+      options: of these: `limit` (a number of examples, or a share below 1) and `num_fewshot`.
     """
     checkpoint, section = ChosenCheckpoint(source, tag), data_section(source.config)
     if tasks:
@@ -78,7 +83,8 @@ def evaluate_run(
         engine, step, tag = checkpoint.restored(ema)
         with source.watchdog.section("evaluate"):
             progressed = source.watchdog.progressed
-            scores = evaluate_tasks(engine, tokenizer, tasks, section.seq_len, progressed)
+            of_data = tokenizer, tasks, section.seq_len
+            scores = evaluate_tasks(engine, *of_data, progressed, **options)
         return {"step": step, "checkpoint": tag, "ema": ema, "files": [], **(scores or {})}
     apart = section.eval
     if not all(path and "\0" not in path for path in data):
@@ -158,29 +164,31 @@ def sample_run(
     **options: Any,
 ) -> Iterator[tuple[int, str]]:
     """Texts from a checkpoint, streamed; arguments and pieces are those of `sample_texts`."""
-    checkpoint = ChosenCheckpoint(source, tag)
-    tokenizer = source.tokenizer(checkpoint.files())
-    if tokenizer is None:
-        raise ModelError("sample: the model has no tokenizer, so it cannot generate text")
-    engine, _, _ = checkpoint.restored(ema)
+    engine, tokenizer, _ = _writing(source, tag, ema)
     context = source.config.data.seq_len or source.reads.seq_len
     return sample_texts(engine, tokenizer, prompts, context=context, **options)
 
 
 def chat_run(source: Source, tag: str | None = None, *, ema: bool = False, **options: Any) -> Chat:
     """A conversation with the model of a checkpoint; `options` are those of `Chat`."""
-    checkpoint, config = ChosenCheckpoint(source, tag), source.config
-    tokenizer = source.tokenizer(checkpoint.files())
-    if tokenizer is None:
-        raise ModelError("sample: the model has no tokenizer, so it cannot generate text")
-    engine, _, _ = checkpoint.restored(ema)
+    config = source.config
+    engine, tokenizer, plain_prompts = _writing(source, tag, ema)
     defaults = {
         "tokens": config.run.sample_tokens,
         "temperature": config.run.sample_temperature,
         "context": config.data.seq_len or source.reads.seq_len,
-        "plain": checkpoint.plain_prompts,
+        "plain": plain_prompts,
     }
     return Chat(engine, tokenizer, config.data, **defaults | options)
+
+
+def _writing(source: Source, tag: str | None, ema: bool) -> tuple[Engine, Tokenizer, bool]:
+    """A checkpoint's engine, its tokenizer, and whether its prompts are plain."""
+    checkpoint = ChosenCheckpoint(source, tag)
+    tokenizer = source.tokenizer(checkpoint.files())
+    if tokenizer is None:
+        raise ModelError("sample: the model has no tokenizer, so it cannot generate text")
+    return checkpoint.restored(ema)[0], tokenizer, checkpoint.plain_prompts
 
 
 def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
@@ -220,11 +228,12 @@ class ChosenCheckpoint:
             model = source.config.model
             if model is None or model.pretrained is None:
                 raise ConfigError(f"{self.folder} holds no checkpoint; train first")
-            log.warning(
-                "%s holds no checkpoint: the weights are those of %s, untrained",
-                self.folder,
-                model.pretrained,
-            )
+            adapter = source.config.lora and source.config.lora.adapter
+            if str(source.folder.path) not in (model.pretrained, adapter):  # whose weights they are
+                whose = f"{model.pretrained}, {f'with {adapter}' if adapter else 'untrained'}"
+                log.warning(
+                    "%s holds no checkpoint: the weights are those of %s", self.folder, whose
+                )
 
     def files(self) -> dict[str, bytes]:
         """The files that were saved with it."""

@@ -38,11 +38,12 @@ def evaluate_tasks(
     tasks: Sequence[str],
     context: int | None = None,
     stop: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> dict[str, float] | None:
     """Scores as "TASK/METRIC", on every process; None if `stop()` was true between two batches.
 
     Tasks are names or YAML files, and may run code. Models without max_position_embeddings have
-    this `context`.
+    this `context`. `options` are lm-eval's: `limit` of examples and `num_fewshot`.
     """
     if tokenizer is None or has_scores(engine):
         raise ModelError("tasks: lm-eval needs a model that writes text, and its tokenizer")
@@ -69,6 +70,7 @@ def evaluate_tasks(
                 task_manager=manager,
                 bootstrap_iters=1000,
                 log_samples=False,
+                **options,
             )
         except Stopped:
             return None

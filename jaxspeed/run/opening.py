@@ -74,6 +74,10 @@ def memory_line(
     limit = target.chip.memory if target else device_limit(program)
     offloaded = sum(sum(table.host_bytes_by_role().values()) for table in tables)
     per_device = sum(map(stored_bytes, tables))
+    of_frozen = "".join(
+        f", {bytes_text(stored_bytes(frozen.table))} of it for the {name}"
+        for name, frozen in program.frozen.items()
+    )
     host = f" and {bytes_text(offloaded)} in host memory" if offloaded else ""
     if limit:
         has = f"{bytes_text(limit)} per device"
@@ -85,7 +89,7 @@ def memory_line(
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
     return (
         f"needed: {bytes_text(total)} of state in total, {bytes_text(per_device)} "
-        f"per {program.holder}{host} (from the table){temp}; available: {has}"
+        f"per {program.holder}{of_frozen}{host} (from the table){temp}; available: {has}"
     )
 
 

@@ -185,6 +185,9 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
     check_start(config)
+    begins_with = config.run.init_from if checkpointer_of(source).is_empty() else None
+    if begins_with is not None and checkpoints_in(begins_with).is_empty():
+        raise ConfigError(f"run.init_from: {begins_with} holds no checkpoint")
     showing = start_lines(console if is_first() else None)
     with showing("reading the data"):
         corpus = source.corpus()
@@ -300,8 +303,6 @@ def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) ->
 def _warm_start(engine: Engine, folder: str) -> None:
     """Initialize the weights from another run; values that cannot be used are logged."""
     there = checkpoints_in(folder)
-    if there.is_empty():
-        raise ConfigError(f"run.init_from: {folder} holds no checkpoint")
     restored = there.restore(engine.program, weights_only=True, in_place_of=engine.held)
     engine.continue_from(restored)
     log.info("initialized from %s, %s", folder, restored.tag)

@@ -20,6 +20,8 @@ from jaxspeed.metrics import (
     sinks_of,
     utilisation,
 )
+from jaxspeed.metrics.progress import is_watched
+from jaxspeed.metrics.start_lines import Showing, not_shown, start_lines
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.watchdog import Watchdog
 
@@ -53,6 +55,7 @@ class Recorder:
     flops: ModelFlops | None
     opened: Callable[[int], list[Sink]]  # the sinks of a run that resumes after a step
     watchdog: Watchdog
+    showing: Showing = not_shown  # of the first step
     _compiled: bool = False
     _compile_began: Instant | None = None  # of the first step, until that is sent
     _since: Instant = field(
@@ -89,17 +92,24 @@ class Recorder:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the time of the `with` block to a phase; the first step's to compile."""
-        if name == "compute" and not self._compiled:
-            self._compiled, name = True, "compile"
+        showing: Showing = not_shown
+        if name == "compile":  # before the first step, and shown there
+            self.showing = not_shown
+        elif name == "compute" and not self._compiled:
+            self._compiled, name, showing = True, "compile", self.showing
             self._compile_began = self._now()
+        is_of_step = name in ("data", "compute")
+        if not is_of_step and self._last is None and self._running:
+            self._running[-1].block_until_ready()  # no step was timed: these are, before the phase
+            self._note_done()
         shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
         with self.watchdog.section(SECTIONS[name]), self.ledger.phase(name):
             if shown is None:
                 yield
                 return
-            with self.progress.doing(shown):
+            with self.progress.doing(shown), showing("compiling the step"):
                 yield
-        if name not in ("data", "compute"):  # other phases are not part of a step's time
+        if not is_of_step:  # other phases are not part of a step's time
             self._note_hidden()
             self._restart_clock()
 
@@ -216,6 +226,8 @@ def recorder_of(
     def opened(step: int) -> list[Sink]:
         return sinks_of(engine.config, folder.path, step + 1) if first else []
 
-    shown = console if first else Console(quiet=True)
+    shown = (console or Console()) if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
-    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened, watchdog)
+    showing = start_lines(None if is_watched(shown) else shown)  # a live line shows it, too
+    ledger = TimeLedger(seconds)
+    return Recorder(engine, opened(step), progress, ledger, flops, opened, watchdog, showing)

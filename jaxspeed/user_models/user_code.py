@@ -62,6 +62,11 @@ ADVICE = (
         "(jnp) in its place",
     ),
     (
+        re.compile(r"boolean conversion of traced array"),
+        "Python cannot branch on a value that is not known while a step is compiled: call "
+        "jnp.where or jax.lax.cond",
+    ),
+    (
         re.compile(r"Resource axis: \w+ of .* is not found in mesh"),
         "the model constrains a sharding over a mesh of its own: call it as "
         "jax.lax.with_sharding_constraint, which is then ignored, or remove it",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def files(tmp_path_factory):
         tokenizer_folder(where / name, **more)
     engine.save_pretrained(where / "silent")
     for name, record in RECORDS.items():
-        write_lines(where / name, [record] * 40)
+        other = record | ({"label": False} if "label" in record else {})
+        write_lines(where / name, [record, other] * 20)
     (where / "notes.txt").write_text("the to and of " * 400)
     return where
 
@@ -111,6 +113,19 @@ def test_a_written_config_passes_data_show_and_plan(flags, here, capsys):
     assert json.loads(planned)["batch"]["train"] == tree["train_batch_size"]
 
 
+@pytest.mark.sampled
+def test_a_plan_names_what_a_reference_computes_and_its_share(here, capsys):
+    succeeded("init", "--model", "base", "--data", "pairs.jsonl", capsys=capsys)
+    words = ["plan", "config.yaml", "--target", "h100:8"]
+    once = succeeded(*words, capsys=capsys)
+    assert "before step 0: reference of each sample" in once and "of it for" not in once
+    keys = {"reference_model": "base", "reference": "each_step"}
+    more = [word for key, value in keys.items() for word in ("--set", f"objective.{key}={value}")]
+    each = " ".join(succeeded(*words, *more, capsys=capsys).split())
+    assert re.search(r"per device, [\d.]+ kB of it for the model of reference", each)
+    assert "before step 0" not in each
+
+
 def test_flags_alone_train_and_the_run_s_folder_has_their_config(here, capsys):
     few = ["--devices", "cpu:8", "--set", "bf16.enabled=false", "--set", "run.sample_tokens=2"]
     flags = ["--model", "base", "--data", "chat.jsonl", "--lora", "2", "--seq-len", "32"]
@@ -134,6 +149,13 @@ def test_flags_alone_train_and_the_run_s_folder_has_their_config(here, capsys):
     share = 100 * adapter / (adapter + base)
     line = f"trainable parameters {adapter:,} of {adapter + base:,} ({share:.3g}%)"
     assert line in shown
+    words = ["--prompt", "the", "--tokens", "3", "--temperature", "0", "--devices", "cpu:8"]
+    said = {}
+    for name in ("tuned", "tuned/adapter", "base"):  # the folder of a model or an adapter, too
+        assert main(["sample", name, *words, "--set", "bf16.enabled=false"]) == 0
+        said[name] = capsys.readouterr()
+        assert "WARNING" not in said[name].err  # these are its weights
+    assert said["tuned"].out == said["tuned/adapter"].out
 
 
 @pytest.mark.parametrize("answer", ["", "2"])

@@ -253,7 +253,7 @@ MISTAKES = {
     "no such tag": (["--data", "notes.txt", "--tag", "best"], "no checkpoint best"),
     "no average": (
         ["--data", "notes.txt", "--ema", "--set", "optimizer.ema_decay=null"],
-        "optimizer.ema_decay: not set",
+        "--ema: needs the config of a run that has optimizer.ema_decay",
     ),
 }
 

@@ -58,7 +58,8 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
     ids=str,
 )
 def test_a_mesh_of_other_than_the_simulated_devices_is_refused(mesh, says):
-    config = load_config({"mesh": mesh, "run": {"devices": "cpu:2", "steps": 1}})
+    run = {"devices": "cpu:2", "steps": 1}
+    config = load_config({"mesh": mesh, "run": run, "train_micro_batch_size_per_gpu": 1})
     if says is None:
         check_start(config)
         return
@@ -75,3 +76,10 @@ def test_a_batch_that_such_a_mesh_does_not_divide_tells_of_the_devices():
     tree = {"mesh": {"data": 3}, "train_batch_size": 4, "run": {"devices": "cpu:2"}}
     with pytest.raises(ConfigError, match=r"batch_size 3 or 6.* needs 3 devices, and run"):
         load_config(tree)
+
+
+@pytest.mark.parametrize("batch", [{}, {"train_batch_size": 3}], ids=str)
+def test_a_batch_is_checked_for_the_simulated_devices(batch):
+    config = load_config(batch | {"run": {"devices": "cpu:2", "steps": 1}})
+    with pytest.raises(ConfigError, match=r"train_batch_size: .*data-parallel size 2"):
+        check_start(config)

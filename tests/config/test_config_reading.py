@@ -58,7 +58,7 @@ def test_a_yaml_merge_is_not_a_key_that_stands_twice(tmp_path):
         ("ds.json", "", "line 1, column 1"),
         ("ds.yaml", "a: [1, 2", "line 1"),
         ("ds.json", "[1, 2]", "Needs a mapping of keys"),
-        ("ds.yaml", "", "found null"),
+        ("ds.yaml", "", "the file is empty"),
         ("ds.yaml", "1: 2", 'Needs a key in quotes: "1"'),
         ("ds.toml", "a = 1", 'ends in ".toml"'),
         ("ds.yaml", "a: &a [*a]", "unconstructable recursive node"),

@@ -54,6 +54,7 @@ PAIRS = [
     ["the dog " * 40, "ran in the park"],
     ["<s>the cat", " sat"],
 ]
+FEW = ("--limit", "5", "--num-fewshot", "2")
 ROLLING = ["the cat sat on the mat. " * 12, "the dog"]
 PROMPTS = [
     ["the dog", {"until": ["e", "a"], "max_gen_toks": 10}],
@@ -175,14 +176,19 @@ def test_other_prompts_are_continued_as_by_lm_evals_own_model(evaluated, referen
     importlib.util.find_spec("lm_eval") is None,
     reason="lm_eval is not installed here: pip install 'jaxspeed[eval]'",
 )
-def test_the_command_prints_those_scores(evaluated, tmp_path):
+@pytest.mark.parametrize(("flags", "options"), [((), {}), (FEW, {"limit": 5, "num_fewshot": 2})])
+def test_the_command_prints_those_scores(flags, options, evaluated, references, tmp_path):
     config, tasks, reference = evaluated
-    words = ["eval", config.with_name("model"), "--tasks", ",".join(tasks), "--json"]
+    model = config.with_name("model")
+    words = ["eval", model, "--tasks", ",".join(tasks), "--json", *flags]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "jaxspeed", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    expected = scores_of(reference["results"])
+    results = reference["results"]
+    if options:
+        results = references.call("lm_eval_scores.own", folder=model, tasks=tasks, **options)
+    expected = scores_of(results)
     assert len(expected) == 8
     assert {name: figures[name] for name in expected} == pytest.approx(expected)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspeed.config.objective_options import OF_DELTA
 from jaxspeed.objectives.pair_losses import (
     CPO_LOSSES,
     DIVERGENCES,
-    OF_DELTA,
     PAIR_LOSSES,
     Pairs,
     kto,

@@ -81,7 +81,11 @@ def replayed(scored: list[Any], written: list[Any], tasks: list[str]) -> Any:
     return scores(Replay(scored, written), tasks)
 
 
-def scores(model: LM, tasks: list[str]) -> Any:
+def own(folder: str, tasks: list[str], **options: Any) -> Any:
+    return scores(Recording(folder), tasks, **options)
+
+
+def scores(model: LM, tasks: list[str], **options: Any) -> Any:
     manager = TaskManager(include_defaults=False)
-    more = {"bootstrap_iters": 1000, "log_samples": False}
+    more = {"bootstrap_iters": 1000, "log_samples": False, **options}
     return lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **more)["results"]

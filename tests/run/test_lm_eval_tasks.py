@@ -219,6 +219,9 @@ def test_a_folder_of_a_model_or_an_adapter_is_evaluated_without_a_config(tmp_pat
         (["--tasks", "arc_easy"], r'--tasks: needs lm_eval, .*pip install "jaxspeed\[eval\]"'),
         (["--tasks", "arc_easy", "--data", "a.txt"], "--tasks: .*without --data"),
         (["--tasks", ","], "--tasks: needs names"),
+        (["--limit", "5"], "--limit, --num-fewshot: need --tasks"),
+        (["--tasks", "a", "--limit", "0"], "--limit, .*a number of examples"),
+        (["--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot: .*a number of examples"),
     ],
 )
 def test_the_command_refuses_tasks_before_it_reads_the_config(words, error, monkeypatch, capsys):

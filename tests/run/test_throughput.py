@@ -33,8 +33,11 @@ class Output:
         """On all devices: some time after the metrics could be read."""
         return self.clock.now >= self.ready_at + self.later
 
+    def block_until_ready(self):
+        self.clock.now = max(self.clock.now, self.ready_at + self.later)
 
-def paces(clock, ready_in, returns_in, every=None, later=0.0, compiles=0.0):
+
+def paces(clock, ready_in, returns_in, every=None, later=0.0, compiles=0.0, steps=STEPS):
     """Each step's pace, and the ledger, of a loop as the trainer's."""
     program = SimpleNamespace(batch=SimpleNamespace(train=BATCH))
     ledger = TimeLedger(clock=lambda: clock.now)
@@ -57,7 +60,7 @@ def paces(clock, ready_in, returns_in, every=None, later=0.0, compiles=0.0):
         found.extend(recorder.arrived(count, TOKENS))
 
     with recorder:
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             with recorder.phase("data"):
                 clock.now += 0.1
             with recorder.phase("compute"):
@@ -107,4 +110,14 @@ def test_steps_in_flight_while_something_else_compiles_have_their_seconds(monkey
     found, _ = paces(Clock(monkeypatch), SECONDS, 0.0, compiles=compiles)
     assert len(found) == STEPS
     for pace in found[-LAG:]:
+        assert pace["step_seconds"] == pytest.approx(SECONDS, abs=0.11)
+
+
+@pytest.mark.parametrize("steps", [1, 2, LAG])
+@pytest.mark.parametrize("compiles", [0.1, 60.0])
+def test_a_run_of_few_steps_has_their_seconds(monkeypatch, compiles, steps):
+    """Something else compiles before any of them was timed."""
+    found, _ = paces(Clock(monkeypatch), SECONDS, 0.0, compiles=compiles, steps=steps)
+    assert len(found) == steps
+    for pace in found:
         assert pace["step_seconds"] == pytest.approx(SECONDS, abs=0.11)

@@ -1,6 +1,9 @@
 """One run in this process: where it stops it goes on, and what it leaves."""
 
+import contextlib
+import io
 import json
+import re
 import threading
 from concurrent.futures import wait
 from pathlib import Path
@@ -15,7 +18,7 @@ import jaxspeed
 from jaxspeed import models as families
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.generate import TextPiece
-from jaxspeed.metrics import NAMES, read_records
+from jaxspeed.metrics import NAMES, read_records, start_lines
 from jaxspeed.run import FinalSample, open_run, show_ending, source_of, train
 from jaxspeed.train_state import staged_init
 from tests.run import small
@@ -45,7 +48,19 @@ def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
 def twenty(tmp_path_factory):
     """A run of twenty steps, evaluated now and then, of which some checkpoints are retained."""
     changes = {"eval_every": 5, "checkpoint_every": 2, "keep": 2, "keep_every": 6}
-    return train(config(tmp_path_factory.mktemp("twenty"), run=changes))
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
+        patched.setattr(start_lines, "LASTS", 0)
+        trainer = train(config(tmp_path_factory.mktemp("twenty"), run=changes))
+    trainer.printed = printed.getvalue()
+    return trainer
+
+
+def test_a_call_in_python_names_the_phases_of_its_start(twenty):
+    phases = re.findall(r"^([a-z][A-Za-z, ]+): \d+\.\d s$", twenty.printed, re.M)
+    assert phases[0] == "reading the data" and phases[-1] == "compiling the step"
+    assert {"building the model", "tracing the loss", "initializing weights"} <= {*phases}
+    assert phases.count("compiling the step") == 1
 
 
 def test_every_step_has_a_record_with_stable_names(twenty):
@@ -137,12 +152,14 @@ def test_the_newest_checkpoints_and_the_multiples_are_kept(twenty):
     assert steps == [6, 12, 18, 20]
 
 
-def test_a_run_that_is_done_does_nothing_more(tmp_path):
+def test_a_run_that_is_done_does_nothing_more(tmp_path, capsys):
     given = config(tmp_path, run={"steps": 3})
     train(given).folder.close()
     records = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     written = (tmp_path / "run" / "checkpoints" / "step-00000003").stat().st_mtime_ns
-    train(given).folder.close()
+    assert capsys.readouterr().out
+    train(given, quiet=True).folder.close()
+    assert not capsys.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == records
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").stat().st_mtime_ns == written
 

@@ -106,6 +106,8 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     printed = json.loads(out)  # and nothing else was printed
     assert printed["stopped_by"] == "SIGINT" and printed["steps"] == done(run)
     said = " ".join(errors.split())
+    for phase in ("starting workers and servers", "compiling the step"):
+        assert re.search(rf"{phase}: \d+\.\d s", said), phase
     assert re.search(r"worker [01] died", said) and "a server died" in said
     assert (
         said.count("; restarting it and repeating its task")
