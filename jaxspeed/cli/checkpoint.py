@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +246,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    if Path(args.out).is_file():
+    if os.path.isfile(args.out):
         raise ConfigError(f"{args.out}: is a file; the export is a folder")
     folder = _folder(args)
     if args.merge and args.format not in (None, "hf"):
