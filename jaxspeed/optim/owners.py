@@ -51,7 +51,7 @@ def by_owners(
     Returns:
       The results by path and name, each with its argument's shape.
     """
-    if (asked := _asked.get()) is not None:
+    if placements and (asked := _asked.get()) is not None:
         asked.append(
             {
                 path: Asked(view, frozenset(arrays[path]) - {UPDATE}, arrays[path][UPDATE].dtype)

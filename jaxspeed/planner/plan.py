@@ -63,6 +63,8 @@ class Plan:
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
             Text(memory_line(program, temporary, target)),
         ]
+        if program.table.owned:
+            parts.append(show.owned_matrices(program.table.owned))
         if target and target.topology and program.mesh.size > 1:
             parts[0] = Group(parts[0], Text(layout_text(target, axes)))
         if self.memory and target:
