@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.checkpoint.leaves import Arrays, SavedLeaf, as_state, saved_arrays
+from jaxspeed.placement.owned import BY_MATRIX
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.opt_layout import owner_of
 from jaxspeed.train_state.state import TrainState
@@ -88,8 +89,8 @@ def names_of_adapter(program: Program) -> frozenset[str]:
     owners = {path: owner_of(path, rows) for path in places}
     for path, owner in owners.items():
         if owner is not None:
-            fields = path.removesuffix(owner).rstrip("/").split("/")
-            of_moments.add("/".join(fields[:-1]))
+            before = path.removesuffix(owner).partition(f"/{BY_MATRIX}/")[0]
+            of_moments.add(before.rstrip("/").rpartition("/")[0])
     opt = [p for p, owner in owners.items() if owner or p.rpartition("/")[0] in of_moments]
     shapes = program.state
     return frozenset(

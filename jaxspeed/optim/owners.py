@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxspeed.placement.matrices import MatrixView
-from jaxspeed.placement.owned import UPDATE, Arrays, Asked, OfStack
+from jaxspeed.placement.owned import UPDATE, Arrays, LeafOfMatrices, OfStack
 from jaxspeed.placement.table import PlacementTable
 
 LARGE = 1 << 22  # elements of the arrays that an owner computes at a time
 
-_asked: ContextVar[list[Mapping[str, Asked]] | None] = ContextVar("_asked", default=None)
+_asked: ContextVar[list[Mapping[str, LeafOfMatrices]] | None] = ContextVar("_asked", default=None)
 
 
 class ByMatrix(NamedTuple):
@@ -51,10 +51,12 @@ def by_owners(
     Returns:
       The results by path and name, each with its argument's shape.
     """
-    if (asked := _asked.get()) is not None:
+    if placements and (asked := _asked.get()) is not None:
         asked.append(
             {
-                path: Asked(view, frozenset(arrays[path]) - {UPDATE}, arrays[path][UPDATE].dtype)
+                path: LeafOfMatrices(
+                    view, frozenset(arrays[path]) - {UPDATE}, arrays[path][UPDATE].dtype
+                )
                 for path, view in views.items()
             }
         )
@@ -93,9 +95,9 @@ def in_batches(function: Callable[[Arrays], Arrays], arrays: Arrays) -> Arrays:
 
 
 @contextmanager
-def matrices_asked() -> Iterator[list[Mapping[str, Asked]]]:
+def matrices_asked() -> Iterator[list[Mapping[str, LeafOfMatrices]]]:
     """Collect what `by_owners` is called with meanwhile."""
-    asked: list[Mapping[str, Asked]] = []
+    asked: list[Mapping[str, LeafOfMatrices]] = []
     token = _asked.set(asked)
     try:
         yield asked

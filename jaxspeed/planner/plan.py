@@ -63,6 +63,8 @@ class Plan:
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
             Text(memory_line(program, temporary, target)),
         ]
+        if program.table.owned:
+            parts.append(show.owned_matrices(program.table.owned))
         if once := [entry.name for entry in program.computed_arrays if entry.once]:
             parts.append(Text(f"before step 0: {listed(once)} of each sample, by a forward pass"))
         if target and target.topology and program.mesh.size > 1:

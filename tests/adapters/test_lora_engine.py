@@ -10,7 +10,7 @@ import pytest
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.quantization.codecs import FourBit
 from jaxspeed.user_models.pretrained_model import Pretrained
-from tests.adapters.lora_loop import adapted_cases, merged, split_of, train_plainly
+from tests.adapters.lora_loop import LR, adapted_cases, merged, split_of, train_plainly
 from tests.support.covering import covering
 
 CASES = adapted_cases()
@@ -238,6 +238,23 @@ def test_an_adapter_is_saved_loaded_and_chosen_among_several(tmp_path):
         ConfigError, match=r"lora.adapter: .* has its own settings, and lora.r is 4"
     ):
         PAIR.engine(devices=one(), lora={"adapter": str(tmp_path / "a"), "r": 4})
+
+
+@pytest.mark.sampled
+def test_a_loaded_adapter_has_its_bases_made_in_its_first_step(tmp_path):
+    """SOAP's count, beside the state of matrices, is of the adapter, not of the run."""
+    params = {"lr": LR, "weight_decay": 0, "precondition_frequency": 10}
+    settings = {"devices": one(), "optimizer": {"type": "SOAP", "params": params}}
+    batches = PAIR.batches(6)
+    engine = PAIR.engine(**settings)
+    for batch in batches[:3]:
+        engine.train_batch(batch)
+    engine.save_adapter(tmp_path)
+    engine.load_adapter(tmp_path, "a")
+    engine.use_adapter("a")
+    fresh = PAIR.engine(**settings, lora={"adapter": str(tmp_path)})
+    losses = [[float(e.train_batch(b)["loss"]) for b in batches[3:]] for e in (engine, fresh)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.sampled

@@ -11,13 +11,14 @@ from jaxspeed.config import load_config
 from jaxspeed.hlo import collectives
 from jaxspeed.hlo.cost import cost
 from jaxspeed.optim.muon import orthogonalize
-from jaxspeed.optim.owners import by_owners
+from jaxspeed.optim.owners import by_owners, matrices_asked
 from jaxspeed.placement import Leaf
 from jaxspeed.placement.matrices import view_of
 from jaxspeed.placement.mesh import build_mesh
-from jaxspeed.placement.owned import Asked
+from jaxspeed.placement.owned import LeafOfMatrices
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.table import build_table
+from jaxspeed.planner.plan import Plan
 from jaxspeed.train.build import build_program
 from jaxspeed.train_state.state import native_tree
 from jaxspeed.user_models.config_model import resolve_model
@@ -169,6 +170,20 @@ def test_updates_and_states_equal_those_of_one_device(type_, case):
         np.testing.assert_allclose(after[path], want, rtol=1e-6, atol=1e-9, err_msg=path)
 
 
+def test_tables_and_plans_show_who_computes_matrices_and_what_is_sent():
+    made = program(tiny.Listed, 2, {"data": 8})
+    for shown in (made.table, Plan(made, None, None)):
+        words = " ".join(str(shown).split())  # a plan is narrow: its cells are wrapped
+        assert "3 of 16x16 blocks/0/linear" in words and "1 1.02 kB 1.02 kB" in words
+
+
+def test_a_function_without_placements_asks_for_no_owners():
+    x = jnp.ones((4, 4))
+    with matrices_asked() as asked:
+        by_owners(lambda view, arrays: arrays, {"w": view_of(x.shape, 0, 1)}, {"w": {"update": x}})
+    assert not asked
+
+
 def newton_schulz_flops(rows, columns):
     """Of five iterations of the standard form."""
     small, large = sorted((rows, columns))
@@ -186,7 +201,7 @@ def test_a_device_computes_and_sends_its_share(mesh):
     table = build_table(leaves, made, stage=3)
     views = {leaf.path: view_of(leaf.shape, leaf.stacked, None) for leaf in leaves}
     table = table.with_owners(
-        [{path: Asked(view, frozenset(), jnp.float32) for path, view in views.items()}]
+        [{path: LeafOfMatrices(view, frozenset(), jnp.float32) for path, view in views.items()}]
     )
 
     def update(arrays):
