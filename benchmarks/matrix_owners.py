@@ -21,7 +21,7 @@ from jaxspeed.optim import build_optimizer
 from jaxspeed.placement import Leaf
 from jaxspeed.placement.linear_layers import matrices_of
 from jaxspeed.placement.mesh import build_mesh
-from jaxspeed.placement.owned import LeafOfMatrices
+from jaxspeed.placement.owned import Matrices
 from jaxspeed.placement.table import build_table
 
 COUNT, SHAPE, RUNS = 24, (512, 2048), 7
@@ -32,7 +32,7 @@ def update_on(devices: list[jax.Device]):
     leaves = [Leaf(f"layers/{i}/kernel", SHAPE, jnp.float32) for i in range(COUNT)]
     table = build_table(leaves, build_mesh({"data": len(devices)}, devices), stage=3)
     asked = {
-        leaf.path: LeafOfMatrices(matrices_of(leaf), frozenset(), jnp.dtype(jnp.float32))
+        leaf.path: Matrices(matrices_of(leaf), frozenset(), jnp.dtype(jnp.float32))
         for leaf in leaves
     }
     table = table.with_owners([asked])

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxspeed.placement.matrices import MatrixView
-from jaxspeed.placement.owned import UPDATE, Arrays, LeafOfMatrices, OfStack
+from jaxspeed.placement.owned import UPDATE, Arrays, Matrices, OfStack
 from jaxspeed.placement.table import PlacementTable
 
 LARGE = 1 << 22  # elements of the arrays that an owner computes at a time
 
-_asked: ContextVar[list[Mapping[str, LeafOfMatrices]] | None] = ContextVar("_asked", default=None)
+_asked: ContextVar[list[Mapping[str, Matrices]] | None] = ContextVar("_asked", default=None)
 
 
 class ByMatrix(NamedTuple):
@@ -54,9 +54,7 @@ def by_owners(
     if placements and (asked := _asked.get()) is not None:
         asked.append(
             {
-                path: LeafOfMatrices(
-                    view, frozenset(arrays[path]) - {UPDATE}, arrays[path][UPDATE].dtype
-                )
+                path: Matrices(view, frozenset(arrays[path]) - {UPDATE}, arrays[path][UPDATE].dtype)
                 for path, view in views.items()
             }
         )
@@ -95,9 +93,9 @@ def in_batches(function: Callable[[Arrays], Arrays], arrays: Arrays) -> Arrays:
 
 
 @contextmanager
-def matrices_asked() -> Iterator[list[Mapping[str, LeafOfMatrices]]]:
+def matrices_asked() -> Iterator[list[Mapping[str, Matrices]]]:
     """Collect what `by_owners` is called with meanwhile."""
-    asked: list[Mapping[str, LeafOfMatrices]] = []
+    asked: list[Mapping[str, Matrices]] = []
     token = _asked.set(asked)
     try:
         yield asked

@@ -30,7 +30,7 @@ SCOPE = "owners"  # of the operations at the owners, in traced and compiled prog
 UPDATE = "update"  # the array of `OfStack` that is exchanged; all others stay with the owners
 
 
-class LeafOfMatrices(NamedTuple):
+class Matrices(NamedTuple):
     """What a function of stacks reads of a leaf."""
 
     view: MatrixView
@@ -351,7 +351,7 @@ class OwnedStack:
 
 
 def owned_stacks(
-    asked: Mapping[str, LeafOfMatrices], rows: Mapping[str, Row], mesh: Mesh
+    asked: Mapping[str, Matrices], rows: Mapping[str, Row], mesh: Mesh
 ) -> list[OwnedStack]:
     """The stacks of these leaves on a mesh of several devices.
 

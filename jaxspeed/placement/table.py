@@ -29,7 +29,7 @@ from jaxspeed.placement.codec import (
     StoredValue,
     codec_of,
 )
-from jaxspeed.placement.owned import LeafOfMatrices, OwnedStack, owned_stacks
+from jaxspeed.placement.owned import Matrices, OwnedStack, owned_stacks
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import (
     AS_MADE,
@@ -119,7 +119,7 @@ class PlacementTable:
             for row in self.parameters[parameter]
         }
 
-    def with_owners(self, asked: Iterable[Mapping[str, LeafOfMatrices]]) -> "PlacementTable":
+    def with_owners(self, asked: Iterable[Mapping[str, Matrices]]) -> "PlacementTable":
         """The table with the stacks of matrices that each function of them is asked for."""
         stacks = [s for leaves in asked for s in owned_stacks(leaves, self.rows, self.mesh)]
         return replace(self, owned=tuple(stacks))

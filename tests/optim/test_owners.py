@@ -15,7 +15,7 @@ from jaxspeed.optim.owners import by_owners, matrices_asked
 from jaxspeed.placement import Leaf
 from jaxspeed.placement.matrices import view_of
 from jaxspeed.placement.mesh import build_mesh
-from jaxspeed.placement.owned import LeafOfMatrices
+from jaxspeed.placement.owned import Matrices
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.table import build_table
 from jaxspeed.planner.plan import Plan
@@ -201,7 +201,7 @@ def test_a_device_computes_and_sends_its_share(mesh):
     table = build_table(leaves, made, stage=3)
     views = {leaf.path: view_of(leaf.shape, leaf.stacked, None) for leaf in leaves}
     table = table.with_owners(
-        [{path: LeafOfMatrices(view, frozenset(), jnp.float32) for path, view in views.items()}]
+        [{path: Matrices(view, frozenset(), jnp.float32) for path, view in views.items()}]
     )
 
     def update(arrays):
