@@ -109,11 +109,10 @@ def build(
     held_out = Split(held, shuffle=False, **how) if held else None
     _check_sizes(data, parts, train, batch_size)
     total = _sum_of(counted, encoder)
-    if pairs is not None and total.labelled and total.desirable in (0, total.labelled):
+    labelled = total.labelled if isinstance(total, PairCounts) else 0
+    if labelled and total.desirable in (0, labelled):
         kind = ("false", "true")[total.desirable > 0]
-        raise DataError(
-            f"data: all {total.labelled:,} labels are {kind}; needs true and false ones"
-        )
+        raise DataError(f"data: all {labelled:,} labels are {kind}; needs true and false ones")
     identity: dict[str, Any] = {
         "parts": [[p.digest, w] for p, w in zip(parts, weights)],
         "tokenizer": tokenizer.to_bytes().decode(errors="surrogateescape") if tokenizer else None,

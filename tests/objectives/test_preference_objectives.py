@@ -257,7 +257,7 @@ def test_a_mixture_counts_its_experts_tokens_without_dropout():
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "smoothing without effect": (
         {"type": "dpo", "label_smoothing": 0.1},
-        "objective.label_smoothing: found 0.1 with sigmoid. It acts in the types robust and "
+        "objective.label_smoothing: found 0.1 with sigmoid. It acts in robust and "
         "exo_pair alone: remove it.",
     ),
     "exo_pair without smoothing": (
@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "CPO's smoothing without effect": (
         {"type": "cpo", "loss_type": "hinge", "label_smoothing": 0.1},
-        "objective.label_smoothing: found 0.1 with hinge. It acts in the types sigmoid and simpo",
+        "objective.label_smoothing: found 0.1 with hinge. It acts in sigmoid and simpo",
     ),
     "a margin without effect": (
         {"type": "cpo", "simpo_gamma": 1.0},
