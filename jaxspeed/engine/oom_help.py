@@ -130,4 +130,6 @@ def _otherwise(
         offload=offload or offload_of(zero),
         codecs=program.table.codecs,
     )
+    if not offload:  # state in host memory has no owners
+        table = table.with_owners(stack.asked for stack in program.table.owned)
     return table.with_state(program.layout.over(table).places, program.table.extra)

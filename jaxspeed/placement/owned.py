@@ -170,6 +170,12 @@ class OwnedStack:
         return frozenset(self.layouts)
 
     @property
+    def asked(self) -> dict[str, Asked]:
+        """What its function reads of each leaf."""
+        states = self.states, self.dtype
+        return {path: Asked(layout.view, *states) for path, layout in self.layouts.items()}
+
+    @property
     def _first(self) -> _Layout:
         return next(iter(self.layouts.values()))
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspeed.config import load_config
+from jaxspeed.engine.oom_help import _otherwise as otherwise
+from jaxspeed.engine.oom_help import stored_bytes
 from jaxspeed.hlo import collectives
 from jaxspeed.hlo.cost import cost
 from jaxspeed.optim.muon import orthogonalize
@@ -175,6 +177,17 @@ def test_tables_and_plans_show_who_computes_matrices_and_what_is_sent():
     for shown in (made.table, Plan(made, None, None)):
         words = " ".join(str(shown).split())  # a plan is narrow: its cells are wrapped
         assert "3 of 16x16 blocks/0/linear" in words and "1 1.02 kB 1.02 kB" in words
+
+
+@pytest.mark.sampled
+def test_another_stage_is_said_to_free_what_it_does():
+    tables = {}
+    for stage in (1, 3):
+        optimizer = {"type": "SOAP", "params": TYPES["SOAP"]}
+        built = program("llama", stage, {"data": 8}, optimizer=optimizer)
+        tables[stage] = built.table
+        for other, table in tables.items():
+            assert stored_bytes(otherwise(built, stage=other)) == stored_bytes(table)
 
 
 def test_a_function_without_placements_asks_for_no_owners():
