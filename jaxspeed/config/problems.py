@@ -192,7 +192,7 @@ def _how_to_write(kind: str, value: Any) -> tuple[str, list[Any]]:
             return f"Write {value.strip()} without quotes.", [new]
         return "", []
     if kind == "int_type" and isinstance(value, float):
-        return (f"Write {round(value)}.", []) if abs(value) < 1e18 else ("", [])
+        return (f"Write {round(value)}.", []) if 0.5 < abs(value) < 1e18 else ("", [])
     if kind == "bool_type" and value in (0, 1):
         return f"Write {shown(bool(value))}.", [bool(value)]
     if kind == "bool_type" and str(value).lower() in ("true", "false"):
