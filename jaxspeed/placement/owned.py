@@ -170,10 +170,10 @@ class OwnedStack:
         return frozenset(self.layouts)
 
     @property
-    def asked(self) -> dict[str, Asked]:
+    def asked(self) -> dict[str, Matrices]:
         """What its function reads of each leaf."""
         states = self.states, self.dtype
-        return {path: Asked(layout.view, *states) for path, layout in self.layouts.items()}
+        return {path: Matrices(layout.view, *states) for path, layout in self.layouts.items()}
 
     @property
     def _first(self) -> _Layout:
