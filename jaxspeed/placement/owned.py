@@ -3,7 +3,7 @@
 ZeRO and the model axes store shards of a parameter; orthogonalization, QR and eigenvectors need
 entire matrices. The matrices of all parameters of one shape, up to transposition, form a stack, of
 which each device owns `ceil(count / ranks)`. One all-to-all brings the shards to the owners, one
-brings the results back. What a stage of the pipeline or a rank of `expert` stores, its devices own.
+brings the results back. Where `pipe` or `expert` shards the stack, a rank owns what it stores.
 """
 
 import math
@@ -26,12 +26,12 @@ from jaxspeed.placement.specs import as_entry, by_dim, entry_axes
 Arrays = dict[str, jax.Array]
 OfStack = Callable[[MatrixView, Arrays], Arrays]
 BY_MATRIX = "by_matrix"  # the segment of a path, below which state stays with the owners
-SCOPE = "owners"  # of the operations at the owners, in traced and compiled programs
+SCOPE = "owners"  # named scope of the operations at the owners
 UPDATE = "update"  # the array of `OfStack` that is exchanged; all others stay with the owners
 
 
 class Asked(NamedTuple):
-    """What a function of stacks reads of a leaf."""
+    """What a function of stacks of matrices reads of a leaf."""
 
     view: MatrixView
     states: frozenset[str]  # the names of the arrays that stay with the owners
@@ -240,7 +240,7 @@ class OwnedStack:
 
     @cached_property
     def _layout_ids(self) -> np.ndarray:
-        """Of each position in the padded stack, which of `_distinct` its matrix has."""
+        """Index in `_distinct` of each matrix's layout, by its position in the padded stack."""
         keys = [_matrix_layout(layout) for layout in self._distinct]
         ids = [keys.index(_matrix_layout(x)) for x in self.layouts.values() for _ in range(x.count)]
         length = self.count if self.everywhere else self.share * self.ranks
@@ -273,7 +273,7 @@ class OwnedStack:
 
     @property
     def first(self) -> str:
-        """The path under which a train state has them."""
+        """The parameter under whose path a train state has them."""
         return next(iter(self.layouts))
 
     @property
@@ -347,7 +347,7 @@ class OwnedStack:
         return results
 
     def _by_layout(self, forms: Sequence[jax.Array], dim: int) -> jax.Array:
-        """Of each matrix along `dim`, the form of its layout."""
+        """Select for each matrix along `dim` the form that its layout has."""
         first, *others = forms
         if not others:
             return first
@@ -389,7 +389,7 @@ def _matrix_layout(layout: _Layout) -> Any:
 
 
 def _piece(pieces: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The one of `[ranks, ...]` with this device's rank over the axes."""
+    """This device's entry of `[ranks, ...]`, by its rank over the axes."""
     if not axes:
         return pieces.reshape(pieces.shape[1:])
     return jax.lax.dynamic_index_in_dim(pieces, jax.lax.axis_index(tuple(axes)), keepdims=False)
