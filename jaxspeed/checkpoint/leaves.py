@@ -52,8 +52,8 @@ class SavedLeaf:
       key: the implementation of a random key, of which the data is saved.
       encoded: the arrays of a codec other than PLAIN.
       parts: of a parameter whose layers are stored apart: these leaves, by their names in a state.
-        Of one that is packed the leaf that has it.
-      packed: the leaves of a state that are stored together, of which this is one.
+        Of a packed leaf the one that a state has instead.
+      packed: the leaves that a state stores together, of which this is one.
     """
 
     shape: tuple[int, ...]
@@ -156,7 +156,8 @@ def join(name: str, leaf: SavedLeaf, parts: Mapping[str, Any]) -> jax.Array:
     """The value of a leaf with parts, as it is saved; called inside jit, which sorts `parts`."""
     if leaf.packed:
         (stack,) = parts.values()
-        return leaf.packed.unpack(on_device(stack))[name.rpartition("opt/")[2]]
+        values = leaf.packed.unpack(on_device(stack))
+        return next(x for path, x in values.items() if f"/{name}".endswith(f"/opt/{path}"))
     values = [unpad(on_device(parts[name]), part.shape) for name, part in leaf.parts.items()]
     return pad(jnp.concatenate(values).astype(leaf.stored.dtype), leaf.stored.shape)
 

@@ -1,6 +1,5 @@
 """Restoring of a full train state from a checkpoint of any mesh, ZeRO stage and precision."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -262,21 +261,18 @@ def donatable_arrays(
 
 
 def _groups(leaves: Mapping[str, SavedLeaf]) -> Iterator[list[str]]:
-    total, number, last = 0, 0, ""
-
-    def unit(name: str) -> str:
-        group = leaves[name].packed
-        return group.first if group else ""
-
-    def group(name: str) -> int:
-        nonlocal total, number, last
-        total += leaves[name].nbytes
-        if not unit(name) or unit(name) != last:  # what is packed together is restored together
-            number, last = total // _COPY_BYTES, unit(name)
-        return number
-
-    for _, names in itertools.groupby(sorted(leaves, key=unit), group):
-        yield list(names)
+    """Names of leaves that are copied at once; what is packed together is in one list."""
+    units: dict[str, list[str]] = {}
+    for name, leaf in leaves.items():
+        units.setdefault(f"opt/{leaf.packed.first}" if leaf.packed else name, []).append(name)
+    names: list[str] = []
+    for unit in units.values():
+        names += unit
+        if sum(leaves[name].nbytes for name in names) >= _COPY_BYTES:
+            yield names
+            names = []
+    if names:
+        yield names
 
 
 def _check(

@@ -3,7 +3,7 @@
 ZeRO and the model axes store shards of a parameter; orthogonalization, QR and eigenvectors need
 entire matrices. The matrices of all parameters of one shape, up to transposition, form a stack, of
 which each device owns `ceil(count / ranks)`. One all-to-all brings the shards to the owners, one
-brings the results back. What a stage of the pipeline or a rank of `expert` stores, its devices own.
+brings the results back. Where `pipe` or `expert` shards the stack, a rank owns what it stores.
 """
 
 import math
@@ -26,12 +26,17 @@ from jaxspeed.placement.specs import as_entry, by_dim, entry_axes
 Arrays = dict[str, jax.Array]
 OfStack = Callable[[MatrixView, Arrays], Arrays]
 BY_MATRIX = "by_matrix"  # the segment of a path, below which state stays with the owners
-SCOPE = "owners"  # of the operations at the owners, in traced and compiled programs
+SCOPE = "owners"  # named scope of the operations at the owners
 UPDATE = "update"  # the array of `OfStack` that is exchanged; all others stay with the owners
 
 
+<<<<<<< HEAD
 class Matrices(NamedTuple):
     """What a function of stacks reads of a leaf."""
+=======
+class Asked(NamedTuple):
+    """What a function of stacks of matrices reads of a leaf."""
+>>>>>>> 5ecf5d18e860bcada2ac878f9010d7ea5b27a8f9
 
     view: MatrixView
     states: frozenset[str]  # the names of the arrays that stay with the owners
@@ -89,67 +94,72 @@ class _Layout:
 
     def joined(self, shards: jax.Array, axes: Sequence[str]) -> jax.Array:
         """`[shards, n, elements]` of n matrices as `[n, rows, columns]`."""
-        stack, n = self.view.stack, shards.shape[1]
-        local, spec = self.local[stack:], self.spec[stack:]
-        x = shards[..., : self.elements]
-        x = x.reshape(*(self.sizes[axis] for axis in axes), n, *local)
-        order = [len(axes)]
-        for dim, entry in enumerate(spec):
-            order += [*map(axes.index, entry), len(axes) + 1 + dim]
-        full = self.stored[stack:]
-        x = x.transpose(order).reshape(n, *full)
-        x = unpad(x, (n, *self.view.shape[stack:])).reshape(n, *self.view.matrix)
+        n = shards.shape[1]
+        x = self._of_matrices(n, axes).merged(shards[..., : self.elements])
+        x = unpad(x, (n, *self.view.shape[self.view.stack :])).reshape(n, *self.view.matrix)
         return x.mT if self.transposed else x
 
     def split(self, matrices: jax.Array, axes: Sequence[str], elements: int) -> jax.Array:
         """The inverse of `joined`, with shards padded to so many elements."""
         stack, n = self.view.stack, matrices.shape[0]
-        local, spec = self.local[stack:], self.spec[stack:]
         x = matrices.mT if self.transposed else matrices
         x = pad(x.reshape(n, *self.view.shape[stack:]), (n, *self.stored[stack:]))
-        sizes, back = [n], [0]
-        front: list[int] = []
-        for size, entry in zip(local, spec, strict=True):
-            front += range(len(sizes), len(sizes) + len(entry))
-            sizes += [*(self.sizes[axis] for axis in entry), size]
-            back.append(len(sizes) - 1)
-        named = [axis for entry in spec for axis in entry]
-        first = [front[named.index(axis)] for axis in axes]
-        x = x.reshape(sizes).transpose(*first, *back).reshape(-1, n, self.elements)
+        x = self._of_matrices(n, axes).divided(x).reshape(-1, n, self.elements)
         return pad(x, (*x.shape[:2], elements))
 
     def by_rank(self, x: jax.Array) -> jax.Array:
         """`[*stack, ...]` as `[ranks over the stack, count, ...]`."""
-        stack, (sizes, ranks, local) = self.view.stack, self._divided
+        stack = self.view.stack
         rest = self.view.matrix if x.shape == self.view.shape else x.shape[stack:]
-        x = x.reshape(*self.view.shape[:stack], *rest)
-        x = pad(x, (*self.stored[:stack], *rest)).reshape(*sizes, *rest)
-        inner = range(len(sizes), len(sizes) + len(rest))
-        return x.transpose(*ranks, *local, *inner).reshape(-1, self.count, *rest)
+        x = pad(x.reshape(*self.view.shape[:stack], *rest), (*self.stored[:stack], *rest))
+        return self._of_stack(rest).divided(x).reshape(-1, self.count, *rest)
 
     def of_ranks(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `by_rank`, of this shape."""
-        stack, (sizes, ranks, local) = self.view.stack, self._divided
-        order, rest = [*ranks, *local], x.shape[2:]
-        x = x.reshape(*(sizes[dim] for dim in order), *rest)
-        inner = range(len(sizes), len(sizes) + len(rest))
-        x = x.transpose(*map(order.index, range(len(sizes))), *inner)
-        x = x.reshape(*self.stored[:stack], *rest)
-        return unpad(x, (*self.view.shape[:stack], *rest)).reshape(shape)
+        rest = x.shape[2:]
+        x = self._of_stack(rest).merged(x)
+        return unpad(x, (*self.view.shape[: self.view.stack], *rest)).reshape(shape)
 
-    @cached_property
-    def _divided(self) -> tuple[list[int], list[int], list[int]]:
-        """The stack's dims divided by axes: sizes, the dims of ranks, the dims of a shard."""
+    def _of_matrices(self, n: int, axes: Sequence[str]) -> "_Shards":
+        local, spec = self.local[self.view.stack :], self.spec[self.view.stack :]
+        return _Shards((n, *local), ((), *spec), axes, self.sizes)
+
+    def _of_stack(self, rest: tuple[int, ...]) -> "_Shards":
+        local, spec = self.local[: self.view.stack], self.spec[: self.view.stack]
+        return _Shards((*local, *rest), (*spec, *[()] * len(rest)), self.stacking, self.sizes)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """The shards of an array: their shape, by dim the axes, and the axes in the ranks' order."""
+
+    local: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+    axes: Sequence[str]
+    sizes: Mapping[str, int]
+
+    def divided(self, x: jax.Array) -> jax.Array:
+        """The array as `[ranks, *local]`."""
+        sizes, order = self._dims
+        return x.reshape(sizes).transpose(order).reshape(-1, *self.local)
+
+    def merged(self, x: jax.Array) -> jax.Array:
+        """The inverse of `divided`."""
+        sizes, order = self._dims
+        x = x.reshape([sizes[dim] for dim in order]).transpose(np.argsort(order))
+        return x.reshape([n * product(a, self.sizes) for n, a in zip(self.local, self.spec)])
+
+    @property
+    def _dims(self) -> tuple[list[int], list[int]]:
+        """The sizes of dims, each divided by its axes, and their order: `axes`, then `local`."""
         sizes: list[int] = []
         of_axis: dict[str, int] = {}
-        local: list[int] = []
-        for axes, size in zip(self.spec[: self.view.stack], self.local, strict=False):
-            for axis in axes:
-                of_axis[axis] = len(sizes)
-                sizes.append(self.sizes[axis])
-            local.append(len(sizes))
-            sizes.append(size)
-        return sizes, [of_axis[axis] for axis in self.stacking], local
+        inside = []
+        for size, axes in zip(self.local, self.spec, strict=True):
+            of_axis |= {axis: len(sizes) + i for i, axis in enumerate(axes)}
+            sizes += [*(self.sizes[axis] for axis in axes), size]
+            inside.append(len(sizes) - 1)
+        return sizes, [*(of_axis[axis] for axis in self.axes), *inside]
 
 
 @dataclass(frozen=True)
@@ -235,7 +245,7 @@ class OwnedStack:
 
     @cached_property
     def _layout_ids(self) -> np.ndarray:
-        """Of each position in the padded stack, which of `_distinct` its matrix has."""
+        """Index in `_distinct` of each matrix's layout, by its position in the padded stack."""
         keys = [_matrix_layout(layout) for layout in self._distinct]
         ids = [keys.index(_matrix_layout(x)) for x in self.layouts.values() for _ in range(x.count)]
         length = self.count if self.everywhere else self.share * self.ranks
@@ -268,7 +278,7 @@ class OwnedStack:
 
     @property
     def first(self) -> str:
-        """The path under which a train state has them."""
+        """The parameter under whose path a train state has them."""
         return next(iter(self.layouts))
 
     @property
@@ -342,7 +352,7 @@ class OwnedStack:
         return results
 
     def _by_layout(self, forms: Sequence[jax.Array], dim: int) -> jax.Array:
-        """Of each matrix along `dim`, the form of its layout."""
+        """Select for each matrix along `dim` the form that its layout has."""
         first, *others = forms
         if not others:
             return first
@@ -384,7 +394,7 @@ def _matrix_layout(layout: _Layout) -> Any:
 
 
 def _piece(pieces: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The one of `[ranks, ...]` with this device's rank over the axes."""
+    """This device's entry of `[ranks, ...]`, by its rank over the axes."""
     if not axes:
         return pieces.reshape(pieces.shape[1:])
     return jax.lax.dynamic_index_in_dim(pieces, jax.lax.axis_index(tuple(axes)), keepdims=False)

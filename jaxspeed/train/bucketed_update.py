@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.errors import ConfigError
 from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, StreamedUpdate, Updated
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.placement.paths import flat_with_paths
@@ -48,11 +47,6 @@ def bucket_paths(program: Program) -> tuple[tuple[str, ...], ...]:
 
 def separated_update(program: Program) -> StreamedUpdate:
     """The optimizer's update, separated per parameter."""
-    if program.layout.packed:
-        raise ConfigError(
-            "optimizer.type: the state of this optimizer's matrices is stored with their owners, "
-            "and servers update each parameter alone; give each server one device"
-        )
     parts = (program.table, program.model, program.layout, program.optimizer.transform)
     return StreamedUpdate(*parts, by_layer=False, ema_decay=program.optimizer.ema_decay)
 

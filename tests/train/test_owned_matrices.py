@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxspeed
+from jaxspeed.placement.paths import flat_with_paths
 from tests.engine import tiny
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
@@ -87,6 +88,33 @@ def test_a_checkpoint_has_states_by_parameter_and_goes_on_on_another_mesh(type_,
     more = losses(ours, range(4, 8))
     assert losses(again, range(4, 8)) == more
     np.testing.assert_allclose(losses(other, range(4, 8)), more, rtol=1e-5)
+
+
+class Adopting(tiny.Listed):
+    """A parameter's path has the segment of a state's names that is the optimizer's."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.opt = self.blocks
+        del self.blocks
+
+    def __call__(self, x):
+        x = self.input(x)
+        for block in self.opt:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.sampled
+def test_a_parameter_named_as_the_state_is_saved(tmp_path):
+    optimizer = {"type": "NorMuon", "params": PARAMS["NorMuon"]}
+    ours, again = (tiny.engine(Adopting, stage=1, optimizer=optimizer) for _ in range(2))
+    ours.train_batch(tiny.batch())
+    ours.save_checkpoint(tmp_path)
+    ours.wait()
+    again.load_checkpoint(tmp_path)
+    for path, x in flat_with_paths(ours.state.opt).items():
+        np.testing.assert_array_equal(flat_with_paths(again.state.opt)[path], x, err_msg=path)
 
 
 ELSEWHERE = {
