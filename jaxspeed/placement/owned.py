@@ -30,13 +30,8 @@ SCOPE = "owners"  # named scope of the operations at the owners
 UPDATE = "update"  # the array of `OfStack` that is exchanged; all others stay with the owners
 
 
-<<<<<<< HEAD
 class Matrices(NamedTuple):
-    """What a function of stacks reads of a leaf."""
-=======
-class Asked(NamedTuple):
     """What a function of stacks of matrices reads of a leaf."""
->>>>>>> 5ecf5d18e860bcada2ac878f9010d7ea5b27a8f9
 
     view: MatrixView
     states: frozenset[str]  # the names of the arrays that stay with the owners
