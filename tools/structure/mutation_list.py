@@ -52,8 +52,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_muon_updates_hidden_matrices_and_adam_the_rest[rates0-0.03-0.03-gram]",
     ),
     (
-        "gram = p @ gram @ p if i + 1 < iterations else gram",
-        "gram = p @ gram if i + 1 < iterations else gram",
+        "gram = times(times(p, gram), p) if i + 1 < iterations else gram",
+        "gram = times(p, gram) if i + 1 < iterations else gram",
         "test_muon_updates_hidden_matrices_and_adam_the_rest[rates0-0.03-0.03-gram]",
     ),
     (
