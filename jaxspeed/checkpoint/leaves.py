@@ -156,8 +156,8 @@ def join(name: str, leaf: SavedLeaf, parts: Mapping[str, Any]) -> jax.Array:
     """The value of a leaf with parts, as it is saved; called inside jit, which sorts `parts`."""
     if leaf.packed:
         (stack,) = parts.values()
-        values = leaf.packed.unpack(on_device(stack))
-        return next(x for path, x in values.items() if f"/{name}".endswith(f"/opt/{path}"))
+        leaves = leaf.packed.unpack(on_device(stack))
+        return next(x for path, x in leaves.items() if f"/{name}".endswith(f"/opt/{path}"))
     values = [unpad(on_device(parts[name]), part.shape) for name, part in leaf.parts.items()]
     return pad(jnp.concatenate(values).astype(leaf.stored.dtype), leaf.stored.shape)
 

@@ -45,10 +45,6 @@ class MatrixView:
         """The leaf as `[count, rows, columns]`."""
         return x.reshape(self.count, *self.matrix)
 
-    def unstacked(self, x: jax.Array) -> jax.Array:
-        """The leaf of its matrices."""
-        return x.reshape(self.shape)
-
     def divided(self, x: jax.Array) -> jax.Array:
         """Matrices `[n, rows, columns]` as their heads `[n heads, rows, columns / heads]`."""
         if self.heads == 1:

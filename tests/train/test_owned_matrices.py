@@ -79,8 +79,8 @@ def test_a_checkpoint_has_states_by_parameter_and_goes_on_on_another_mesh(type_,
     ours.wait()
     (header,) = tmp_path.glob("*/checkpoint.json")
     names = header.read_text()
-    for state in {"SOAP": ("mu", "gram_columns"), "NorMuon": ("second_moment",)}[type_]:
-        assert f"by_matrix/{state}/blocks/mlp/{'up/kernel' if 'llama' in case else 'w_up'}" in names
+    for state in {"SOAP": ("mu", "columns", "gram_columns"), "NorMuon": ("second_moment",)}[type_]:
+        assert f"by_matrix/{state}/blocks/attn/k_proj/kernel" in names
     again = engine(type_, *CASES[case])
     other = engine(type_, CASES[case][0], 1, {"data": 4, "replica": 2}, 1)
     for each in (again, other):
