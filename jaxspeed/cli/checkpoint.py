@@ -76,6 +76,8 @@ def add(commands: Any) -> None:
 
 
 def _folder(args: argparse.Namespace) -> str:
+    if "://" not in args.folder and not os.path.isdir(args.folder):
+        raise ConfigError(f"{args.folder}: no such folder")
     import jax
 
     from jaxspeed.checkpoint.stores import checkpoints_of, is_local

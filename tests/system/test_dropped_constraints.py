@@ -114,7 +114,7 @@ COLLECTIVES = {
 OF_DEVICES = {
     "collective_matmul.py", "stage_shard_map.py", "stage_layout.py", "packed_layout.py", "steps.py",
     "own_axes.py", "dispatch.py", "sequence_passes.py", "programs.py",
-    "windows.py",
+    "windows.py", "owned.py",
 }  # fmt: skip
 
 
@@ -129,7 +129,8 @@ def test_per_device_code_states_no_collective_of_its_own():
     (steps.py) has test_a_dropped_ring_step_changes_the_sum in test_ring_steps.py. What a mixture
     exchanges (dispatch.py) has its mutations in tests/moe/test_dispatch.py, and attention over
     sequences (sequence_passes.py) in tests/sequence/test_sequence_attention.py, as what neighbours
-    of a window send (windows.py) in tests/sequence/test_windows.py; programs.py shows bugs of JAX.
+    of a window send (windows.py) in tests/sequence/test_windows.py. Without the exchange of owners
+    (owned.py) every number of tests/optim/test_owners.py is wrong; programs.py shows bugs of JAX.
     """
     called = {
         node.attr if isinstance(node, ast.Attribute) else node.id
