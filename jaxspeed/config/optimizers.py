@@ -221,6 +221,8 @@ OPTIMIZERS: dict[str, type[Section]] = {
 # Rates of matrices and of other parameters where the config has none.
 TWO_RATES = {"Muon": (0.02, 3e-4), "NorMuon": (0.01, 3e-4)}
 
+OF_MATRICES = ("Muon", "NorMuon", "SOAP")  # those that need entire matrices
+
 PAGED = "Paged"  # the start of a name: the state is offloaded to host memory
 
 # Names in Hugging Face's Trainer and in axolotl.

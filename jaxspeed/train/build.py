@@ -226,7 +226,8 @@ def _placed(
         codecs=(*codecs, *rules, *optimizer.codecs),
     )
     layout = _layout_of(table, read.model, optimizer.transform)
-    if table.mesh.size > 1 and not _is_streamed(table, optimizer):
+    several = table.mesh.size > 1
+    if several and optimizer.sees_matrices and not _is_streamed(table, optimizer):
         table = _with_owners(table, read.model, layout, optimizer.transform)
         layout = layout.over(table) if table.owned else layout
     rings = rings_of(config.parallel, mesh)

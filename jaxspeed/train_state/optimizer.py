@@ -11,6 +11,7 @@ import optax
 
 from jaxspeed.config import Config, match
 from jaxspeed.config.auto import DECAY_END
+from jaxspeed.config.optimizers import OF_MATRICES
 from jaxspeed.config.schema import Fp16
 from jaxspeed.config.tree import read
 from jaxspeed.errors import ConfigError
@@ -48,6 +49,7 @@ class RunOptimizer:
     learning_rates: Callable[[jax.Array], dict[str, jax.Array]]  # of the completed updates
     ema_decay: float | None
     codecs: Sequence[AssignsCodecs] = ()  # of its moments
+    sees_matrices: bool = True  # whether its update may call `by_owners`
 
 
 def optimizer_of(
@@ -138,6 +140,7 @@ def optimizer_of(
         learning_rates,
         section.ema_decay,
         codecs,
+        sees_matrices=section.type in OF_MATRICES,
     )
 
 
