@@ -107,7 +107,7 @@ def _here(args: argparse.Namespace) -> int:
     from jaxspeed.metrics.start_lines import start_lines
 
     check_start(config)
-    with start_lines(out(stderr=args.json))(IMPORTS):
+    with start_lines(None if args.quiet else out(stderr=args.json))(IMPORTS):
         from jaxspeed.run import source_of
 
         source = source_of(config, name=str(args.config))
