@@ -30,10 +30,19 @@ from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.engine.step_report import compiled_report
 from jaxspeed.engine.values import averaged_state, averages_of, parameters_of, with_values
 from jaxspeed.errors import ConfigError, JaxspeedError
-from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
+from jaxspeed.generation import (
+    SEGMENT,
+    Generated,
+    Generation,
+    Generator,
+    Request,
+    Rollout,
+    Sampling,
+    TextTokenizer,
+)
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
-from jaxspeed.interop.pretrained import tokenizer_of
+from jaxspeed.interop.pretrained import ends_of, tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.objectives.terms_and_metrics import TOTALS
@@ -469,7 +478,7 @@ class Engine(DeepSpeedHabits):
         Prompts are texts or lists of tokens, of any lengths. On several processes it is called on
         each, with equal arguments. `options` are those of `stream`.
         """
-        return self.stream(prompts, tokens, **options).finish()
+        return self.stream(prompts, tokens, steps=SEGMENT, **options).finish()
 
     @watched("generate")
     def stream(
@@ -487,6 +496,7 @@ class Engine(DeepSpeedHabits):
         seed: int = 0,
         context: int | None = None,
         tokenizer: TextTokenizer | None = None,
+        steps: int = 1,
     ) -> Generation:
         """`generate`, as an iterator of pieces: (number of the prompt, new text, token).
 
@@ -499,19 +509,79 @@ class Engine(DeepSpeedHabits):
           context: tokens that the model sees at most, by default its max_position_embeddings; a
             longer text is continued from its last half.
           tokenizer: with `encode` and `decode`; by default that of a pretrained model's folder.
+          steps: tokens that a piece has at most.
 
         Raises:
           ConfigError: an argument that is not allowed, before anything is compiled.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        program, state = self.runnable
-        tokenizer = tokenizer or tokenizer_of(program.model.weights)
+        state, generator = self._generates()
+        tokenizer = tokenizer or tokenizer_of(generator.program.model.weights)
         request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
+        generation = generator.start(state, request, steps)
+        generation.schedule.around = partial(self.watching, "generate")
+        return generation
+
+    def rollout(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        tokens: int = 512,
+        *,
+        generations: int = 1,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        seed: int | None = None,
+        step: int | None = None,
+        context: int | None = None,
+        tokenizer: TextTokenizer | None = None,
+        **layout: int,
+    ) -> Rollout:
+        """Sample completions of many prompts, with log-probabilities, from the current parameters.
+
+        Finished rows are refilled. A completion has at most `tokens` tokens, of which the last may
+        be an end: the tokenizer's, those of the folder's generation_config.json, or `stop_tokens`.
+        Prompts that exceed the context with so many tokens are dropped. Arguments that are not
+        below are those of `stream`; on several processes they are equal.
+
+        Args:
+          generations: completions of each prompt.
+          repetition_penalty: refused, unless it is 1.
+          seed, step: tokens are drawn from `fold_in` of the seed's key with the step, the numbers
+            of prompt and generation, and that of the token; by default the run's.
+          layout: `segment`, the tokens after which texts are looked at (32); `block`, the rows that
+            a device computes together (8 on CPUs, 64 elsewhere), on which bits depend; `groups` of
+            such rows with caches of their own (2).
+
+        Raises:
+          ConfigError: an argument that is not allowed, or no prompt fits into the context.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        state, generator = self._generates()
+        weights = generator.program.model.weights
+        tokenizer = tokenizer or tokenizer_of(weights)
+        seed = self.config.run.seed if seed is None else seed
+        request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
+        return generator.rollout(
+            state,
+            request,
+            ends_of(weights),
+            generations=generations,
+            step=self._reporter.step if step is None else step,
+            around=partial(self.watching, "rollout"),
+            **layout,
+        )
+
+    def _generates(self) -> tuple[TrainState, Generator]:
+        """(the state of the model that runs, its generator)."""
+        program, state = self.runnable
         if self._generator is None or self._generator.program is not program:
             self._generator = Generator(program, once=self._gathered.once(program))
-        generation = self._generator.start(state, request)
-        generation.around = partial(self.watching, "generate")
-        return generation
+        return state, self._generator
 
     # -- inspection -----------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from jaxspeed import ops
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.next_tokens import IGNORED
 
-
 # The batch's array of the distributions that tokens were drawn from: see `ops.token_logprobs`.
 THRESHOLDS = "thresholds"
 
