@@ -519,7 +519,7 @@ class Engine(DeepSpeedHabits):
         tokenizer = tokenizer or tokenizer_of(generator.program.model.weights)
         request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
         generation = generator.start(state, request, steps)
-        generation.schedule.around = partial(self.watching, "generate")
+        generation.batching.around = partial(self.watching, "generate")
         return generation
 
     def rollout(

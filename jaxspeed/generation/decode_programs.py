@@ -21,6 +21,7 @@ from jaxspeed.generation.sampling_rules import Drawn, draw
 from jaxspeed.objectives.model_logprobs import call_parameters
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.rules import model_sharding
+from jaxspeed.placement.xla_options import without_ynnpack
 from jaxspeed.traced_loss.loss import Outputs
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
@@ -34,7 +35,7 @@ NO_TOKEN = np.iinfo(np.int32).max
 UNDRAWN = -1  # in place of a token, where a sequence draws none
 
 
-class Rows(NamedTuple):
+class DecodeRows(NamedTuple):
     """What `decode` reads and updates of each sequence.
 
     A row with a known next token reads it; the others draw one.
@@ -156,7 +157,7 @@ class ForwardPrograms:
         in_shardings = (self._caches, self._caches, self._rows)
         return self._jit(insert, in_shardings, self._caches, donate_argnums=0)
 
-    def decode(self, *args: Any) -> tuple[Arrays, Rows, Drawn, jax.Array]:
+    def decode(self, *args: Any) -> tuple[Arrays, DecodeRows, Drawn, jax.Array]:
         """`decode(state, caches, rows, steps, draws)`: up to `steps` more tokens of each row.
 
         Without `loops` it is one. Donates the caches.
@@ -165,12 +166,14 @@ class ForwardPrograms:
           (caches, rows, what was drawn [rows, segment], the number of tokens that were read)
         """
         self._decode_compiled()
-        outputs: tuple[Arrays, Rows, Drawn, jax.Array] = self._decode(*args)
+        outputs: tuple[Arrays, DecodeRows, Drawn, jax.Array] = self._decode(*args)
         return outputs
 
     @functools.cached_property
     def _decode(self) -> Any:
-        def decode(state: ModelState, caches: Arrays, rows: Rows, steps: Any, draws: Draws) -> Any:
+        def decode(
+            state: ModelState, caches: Arrays, rows: DecodeRows, steps: Any, draws: Draws
+        ) -> Any:
             keys = jax.random.wrap_key_data(
                 jnp.broadcast_to(draws.key, (len(rows.place), *draws.key.shape))
             )
@@ -205,7 +208,7 @@ class ForwardPrograms:
         shardings = (self._caches, self._rows, self._replicated, self._replicated)
         return self._jit(decode, in_shardings, shardings, donate_argnums=1)
 
-    def check(self, rows: Rows, draws: Draws) -> None:
+    def check(self, rows: DecodeRows, draws: Draws) -> None:
         """Raise ModelError if the model cannot be called with its caches.
 
         `decode` compiles from now on, in the background, for such rows.
@@ -238,8 +241,14 @@ class ForwardPrograms:
         return self._jit(self.cached.fresh, (), self._caches)
 
     def _jit(self, function: Any, in_shardings: Any, shardings: Any, **options: Any) -> Any:
-        at = {"in_shardings": in_shardings, "out_shardings": shardings}
-        return self._program.jit(function, **at, **options)
+        """Compile, with the same kernels on any number of devices."""
+        return jax.jit(
+            self._program.in_mesh(function),
+            in_shardings=in_shardings,
+            out_shardings=shardings,
+            compiler_options=without_ynnpack(self._program.mesh),
+            **options,
+        )
 
     @property
     def _rows(self) -> NamedSharding:
@@ -267,8 +276,8 @@ class ForwardPrograms:
         return places
 
     def _next(
-        self, state: ModelState, caches: Arrays, rows: Rows, draws: Draws, keys: jax.Array
-    ) -> tuple[Arrays, Rows, Drawn]:
+        self, state: ModelState, caches: Arrays, rows: DecodeRows, draws: Draws, keys: jax.Array
+    ) -> tuple[Arrays, DecodeRows, Drawn]:
         """Read one token of each row, and draw one where the next is not known."""
         place, active = rows.place, rows.left > 0
         if self.cached is None:

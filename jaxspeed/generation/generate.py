@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.generation.continuous_batching import ContinuousBatching, GroupShape, Runs
 from jaxspeed.generation.decode_programs import SEGMENT, UNDRAWN, Draws, ForwardPrograms
-from jaxspeed.generation.rollout import Completion, Rollout
+from jaxspeed.generation.rollout import Rollout, SampledCompletion
 from jaxspeed.generation.sampling_rules import Sampling
-from jaxspeed.generation.schedule import Runs, Schedule, Shape
 from jaxspeed.generation.text import TextTokenizer, end_of
 from jaxspeed.generation.text_row import SMALLEST, TextRow, bucket
 from jaxspeed.train.gather_once import GatherOnce
@@ -118,8 +118,8 @@ class TextPiece(NamedTuple):
 class Generation:
     """A request that is being generated: an iterator over pieces of its texts."""
 
-    def __init__(self, rows: list[TextRow], schedule: Schedule) -> None:
-        self._rows, self.schedule = rows, schedule
+    def __init__(self, rows: list[TextRow], batching: ContinuousBatching) -> None:
+        self._rows, self.batching = rows, batching
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[TextPiece]:
@@ -132,7 +132,7 @@ class Generation:
         return [Generated(row.text, row.tokens, row.ended_by or "tokens") for row in self._rows]
 
     def _run(self) -> Iterator[TextPiece]:
-        for row, drawn in self.schedule.run():
+        for row, drawn in self.batching.run():
             text = row.add(drawn)
             yield TextPiece(row.number, text, int(drawn.tokens[-1]))
             if row.ended_by and (rest := row.rest()):
@@ -184,10 +184,10 @@ class Generator:
         short = short_start(request.tokens)
         if max(len(row.visible) for row in rows) > short:
             short = 0
-        schedule = self._schedule(
+        batching = self._batching(
             state, request, rows, size, length, context, ends, steps=steps, short=short
         )
-        return Generation(rows, schedule)
+        return Generation(rows, batching)
 
     def rollout(
         self,
@@ -245,7 +245,7 @@ class Generator:
                 row.bucket = bucket(len(prompts[i]), length)
                 rows.append(row)
         ordered = sorted(rows, key=lambda row: row.bucket)
-        schedule = self._schedule(
+        batching = self._batching(
             state,
             request,
             ordered,
@@ -258,13 +258,13 @@ class Generator:
             groups=groups,
         )
         if around is not None:
-            schedule.around = around
-        for row, drawn in schedule.run():
+            batching.around = around
+        for row, drawn in batching.run():
             row.add(drawn)
             if row.ended_by:
                 row.rest()
         completions = [
-            Completion(
+            SampledCompletion(
                 row.number,
                 row.folds[-1],
                 row.text,
@@ -302,7 +302,7 @@ class Generator:
     def _once(self) -> GatherOnce:
         return self.once or GatherOnce(self.program)
 
-    def _schedule(
+    def _batching(
         self,
         state: TrainState,
         request: Request,
@@ -314,13 +314,13 @@ class Generator:
         *,
         steps: int,
         **options: Any,
-    ) -> Schedule:
-        """The schedule of rows, in groups of `size` rows of each data rank."""
+    ) -> ContinuousBatching:
+        """The batching of rows, in groups of `size` rows of each data rank."""
         rules, ranks = request.sampling.rules, self.program.ranks
         seen = 0
         if "repetition_penalty" in rules:
             seen = bucket(max(len(row.ids) for row in rows) + request.tokens, 1 << 30)
-        shape = Shape(size * ranks, ranks, length, context, len(rows[0].folds), seen)
+        shape = GroupShape(size * ranks, ranks, length, context, len(rows[0].folds), seen)
         padded = np.full(max(4, 1 << (len(ends) - 1).bit_length()), UNDRAWN, np.int32)
         padded[: len(ends)] = sorted(ends)
         key = np.asarray(jax.random.key_data(jax.random.key(request.seed)))
@@ -328,15 +328,15 @@ class Generator:
         programs = self._programs_for(shape, draws, max(steps, SEGMENT))
         runs = Runs(self._once, state)
         unfinished = [row for row in rows if row.ended_by is None]
-        return Schedule(programs, runs, draws, shape, unfinished, steps=steps, **options)
+        return ContinuousBatching(programs, runs, draws, shape, unfinished, steps=steps, **options)
 
-    def _programs_for(self, shape: Shape, draws: Draws, segment: int) -> ForwardPrograms:
+    def _programs_for(self, shape: GroupShape, draws: Draws, segment: int) -> ForwardPrograms:
         key = shape.rows, shape.length, segment
         if key not in self._programs:
             self._programs[key] = self._compilable(shape, draws, segment)
         return self._programs[key]
 
-    def _compilable(self, shape: Shape, draws: Draws, segment: int) -> ForwardPrograms:
+    def _compilable(self, shape: GroupShape, draws: Draws, segment: int) -> ForwardPrograms:
         params = {
             path: jax.ShapeDtypeStruct(self.program.table.shape_of(path), rows[0].read.dtype)
             for path, rows in self.program.table.parameters.items()

@@ -15,7 +15,7 @@ from jaxspeed.ops.vocabulary_parallel import NO_THRESHOLD
 SAMPLED = "sampled_logprobs"
 
 
-class Completion(NamedTuple):
+class SampledCompletion(NamedTuple):
     """What was sampled after a prompt.
 
     Attributes:
@@ -48,14 +48,14 @@ class Rollout:
     """
 
     prompts: Sequence[Sequence[int]]
-    completions: Sequence[Completion]
+    completions: Sequence[SampledCompletion]
     dropped: Sequence[int]
     sampling: Sampling
 
     def batch(self, most: int = 1 << 30) -> dict[str, np.ndarray]:
         """A batch of a language model, a row for each completion, whose tokens are the targets.
 
-        Rows are padded to one of a few lengths, of at most `most`. `sampled_logprobs` and
+        DecodeRows are padded to one of a few lengths, of at most `most`. `sampled_logprobs` and
         `thresholds` [rows, seq] are those of the targets.
         """
         texts = [(*self.prompts[row.prompt], *row.tokens) for row in self.completions]

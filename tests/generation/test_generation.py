@@ -182,10 +182,10 @@ def test_short_prompts_add_at_most_an_eighth_to_the_calls(tokens):
 
 def lowered(generation, caches):
     """The decode program of a request, for its first group."""
-    schedule = generation.schedule
-    rows = schedule._shape.arrays([])
-    args = (schedule._runs.state, caches, rows, np.int32(1), schedule._draws)
-    return schedule._programs._decode.lower(*args)
+    batching = generation.batching
+    rows = batching._shape.arrays([])
+    args = (batching._runs.state, caches, rows, np.int32(1), batching._draws)
+    return batching._programs._decode.lower(*args)
 
 
 @pytest.mark.sampled
@@ -287,11 +287,11 @@ def test_programs_compile_before_the_first_token_is_asked_for(
     with jax.log_compiles(), caplog.at_level(logging.DEBUG):
         generator = Generator(engine.program, cache=cache)
         generation = generator.start(engine.state, Request(prompts, tokens, Sampling(0.7)))
-        schedule = generation.schedule
-        schedule._runs._gather_compiled()
-        schedule._runs._compiled()
-        schedule._programs._fresh_compiled()
-        schedule._programs._decode_compiled()
+        batching = generation.batching
+        batching._runs._gather_compiled()
+        batching._runs._compiled()
+        batching._programs._fresh_compiled()
+        batching._programs._decode_compiled()
         before = [r.getMessage() for r in caplog.records if "Compiling jit(" in r.getMessage()]
         caplog.clear()
         generation.finish()
@@ -305,7 +305,7 @@ def test_the_cache_is_sharded_as_the_model_is():
     generator = Generator(engine.program)
     generation = generator.start(engine.state, Request(PROMPTS, 4, Sampling(0)))
     next(iter(generation))
-    caches = generation.schedule._groups[0].caches
+    caches = generation.batching._groups[0].caches
     assert set(caches) == {"blocks/attn/cached_key", "blocks/attn/cached_value"}
     for cache in caches.values():  # [layers, sequences, length, key heads, head_dim]
         assert cache.shape == (2, 4, 64, 2, 16)
@@ -313,7 +313,7 @@ def test_the_cache_is_sharded_as_the_model_is():
     bf16 = engine_of("qwen3", "ZeRO 3, bf16")
     generation = Generator(bf16.program).start(bf16.state, Request(PROMPTS, 4, Sampling(0)))
     next(iter(generation))
-    caches = generation.schedule._groups[0].caches
+    caches = generation.batching._groups[0].caches
     assert {x.dtype.name for x in caches.values()} == {"bfloat16"}
 
 
@@ -323,7 +323,7 @@ def test_a_decode_step_neither_copies_the_cache_nor_moves_it_between_devices():
     generator = Generator(engine.program)
     generation = generator.start(engine.state, Request([[1, 2]] * 4, 500, Sampling(0)))
     next(iter(generation))
-    caches = generation.schedule._groups[0].caches
+    caches = generation.batching._groups[0].caches
     compiled = lowered(generation, caches).compile()
     lines = compiled.as_text().splitlines()
     gathered = [line for line in lines if " all-gather(" in line or "all-to-all(" in line]

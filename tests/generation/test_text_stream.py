@@ -7,8 +7,8 @@ import pytest
 from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Request
-from jaxspeed.generation.text_row import bucket, first_seen
 from jaxspeed.generation.text import TextStream
+from jaxspeed.generation.text_row import bucket, first_seen
 
 pytestmark = pytest.mark.fast
 

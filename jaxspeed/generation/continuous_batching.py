@@ -1,4 +1,4 @@
-"""The schedule of generation: which texts are computed together, and what refills finished rows.
+"""The batching of generation: which texts are computed together, and what refills finished rows.
 
 A group is a batch of one shape with caches of its own. It draws a segment of tokens in one call;
 at the segment's end finished rows are refilled (continuous batching, as in Orca, OSDI 2022), while
@@ -22,9 +22,9 @@ import numpy as np
 from jaxspeed.generation.decode_programs import (
     NO_TOKEN,
     UNDRAWN,
+    DecodeRows,
     Draws,
     ForwardPrograms,
-    Rows,
     rows_for_jit,
 )
 from jaxspeed.generation.sampling_rules import Drawn
@@ -61,7 +61,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Shape:
+class GroupShape:
     """The shape of all batches of a request.
 
     Attributes:
@@ -80,7 +80,7 @@ class Shape:
     folds: int
     seen: int = 0
 
-    def arrays(self, text_rows: Sequence[TextRow | None], width: int | None = None) -> Rows:
+    def arrays(self, text_rows: Sequence[TextRow | None], width: int | None = None) -> DecodeRows:
         """The arrays of a group; rows without a text are at their end."""
         rows = self.rows
         zeros = np.zeros((6, rows), np.int32)
@@ -99,7 +99,7 @@ class Shape:
                 seen[number, : len(row.ids)] = row.ids
                 prompt[number] = len(row.ids) - row.drawn
         of_penalty = (None, None) if seen is None else (seen, prompt)
-        return Rows(text, length, place, left, drawn, folds, *of_penalty)
+        return DecodeRows(text, length, place, left, drawn, folds, *of_penalty)
 
     def starts(self, text_rows: Sequence[TextRow | None]) -> dict[str, np.ndarray]:
         """A batch of starts, padded to a length for which programs are compiled."""
@@ -126,7 +126,7 @@ def _filled_up(texts: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, 
 
 
 @dataclass
-class Group:
+class RowGroup:
     """The rows of a batch, its caches, and what was sent to the devices for it."""
 
     rows: list[TextRow | None]
@@ -148,7 +148,7 @@ class Starts:
     waiting: int = 0
 
 
-class Schedule:
+class ContinuousBatching:
     """The computation of texts, in groups: `run` yields what each segment has added to a row.
 
     Args:
@@ -163,7 +163,7 @@ class Schedule:
         programs: ForwardPrograms,
         runs: Runs,
         draws: Draws,
-        shape: Shape,
+        shape: GroupShape,
         texts: Sequence[TextRow],
         *,
         groups: int = 1,
@@ -177,7 +177,7 @@ class Schedule:
             deque() for _ in range(shape.ranks)
         ]
         size = shape.rows
-        self._groups = [Group([None] * size) for _ in range(min(groups, -(-len(texts) // size)))]
+        self._groups = [RowGroup([None] * size) for _ in range(min(groups, -(-len(texts) // size)))]
         cached = programs.cached
         self._together = cached is not None and cached.one_by_one
         self._prefills = cached is not None and not cached.one_by_one
@@ -224,7 +224,7 @@ class Schedule:
                 if not any(following.rows):
                     following.caches = None  # freed
 
-    def _collected(self, group: Group) -> tuple[Drawn | None, int]:
+    def _collected(self, group: RowGroup) -> tuple[Drawn | None, int]:
         """(what the group's last segment has drawn, tokens that its rows have read)."""
         if not group.drawn:
             return None, 0
@@ -233,7 +233,7 @@ class Schedule:
         arrays: Any = [np.concatenate([*map(np.asarray, parts)], 1) for parts in zip(*drawn)]
         return Drawn(*arrays), sum(map(int, counts))
 
-    def _send(self, group: Group) -> None:
+    def _send(self, group: RowGroup) -> None:
         """Start to compute the group's next segment."""
         active = [row for row in group.rows if row is not None]
         if not active:
@@ -257,7 +257,7 @@ class Schedule:
         """Whether `prefill` computes a text's start."""
         return self._prefills and (bool(row.inputs) or len(row.visible) > self._short)
 
-    def _fill(self, group: Group) -> None:
+    def _fill(self, group: RowGroup) -> None:
         """Give free rows to texts."""
         if self._together and any(row is not None for row in group.rows):
             return
