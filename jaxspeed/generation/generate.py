@@ -203,6 +203,10 @@ class Generator:
         around: Any = None,
     ) -> Rollout:
         """Completions of all prompts, with what trains on them; see `Engine.rollout`."""
+        counts = {"generations": generations, "groups": groups, "segment": segment, "block": block}
+        for name, value in counts.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}: {value!r}; it is an integer from 1")
         if self._begin is not None:
             raise ConfigError("rollout: the model has an encoder; rollouts are of decoders")
         if "repetition_penalty" in request.sampling.rules:

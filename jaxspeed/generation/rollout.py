@@ -55,7 +55,7 @@ class Rollout:
     def batch(self, most: int = 1 << 30) -> dict[str, np.ndarray]:
         """A batch of a language model, a row for each completion, whose tokens are the targets.
 
-        DecodeRows are padded to one of a few lengths, of at most `most`. `sampled_logprobs` and
+        Rows are padded to one of a few lengths, of at most `most`. `sampled_logprobs` and
         `thresholds` [rows, seq] are those of the targets.
         """
         texts = [(*self.prompts[row.prompt], *row.tokens) for row in self.completions]
