@@ -24,6 +24,7 @@ from jaxspeed.engine.loaded_adapters import LoadedAdapters
 from jaxspeed.engine.logprobs import LogprobPrograms, Logprobs
 from jaxspeed.engine.offload_check import asks, check_moves
 from jaxspeed.engine.reporter import Reporter
+from jaxspeed.engine.rollout_check import RolloutCheck, check_rollout
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
@@ -40,6 +41,7 @@ from jaxspeed.generation import (
     Sampling,
     TextTokenizer,
 )
+from jaxspeed.generation.messages import Prompt, encoded_messages
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
 from jaxspeed.interop.pretrained import ends_of, tokenizer_of
@@ -524,7 +526,7 @@ class Engine(DeepSpeedHabits):
 
     def rollout(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         tokens: int = 512,
         *,
         generations: int = 1,
@@ -545,6 +547,7 @@ class Engine(DeepSpeedHabits):
 
         Finished rows are refilled. A completion has at most `tokens` tokens, of which the last may
         be an end: the tokenizer's, those of the folder's generation_config.json, or `stop_tokens`.
+        A prompt may be a list of messages, whose answer ends as its chat template ends a turn.
         Prompts that exceed the context with so many tokens are dropped. Arguments that are not
         below are those of `stream`; on several processes they are equal.
 
@@ -565,7 +568,9 @@ class Engine(DeepSpeedHabits):
         weights = generator.program.model.weights
         tokenizer = tokenizer or tokenizer_of(weights)
         seed = self.config.run.seed if seed is None else seed
-        request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
+        encoded, turn = encoded_messages(prompts, tokenizer, self.config.data)
+        stop, stop_tokens = [*stop, *turn.texts], [*stop_tokens, *turn.tokens]
+        request = Request(encoded, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
         return generator.rollout(
             state,
             request,
@@ -670,6 +675,14 @@ class Engine(DeepSpeedHabits):
         """
         with self.program.set_mesh():
             return compiled_report(self.program, batch, self._from_file, extra, meanwhile, showing)
+
+    def check_rollout(self, rollout: Rollout) -> RolloutCheck:
+        """Compare the sampler's log-probabilities of a rollout with those of training.
+
+        Both are of the current parameters, which have to be those that drew it.
+        """
+        with self.evaluating():
+            return check_rollout(rollout, self.logprobs, self.program)
 
     @watched("compile")
     def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -148,6 +149,17 @@ def test_log_probabilities_are_those_of_training(placement, engine, rollout):
         assert 0 < apart.mean() < 5e-3
     else:
         assert apart.max() < 1e-5
+
+
+def test_a_check_compares_the_sampler_with_the_trainer(engine, rollout):
+    report, apart = engine.check_rollout(rollout), difference_of(engine, rollout)
+    assert report.ok and "ok" in str(report)
+    assert report.tokens == len(apart) and report.ratios == 0
+    # Of batches of another size.
+    np.testing.assert_allclose([report.largest, report.mean], [apart.max(), apart.mean()], rtol=0.3)
+    other = replace(rollout, sampling=replace(rollout.sampling, temperature=0.8))
+    report = engine.check_rollout(other)
+    assert not report.ok and report.ratios > 0.05 and "different distributions" in str(report)
 
 
 def test_rules_on_one_side_are_noticed(engine, rollout):
@@ -360,6 +372,27 @@ def test_ends_are_those_of_the_folder_too(engine, tmp_path):
     assert sum(row.tokens[-1] in ENDS for row in ended.completions) > 3
     here = engine.rollout(PROMPTS, 40, stop_tokens=[0, *ENDS], **options)
     assert [row.tokens for row in ended.completions] == [row.tokens for row in here.completions]
+
+
+@pytest.mark.sampled
+def test_an_answer_to_messages_ends_as_their_template_ends_a_turn(engine):
+    class WithTemplate(ByteTokenizer):
+        beside = {  # noqa: RUF012
+            "tokenizer_config.json": json.dumps(
+                {"chat_template": "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"}
+            ).encode()
+        }
+
+    said = [{"role": "user", "content": "hi"}]
+    options = {"generations": 16, "tokenizer": WithTemplate(), "seed": 3}
+    found = engine.rollout([said, "<hi>"], 40, **options)
+    assert [*map(bytes, found.prompts)] == [b"<hi>"] * 2
+    stopped = [row for row in found.completions if row.ended_by == "stop"]
+    assert stopped
+    for row in stopped:
+        assert row.tokens[-1] == ord(">") and ">" not in row.text
+    with pytest.raises(ConfigError, match="a prompt has messages, and there is no tokenizer"):
+        engine.rollout([said], 8)
 
 
 @pytest.mark.default_cases("nnx")
