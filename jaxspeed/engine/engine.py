@@ -558,7 +558,7 @@ class Engine(DeepSpeedHabits):
             of prompt and generation, and that of the token; by default the run's.
           layout: `segment`, the tokens after which texts are looked at (32); `block`, the rows that
             a device computes together (8 on CPUs, 64 elsewhere), on which bits depend; `groups` of
-            such rows with caches of their own (2).
+            such rows with caches of their own (1 on CPUs, 2 elsewhere).
 
         Raises:
           ConfigError: an argument that is not allowed, or no prompt fits into the context.

@@ -25,9 +25,10 @@ from jaxspeed.user_models.protocol import CachedModel
 
 log = logging.getLogger("jaxspeed")
 
-# Rows of a group on each data rank, in rollouts: the same on any number of ranks, so that each row
-# is computed by the same products. Larger ones use accelerators better.
-BLOCK, BLOCKS = {"cpu": 8}, 64
+# (rows of a group on each data rank, groups) of rollouts, by platform. The rows are the same on any
+# number of ranks, so that each is computed by the same products. Larger groups use accelerators
+# better, and a second one computes while the host looks at the first; on CPUs both share the cores.
+ROWS_AND_GROUPS, OF_OTHERS = {"cpu": (8, 1)}, (64, 2)
 WIDE = np.float32
 
 
@@ -198,7 +199,7 @@ class Generator:
         generations: int = 1,
         step: int = 0,
         block: int | None = None,
-        groups: int = 2,
+        groups: int | None = None,
         segment: int = SEGMENT,
         around: Any = None,
     ) -> Rollout:
@@ -248,18 +249,19 @@ class Generator:
                 row.start_of = i, generation // share
                 row.bucket = bucket(len(prompts[i]), length)
                 rows.append(row)
+        size, most = ROWS_AND_GROUPS.get(self.program.mesh.devices.flat[0].platform, OF_OTHERS)
         ordered = sorted(rows, key=lambda row: row.bucket)
         batching = self._batching(
             state,
             request,
             ordered,
-            block or BLOCK.get(self.program.mesh.devices.flat[0].platform, BLOCKS),
+            block or size,
             length,
             length,
             ends_of_all,
             steps=segment,
             short=1,
-            groups=groups,
+            groups=groups or most,
         )
         if around is not None:
             batching.around = around

@@ -199,7 +199,7 @@ def as_bits(rollout):
 
 @pytest.mark.default_cases("8-layout0")
 @pytest.mark.parametrize(
-    ("devices", "layout"), [(8, {}), (2, {}), (2, {"segment": 7, "groups": 3}), (1, {"groups": 1})]
+    ("devices", "layout"), [(8, {}), (2, {}), (2, {"segment": 7, "groups": 3}), (1, {"groups": 2})]
 )
 def test_bits_are_those_on_one_device_whatever_is_beside_a_row(devices, layout, engine, rollout):
     other = engine_of("data 2", devices)
