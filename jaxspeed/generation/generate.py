@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -72,6 +73,26 @@ class Request:
         end = end_of(self.tokenizer)
         return frozenset((*self.stop_tokens, *(() if end is None else (end,))))
 
+    def row(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        folds: Sequence[int],
+        ends: frozenset[int],
+        inputs: Sequence[int] = (),
+    ) -> TextRow:
+        """The text of a prompt, which ends as the request says."""
+        return TextRow(
+            number,
+            prompt,
+            folds,
+            tokens=self.tokens,
+            ends=ends,
+            stop=self.stop,
+            tokenizer=self.tokenizer,
+            inputs=inputs,
+        )
+
     def encoded(self) -> list[list[int]]:
         """The tokens of each prompt; an empty one begins after the end of a document.
 
@@ -109,11 +130,11 @@ class Generated(NamedTuple):
 
 
 class TextPiece(NamedTuple):
-    """A token that was generated after a prompt, and the text that has become certain with it."""
+    """Tokens that were generated after a prompt, and the text that has become certain with them."""
 
     prompt: int
     text: str
-    token: int | None  # None: no token follows, and this is the text that was held back
+    token: int | None  # the last; None: no token follows, and this is what was held back
 
 
 class Generation:
@@ -164,16 +185,7 @@ class Generator:
         length = bucket(max(min(context, longest), read), max(context, read))
         ends = request.ends
         rows = [
-            TextRow(
-                number,
-                prompt,
-                [number],
-                tokens=request.tokens,
-                ends=ends,
-                stop=request.stop,
-                tokenizer=request.tokenizer,
-                inputs=read,
-            )
+            request.row(number, prompt, [number], ends, read)
             for number, (prompt, read) in enumerate(zip(prompts, inputs, strict=True))
         ]
         for row in rows:
@@ -201,7 +213,7 @@ class Generator:
         block: int | None = None,
         groups: int | None = None,
         segment: int = SEGMENT,
-        around: Any = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Rollout:
         """Completions of all prompts, with what trains on them; see `Engine.rollout`."""
         counts = {"generations": generations, "groups": groups, "segment": segment, "block": block}
@@ -216,55 +228,32 @@ class Generator:
                 "on the text, and those of training would be others"
             )
         prompts = request.encoded()
-        limit = request.context or self.context
-        fits = [
-            number
-            for number, prompt in enumerate(prompts)
-            if limit is None or len(prompt) + request.tokens <= limit
-        ]
+        limit = request.context or self.context or 1 << 30
+        fits = [i for i, prompt in enumerate(prompts) if len(prompt) + request.tokens <= limit]
         if not fits:
             raise ConfigError(
                 f"rollout: no prompt fits: the shortest has {min(map(len, prompts))} tokens, and "
                 f"with {request.tokens} after it the context of {limit} is exceeded"
             )
-        longest = bucket(max(len(prompts[i]) for i in fits), limit or 1 << 30)
-        length = longest + request.tokens if limit is None else min(longest + request.tokens, limit)
-        ends_of_all = request.ends | {*ends}
-        ranks = self.program.ranks
-        count = len(fits) * generations
-        # Generations of a prompt share its start, unless some ranks would have nothing to do.
-        share = min(generations, max(count // ranks, 1))
+        # Ranks without a prompt of their own share one.
+        share = max(len(fits) * generations // self.program.ranks, 1)
+        all_ends = request.ends | {*ends}
         rows = []
         for i in fits:
             for generation in range(generations):
-                row = TextRow(
-                    i,
-                    prompts[i],
-                    [step, i, generation],
-                    tokens=request.tokens,
-                    ends=ends_of_all,
-                    stop=request.stop,
-                    tokenizer=request.tokenizer,
-                )
+                row = request.row(i, prompts[i], [step, i, generation], all_ends)
                 row.start_of = i, generation // share
-                row.bucket = bucket(len(prompts[i]), length)
+                row.bucket = bucket(len(prompts[i]), limit)
                 rows.append(row)
-        size, most = ROWS_AND_GROUPS.get(self.program.mesh.devices.flat[0].platform, OF_OTHERS)
         ordered = sorted(rows, key=lambda row: row.bucket)
-        batching = self._batching(
-            state,
-            request,
-            ordered,
-            block or size,
-            length,
-            length,
-            ends_of_all,
-            steps=segment,
-            short=1,
-            groups=groups or most,
-        )
-        if around is not None:
-            batching.around = around
+        size, most = ROWS_AND_GROUPS.get(self.program.mesh.devices.flat[0].platform, OF_OTHERS)
+        length = min(ordered[-1].bucket + request.tokens, limit)
+        options: dict[str, Any] = {"steps": segment, "short": 1, "groups": groups or most}
+        with around():
+            batching = self._batching(
+                state, request, ordered, block or size, length, length, all_ends, **options
+            )
+        batching.around = around
         for row, drawn in batching.run():
             row.add(drawn)
             if row.ended_by:
@@ -281,7 +270,7 @@ class Generator:
             )
             for row in rows
         ]
-        dropped = [i for i in range(len(prompts)) if i not in {*fits}]
+        dropped = sorted({*range(len(prompts))} - {*fits})
         return Rollout(prompts, completions, dropped, request.sampling)
 
     @cached_property

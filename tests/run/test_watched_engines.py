@@ -88,7 +88,7 @@ def test_each_generated_token_is_progress():
     np.testing.assert_equal(sections, ["generate"] * 3)
     sections.clear()
     engine.rollout([[1, 2]], 3, segment=2)
-    np.testing.assert_equal(sections, ["rollout"] * 2)
+    np.testing.assert_equal(sections, ["rollout"] * 3)  # its programs, and two segments
 
 
 def test_a_batch_that_is_refused_leaves_the_time_to_the_user():
