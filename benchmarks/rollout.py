@@ -4,9 +4,8 @@
 
 64 prompts of 8 to 64 tokens. The model's logits are small, so that each token ends an answer with
 a probability of 1/32: answers are geometric with mean 32, and of at most 256 tokens. All read the
-same folder, draw with temperature 1 on all cores (here each is a device, which has a part of the
-rows), and run in turns, in processes of their own. Reported are medians of the useful tokens per
-second, those up to and with an end.
+same folder, draw with temperature 1 on the same cores, and run in turns, in processes of their own.
+Reported are medians of the useful tokens per second, those up to and with an end.
 """
 
 import argparse
@@ -48,14 +47,13 @@ def engine_of(folder: str) -> Any:
 
     import jaxspeed
 
-    cores = min(os.cpu_count() or 1, 8)
-    jaxspeed.simulate(cores)
+    jaxspeed.simulate(1)
     config = {
         "model": {"pretrained": folder},
-        "train_batch_size": cores,
+        "train_batch_size": 8,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
     }
-    return jaxspeed.initialize(config=config, devices=jax.devices()[:cores])
+    return jaxspeed.initialize(config=config, devices=jax.devices()[:1])
 
 
 def rolled_out(folder: str) -> Any:
