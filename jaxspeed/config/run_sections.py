@@ -240,7 +240,10 @@ class WatchdogSection(Section):
         None, f"Seconds for a batch of an evaluation; {_LEARNT.format(floor='600')}"
     )
     generate: Positive | None = honoured(
-        None, f"Seconds for a token of `engine.generate`; {_LEARNT.format(floor='600')}"
+        None, f"Seconds for a segment of `engine.generate`; {_LEARNT.format(floor='600')}"
+    )
+    rollout: Positive | None = honoured(
+        None, f"Seconds for a segment of `engine.rollout`; {_LEARNT.format(floor='600')}"
     )
     save: Positive | None = honoured(
         None, f"Seconds to start a save, or to end one; {_LEARNT.format(floor='1800')}"

@@ -24,16 +24,27 @@ from jaxspeed.engine.loaded_adapters import LoadedAdapters
 from jaxspeed.engine.logprobs import LogprobPrograms, Logprobs
 from jaxspeed.engine.offload_check import asks, check_moves
 from jaxspeed.engine.reporter import Reporter
+from jaxspeed.engine.rollout_check import RolloutCheck, check_rollout
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.engine.step_report import compiled_report
 from jaxspeed.engine.values import averaged_state, averages_of, parameters_of, with_values
 from jaxspeed.errors import ConfigError, JaxspeedError
-from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
+from jaxspeed.generation import (
+    SEGMENT,
+    Generated,
+    Generation,
+    Generator,
+    Request,
+    Rollout,
+    Sampling,
+    TextTokenizer,
+)
+from jaxspeed.generation.messages import Prompt, encoded_messages
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
-from jaxspeed.interop.pretrained import tokenizer_of
+from jaxspeed.interop.pretrained import ends_of, tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.objectives.terms_and_metrics import TOTALS
@@ -469,7 +480,7 @@ class Engine(DeepSpeedHabits):
         Prompts are texts or lists of tokens, of any lengths. On several processes it is called on
         each, with equal arguments. `options` are those of `stream`.
         """
-        return self.stream(prompts, tokens, **options).finish()
+        return self.stream(prompts, tokens, steps=SEGMENT, **options).finish()
 
     @watched("generate")
     def stream(
@@ -487,6 +498,7 @@ class Engine(DeepSpeedHabits):
         seed: int = 0,
         context: int | None = None,
         tokenizer: TextTokenizer | None = None,
+        steps: int = 1,
     ) -> Generation:
         """`generate`, as an iterator of pieces: (number of the prompt, new text, token).
 
@@ -499,19 +511,82 @@ class Engine(DeepSpeedHabits):
           context: tokens that the model sees at most, by default its max_position_embeddings; a
             longer text is continued from its last half.
           tokenizer: with `encode` and `decode`; by default that of a pretrained model's folder.
+          steps: tokens that a piece has at most.
 
         Raises:
           ConfigError: an argument that is not allowed, before anything is compiled.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        program, state = self.runnable
-        tokenizer = tokenizer or tokenizer_of(program.model.weights)
+        state, generator = self._generates()
+        tokenizer = tokenizer or tokenizer_of(generator.program.model.weights)
         request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
+        generation = generator.start(state, request, steps)
+        generation.batching.around = partial(self.watching, "generate")
+        return generation
+
+    def rollout(
+        self,
+        prompts: Sequence[Prompt],
+        tokens: int = 512,
+        *,
+        generations: int = 1,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        seed: int | None = None,
+        step: int | None = None,
+        context: int | None = None,
+        tokenizer: TextTokenizer | None = None,
+        **layout: int,
+    ) -> Rollout:
+        """Sample completions of many prompts, with log-probabilities, from the current parameters.
+
+        Finished rows are refilled. A completion has at most `tokens` tokens, of which the last may
+        be an end: the tokenizer's, those of the folder's generation_config.json, or `stop_tokens`.
+        A prompt may be a list of messages, whose answer ends as its chat template ends a turn.
+        Prompts that exceed the context with so many tokens are dropped. Arguments that are not
+        below are those of `stream`; on several processes they are equal.
+
+        Args:
+          generations: completions of each prompt.
+          repetition_penalty: refused, unless it is 1.
+          seed, step: tokens are drawn from `fold_in` of the seed's key with the step, the numbers
+            of prompt and generation, and that of the token; by default the run's.
+          layout: `segment`, the tokens after which texts are looked at (32); `block`, the rows that
+            a device computes together (8 on CPUs, 64 elsewhere), on which bits depend; `groups` of
+            such rows with caches of their own (1 on CPUs, 2 elsewhere).
+
+        Raises:
+          ConfigError: an argument that is not allowed, or no prompt fits into the context.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        state, generator = self._generates()
+        weights = generator.program.model.weights
+        tokenizer = tokenizer or tokenizer_of(weights)
+        seed = self.config.run.seed if seed is None else seed
+        encoded, turn = encoded_messages(prompts, tokenizer, self.config.data)
+        stop, stop_tokens = [*stop, *turn.texts], [*stop_tokens, *turn.tokens]
+        request = Request(encoded, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
+        return generator.rollout(
+            state,
+            request,
+            ends_of(weights),
+            generations=generations,
+            step=self._reporter.step if step is None else step,
+            around=partial(self.watching, "rollout"),
+            **layout,
+        )
+
+    def _generates(self) -> tuple[TrainState, Generator]:
+        """(the state of the model that runs, its generator)."""
+        program, state = self.runnable
         if self._generator is None or self._generator.program is not program:
             self._generator = Generator(program, once=self._gathered.once(program))
-        generation = self._generator.start(state, request)
-        generation.around = partial(self.watching, "generate")
-        return generation
+        return state, self._generator
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -600,6 +675,14 @@ class Engine(DeepSpeedHabits):
         """
         with self.program.set_mesh():
             return compiled_report(self.program, batch, self._from_file, extra, meanwhile, showing)
+
+    def check_rollout(self, rollout: Rollout) -> RolloutCheck:
+        """Compare the sampler's log-probabilities of a rollout with those of training.
+
+        Both are of the current parameters, which have to be those that drew it.
+        """
+        with self.evaluating():
+            return check_rollout(rollout, self.logprobs, self.program)
 
     @watched("compile")
     def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:

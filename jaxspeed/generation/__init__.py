@@ -1,14 +1,19 @@
-"""Text generation: sampling rules, compiled programs with a key-value cache, and their loop."""
+"""Text generation: sampling rules, compiled loops with a key-value cache, and their batching."""
 
+from jaxspeed.generation.decode_programs import SEGMENT
 from jaxspeed.generation.generate import Generated, Generation, Generator, Request, TextPiece
+from jaxspeed.generation.rollout import Rollout, SampledCompletion
 from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text import TextTokenizer
 
 __all__ = [
+    "SEGMENT",
     "Generated",
     "Generation",
     "Generator",
     "Request",
+    "Rollout",
+    "SampledCompletion",
     "Sampling",
     "TextPiece",
     "TextTokenizer",

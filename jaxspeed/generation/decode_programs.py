@@ -1,4 +1,4 @@
-"""Compiled programs of generation: of a sequence's start, of one more token, and of all tokens.
+"""Compiled programs of generation: of sequences' starts, and of many more tokens in one loop.
 
 They run the traced loss in evaluation, so that parameters are gathered, transferred and sharded
 as in a step. A cache is sharded over the data axes by sequences and over `tensor` by key heads.
@@ -7,19 +7,21 @@ as in a step. A cache is sharded over the data axes by sequences and over `tenso
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.axes import sample_axes
 from jaxspeed.errors import ModelError
-from jaxspeed.generation.sampling_rules import draw
+from jaxspeed.generation.sampling_rules import Drawn, draw
 from jaxspeed.objectives.model_logprobs import call_parameters
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.rules import model_sharding
+from jaxspeed.placement.xla_options import without_ynnpack
 from jaxspeed.traced_loss.loss import Outputs
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
@@ -28,22 +30,70 @@ from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.caching import cache_names
 from jaxspeed.user_models.protocol import CachedModel
 
-# What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;
-# for a repetition penalty the "text" [rows, length], filled up with NO_TOKEN.
-Draws = Mapping[str, Any]
-Rules = Mapping[str, Any]
+SEGMENT = 32  # tokens of each sequence that a call of `decode` draws at most
 NO_TOKEN = np.iinfo(np.int32).max
+UNDRAWN = -1  # in place of a token, where a sequence draws none
+
+
+class DecodeRows(NamedTuple):
+    """What `decode` reads and updates of each sequence.
+
+    A row with a known next token reads it; the others draw one.
+
+    Attributes:
+      text: int [rows, width], what the model sees of it, from the start of its context on.
+      length: int [rows], of what is known of the text.
+      place: int [rows], in the text, of the token that is read next.
+      left: int [rows], tokens that are drawn at most; 0 after an end.
+      drawn: int [rows], tokens drawn so far.
+      folds: int [rows, n]: its draws are of the seed's key after `fold_in` of each of these, and
+        of the number of tokens drawn.
+      seen: int [rows, width], all of its tokens, filled up with NO_TOKEN, for a repetition penalty.
+      prompt: int [rows], where what is drawn begins in `seen`.
+    """
+
+    text: Any
+    length: Any
+    place: Any
+    left: Any
+    drawn: Any
+    folds: Any
+    seen: Any = None
+    prompt: Any = None
+
+
+class Draws(NamedTuple):
+    """How all rows draw.
+
+    Attributes:
+      key: the data of the seed's random key.
+      ends: int [n], the tokens after which a row draws no more; filled up with UNDRAWN.
+      rules: of `Sampling.rules`.
+    """
+
+    key: Any
+    ends: Any
+    rules: Mapping[str, Any]
 
 
 class ForwardPrograms:
     """The programs for batches of one number of sequences, and caches of one length.
 
-    A batch has `tokens` [rows, seq], `positions` as they are, and in `at` [rows] the place of the
-    token whose successor is drawn. For an encoder it has `inputs` and their `mask` [rows, in_seq],
-    but none for `decode`: what is read of them is in the caches.
+    A start has `tokens` [rows, seq] and `positions` as they are; for an encoder it has `inputs`
+    and their `mask` [rows, in_seq], but none for `decode`: what is read of them is in the caches.
+
+    Args:
+      rows_of: the dim of sequences of each array of the caches, where it has one.
+      segment: tokens of a row that a call of `decode` draws at most.
     """
 
-    def __init__(self, once: GatherOnce, cached: CachedModel | None) -> None:
+    def __init__(
+        self,
+        once: GatherOnce,
+        cached: CachedModel | None,
+        rows_of: Mapping[str, int | None],
+        segment: int = SEGMENT,
+    ) -> None:
         self._once, self._program, self.cached = once, once.program, cached
         traced_loss = self._program.traced_loss
         model = traced_loss.model if cached is None else cached.model
@@ -52,72 +102,131 @@ class ForwardPrograms:
         self._traced_loss = replace(
             traced_loss, table=table, loss_fn=_logits, model=model, sequence=sequence
         )
+        self._rows_of, self.segment = rows_of, segment
         # Each waits until the program is compiled.
         self._decode_compiled: Callable[[], Any] = lambda: None
         self._fresh_compiled: Callable[[], Any] = lambda: None
 
-    @functools.cached_property
-    def recompute(self) -> Any:
-        """`recompute(state, batch, draws, rules)`: the next tokens [rows], without a cache."""
+    @property
+    def loops(self) -> bool:
+        """Whether one call of `decode` draws many tokens.
 
-        def recompute(state: ModelState, batch: Any, draws: Draws, rules: Rules) -> jax.Array:
-            return self._next(state, {}, batch, draws, rules)[0]
-
-        return self._jit(recompute, (None, self._rows, self._rows, None), self._replicated)
+        XLA moves what does not change out of a loop: in one whose units gather their parameters,
+        all of them would be live together.
+        """
+        return not any(row.gathered for row in self._once.table)
 
     @functools.cached_property
     def prefill(self) -> Any:
-        """`prefill(state, batch, draws, rules)`: (the next tokens, caches of all before)."""
+        """`prefill(state, batch)`: caches of all tokens of the starts."""
 
-        def prefill(
-            state: ModelState, batch: Any, draws: Draws, rules: Rules
-        ) -> tuple[jax.Array, Arrays]:
+        def prefill(state: ModelState, batch: Any) -> Arrays:
             assert self.cached is not None
-            return self._next(state, self.cached.fresh(), batch, draws, rules)
+            return self._call(state, self.cached.fresh(), batch)[1]
 
-        in_shardings = (None, self._rows, self._rows, None)
-        return self._jit(prefill, in_shardings, (self._replicated, self._caches))
+        return self._jit(prefill, (None, self._rows), self._caches)
 
-    def decode(self, *args: Any) -> tuple[jax.Array, Arrays]:
-        """`decode(state, caches, batch, draws, rules)`: (the next tokens, the caches after it).
+    @functools.cached_property
+    def insert(self) -> Any:
+        """`insert(caches, others, sources)`: caches with rows of other ones; donates the first.
 
-        Donates the caches.
+        `sources` [rows] has the row, among those of the same data rank, that takes a row's place;
+        where it is negative the row stays.
+        """
+        ranks = self._program.ranks
+
+        def insert(caches: Arrays, others: Arrays, sources: jax.Array) -> Arrays:
+            sources = sources.reshape(ranks, -1)
+
+            def inserted(x: jax.Array, other: jax.Array, dim: int) -> jax.Array:
+                x, other = (
+                    jnp.moveaxis(a, dim, 0).reshape(*sources.shape, *np.delete(a.shape, dim))
+                    for a in (x, other)
+                )
+                taken = jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))(other, sources)
+                stays = jnp.expand_dims(sources < 0, range(2, x.ndim))
+                x = jnp.where(stays, x, taken)
+                return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, dim)
+
+            dims = self._rows_of
+            return {
+                path: x if (dim := dims[path]) is None else inserted(x, others[path], dim)
+                for path, x in caches.items()
+            }
+
+        in_shardings = (self._caches, self._caches, self._rows)
+        return self._jit(insert, in_shardings, self._caches, donate_argnums=0)
+
+    def decode(self, *args: Any) -> tuple[Arrays, DecodeRows, Drawn, jax.Array]:
+        """`decode(state, caches, rows, steps, draws)`: up to `steps` more tokens of each row.
+
+        Without `loops` it is one. Donates the caches.
+
+        Returns:
+          (caches, rows, what was drawn [rows, segment], the number of tokens that were read)
         """
         self._decode_compiled()
-        outputs: tuple[jax.Array, Arrays] = self._decode(*args)
+        outputs: tuple[Arrays, DecodeRows, Drawn, jax.Array] = self._decode(*args)
         return outputs
 
     @functools.cached_property
     def _decode(self) -> Any:
         def decode(
-            state: ModelState, caches: Arrays, batch: Any, draws: Draws, rules: Rules
-        ) -> tuple[jax.Array, Arrays]:
-            return self._next(state, caches, batch, draws, rules)
+            state: ModelState, caches: Arrays, rows: DecodeRows, steps: Any, draws: Draws
+        ) -> Any:
+            keys = jax.random.wrap_key_data(
+                jnp.broadcast_to(draws.key, (len(rows.place), *draws.key.shape))
+            )
+            for fold in rows.folds.T:
+                keys = jax.vmap(jax.random.fold_in)(keys, fold)
+            if not self.loops:
+                caches, rows, drawn = self._next(state, caches, rows, draws, keys)
+                return caches, rows, jax.tree.map(lambda x: x[:, None], drawn), jnp.ones((), int)
 
-        in_shardings = (None, self._caches, self._rows, self._rows, None)
-        return self._jit(decode, in_shardings, (self._replicated, self._caches), donate_argnums=1)
+            def goes_on(carry: Any) -> jax.Array:
+                count, _, rows, _ = carry
+                return (count < steps) & jnp.any(rows.left > 0)
 
-    def check(self, rows: int, rules: Rules) -> None:
+            def body(carry: Any) -> Any:
+                count, caches, rows, all_drawn = carry
+                caches, rows, drawn = self._next(state, caches, rows, draws, keys)
+                all_drawn = jax.tree.map(
+                    lambda all_x, x: lax.dynamic_update_slice_in_dim(all_x, x[:, None], count, 1),
+                    all_drawn,
+                    drawn,
+                )
+                return count + 1, caches, rows, all_drawn
+
+            shape = len(rows.place), self.segment
+            zeros = jnp.zeros(shape, jnp.float32)
+            undrawn = Drawn(jnp.full(shape, UNDRAWN, jnp.int32), zeros, zeros)
+            start = jnp.zeros((), jnp.int32), caches, rows, undrawn
+            count, caches, rows, drawn = lax.while_loop(goes_on, body, start)
+            return caches, rows, drawn, count
+
+        in_shardings = (None, self._caches, self._rows, None, None)
+        shardings = (self._caches, self._rows, self._replicated, self._replicated)
+        return self._jit(decode, in_shardings, shardings, donate_argnums=1)
+
+    def check(self, rows: DecodeRows, draws: Draws) -> None:
         """Raise ModelError if the model cannot be called with its caches.
 
-        `decode` compiles from now on, in the background, for a request with these rules.
+        `decode` compiles from now on, in the background, for such rows.
         """
         assert self.cached is not None
-        tokens = np.zeros((rows, 1), np.int32)
-        batch = {"tokens": tokens, "positions": tokens, "at": np.zeros(rows, np.int32)}
-        keys = np.zeros((rows, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
-        draws = {"keys": keys, "drawn": np.zeros(rows, np.int32)}
         fresh = jax.eval_shape(self.cached.fresh)
         caches = {
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._caches[path])
             for path, x in fresh.items()
         }
-        batch, draws = rows_for_jit(self._program, batch, draws)
-        arguments = (self._once.shapes, caches, batch, draws, rules)
+        (rows,) = rows_for_jit(self._program, rows)
+        arguments = (self._once.shapes, caches, rows, np.int32(1), draws)
         self._decode_compiled = compile_ahead(self._program.mesh, self._decode, *arguments)
 
     def fresh(self) -> Arrays:
         """Empty caches."""
+        if self.cached is None:
+            return {}
         self._fresh_compiled()
         caches: Arrays = self._fresh()
         return caches
@@ -132,8 +241,14 @@ class ForwardPrograms:
         return self._jit(self.cached.fresh, (), self._caches)
 
     def _jit(self, function: Any, in_shardings: Any, shardings: Any, **options: Any) -> Any:
-        at = {"in_shardings": in_shardings, "out_shardings": shardings}
-        return self._program.jit(function, **at, **options)
+        """Compile, with the same kernels on any number of devices."""
+        return jax.jit(
+            self._program.in_mesh(function),
+            in_shardings=in_shardings,
+            out_shardings=shardings,
+            compiler_options=without_ynnpack(self._program.mesh),
+            **options,
+        )
 
     @property
     def _rows(self) -> NamedSharding:
@@ -147,32 +262,65 @@ class ForwardPrograms:
     @functools.cached_property
     def _caches(self) -> dict[str, NamedSharding]:
         """The shardings of the caches."""
-        assert self.cached is not None
+        if self.cached is None:
+            return {}
         mesh = self._program.mesh
         places = {}
         for path, shape in jax.eval_shape(self.cached.fresh).items():
             names = cache_names(path, len(shape.shape))
             spec = [*model_sharding(shape.shape, names, mesh.shape).spec]
-            if "batch" in names:
-                spec[names.index("batch")] = sample_axes()
+            if (dim := self._rows_of[path]) is not None:
+                spec += [None] * (dim + 1 - len(spec))
+                spec[dim] = sample_axes()
             places[path] = NamedSharding(mesh, PartitionSpec(*spec))
         return places
 
     def _next(
-        self, state: ModelState, caches: Arrays, batch: Any, draws: Draws, rules: Rules
-    ) -> tuple[jax.Array, Arrays]:
+        self, state: ModelState, caches: Arrays, rows: DecodeRows, draws: Draws, keys: jax.Array
+    ) -> tuple[Arrays, DecodeRows, Drawn]:
+        """Read one token of each row, and draw one where the next is not known."""
+        place, active = rows.place, rows.left > 0
+        if self.cached is None:
+            tokens = rows.text
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            batch = {"tokens": tokens, "positions": positions, "at": place}
+        else:
+            tokens = jnp.take_along_axis(rows.text, place[:, None], axis=1, mode="clip")
+            batch = {"tokens": tokens, "positions": place[:, None], "at": jnp.zeros_like(place)}
+        logits, caches = self._call(state, caches, batch)
+        seen, columns = None, jnp.arange(len(logits))[:, None]
+        if rows.seen is not None:
+            seen = jnp.zeros(logits.shape, bool).at[columns, rows.seen].set(True, mode="drop")
+        drawn = draw(logits, draws.rules, jax.vmap(jax.random.fold_in)(keys, rows.drawn), seen)
+        draws_one = active & (place + 1 >= rows.length)
+        drawn = drawn._replace(tokens=jnp.where(draws_one, drawn.tokens, UNDRAWN))
+
+        def written(text: jax.Array, at: jax.Array) -> jax.Array:
+            here = (jnp.arange(text.shape[1]) == at[:, None]) & draws_one[:, None]
+            return jnp.where(here, drawn.tokens[:, None], text)
+
+        ends = jnp.any(drawn.tokens[:, None] == draws.ends, axis=-1)
+        left = jnp.where(ends, 0, rows.left - 1)
+        together = self.cached is not None and self.cached.one_by_one
+        return (
+            caches,
+            rows._replace(
+                text=written(rows.text, place + 1),
+                length=rows.length + draws_one,
+                place=place + (1 if together else active),
+                left=jnp.where(draws_one, left, rows.left),
+                drawn=rows.drawn + draws_one,
+                seen=None if rows.seen is None else written(rows.seen, rows.prompt + rows.drawn),
+            ),
+            drawn,
+        )
+
+    def _call(self, state: ModelState, caches: Arrays, batch: Any) -> tuple[jax.Array, Arrays]:
+        """(logits [rows, vocab], the caches after the call)."""
         variables = {**state.variables, **caches}
         loss, written = self._traced_loss(state.sources, variables, batch, state.step, 0, False)
-        logits = loss.metrics["logits"].value
-        keys = jax.random.wrap_key_data(draws["keys"])
-        for numbers in (jnp.arange(len(logits)), draws["drawn"]):
-            keys = jax.vmap(jax.random.fold_in)(keys, numbers)
-        seen = None
-        if "text" in draws:
-            rows = jnp.arange(len(logits))[:, None]
-            seen = jnp.zeros(logits.shape, bool).at[rows, draws["text"]].set(True, mode="drop")
-        tokens = draw(logits, rules, keys, seen)
-        return tokens, {path: written.get(path, caches[path]) for path in caches}
+        after = {path: written.get(path, caches[path]) for path in caches}
+        return loss.metrics["logits"].value, after
 
 
 def rows_for_jit(program: Program, *rows: Any) -> Any:

@@ -1,36 +1,36 @@
-"""Generation: from a request to its texts, token by token."""
+"""Generation: from a request to its texts, piece by piece, or to a rollout of all."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspeed.errors import ConfigError, ModelError
-from jaxspeed.generation.decode_programs import NO_TOKEN, ForwardPrograms
-from jaxspeed.generation.decode_steps import (
-    Cached,
-    OneByOne,
-    Recomputed,
-    Runs,
-    Seen,
-    Steps,
-    bucket,
-    first_seen,
-    short_start,
-)
+from jaxspeed.generation.continuous_batching import ContinuousBatching, GroupShape, Runs
+from jaxspeed.generation.decode_programs import SEGMENT, UNDRAWN, Draws, ForwardPrograms
+from jaxspeed.generation.rollout import Rollout, SampledCompletion
 from jaxspeed.generation.sampling_rules import Sampling
-from jaxspeed.generation.text import TextStream, TextTokenizer, end_of
+from jaxspeed.generation.text import TextTokenizer, end_of
+from jaxspeed.generation.text_row import SMALLEST, TextRow, bucket
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
+from jaxspeed.user_models.caching import cache_names
 from jaxspeed.user_models.config_model import sizes_of
+from jaxspeed.user_models.protocol import CachedModel
 
 log = logging.getLogger("jaxspeed")
+
+# (rows of a group on each data rank, groups) of rollouts, by platform. The rows are the same on any
+# number of ranks, so that each is computed by the same products. Larger groups use accelerators
+# better, and a second one computes while the host looks at the first; on CPUs both share the cores.
+ROWS_AND_GROUPS, OF_OTHERS = {"cpu": (8, 1)}, (64, 2)
+WIDE = np.float32
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,32 @@ class Request:
             raise ConfigError(f"stop: {self.stop!r}; it is a list of texts that are not empty")
         if not all(type(token) is int and token >= 0 for token in self.stop_tokens):
             raise ConfigError(f"stop_tokens: {self.stop_tokens!r}; it is a list of tokens")
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        end = end_of(self.tokenizer)
+        return frozenset((*self.stop_tokens, *(() if end is None else (end,))))
+
+    def row(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        folds: Sequence[int],
+        ends: frozenset[int],
+        inputs: Sequence[int] = (),
+    ) -> TextRow:
+        """The text of a prompt, which ends as the request says."""
+        return TextRow(
+            number,
+            prompt,
+            folds,
+            tokens=self.tokens,
+            ends=ends,
+            stop=self.stop,
+            tokenizer=self.tokenizer,
+            inputs=inputs,
+        )
 
     def encoded(self) -> list[list[int]]:
         """The tokens of each prompt; an empty one begins after the end of a document.
@@ -104,71 +130,19 @@ class Generated(NamedTuple):
 
 
 class TextPiece(NamedTuple):
-    """A token that was generated after a prompt, and the text that has become certain with it."""
+    """Tokens that were generated after a prompt, and the text that has become certain with them."""
 
     prompt: int
     text: str
-    token: int | None  # None: no token follows, and this is the text that was held back
-
-
-class BatchRow:
-    """One sequence of a batch: a prompt and what has followed it, and what an encoder reads."""
-
-    def __init__(self, ids: list[int], request: Request, inputs: Sequence[int] = ()) -> None:
-        self.ids, self._prompt, self._request = ids, len(ids), request
-        self.inputs = inputs
-        tokenizer = request.tokenizer
-        self._ends = {end_of(tokenizer), *request.stop_tokens}
-        self._stream = None if tokenizer is None else TextStream(tokenizer, ids, request.stop)
-        self.ended_by = None if request.tokens else "tokens"
-
-    @property
-    def drawn(self) -> int:
-        return len(self.ids) - self._prompt
-
-    def add(self, token: int) -> str:
-        """The text that the token makes certain."""
-        if token in self._ends:
-            self.ended_by = "end"
-            return ""
-        self.ids.append(token)
-        text = self._stream.add(token) if self._stream else ""
-        if self._stream and self._stream.stopped:
-            self.ended_by = "stop"
-        elif self.drawn == self._request.tokens:
-            self.ended_by = "tokens"
-        return text
-
-    def rest(self) -> str:
-        """The text that was held back, once the sequence has ended."""
-        return self._stream.end() if self._stream else ""
-
-    @property
-    def generated(self) -> Generated:
-        text = self._stream.text if self._stream else ""
-        return Generated(text, tuple(self.ids[self._prompt :]), self.ended_by or "tokens")
+    token: int | None  # the last; None: no token follows, and this is what was held back
 
 
 class Generation:
     """A request that is being generated: an iterator over pieces of its texts."""
 
-    def __init__(
-        self,
-        rows: list[BatchRow],
-        count: int,
-        steps: Steps,
-        context: int,
-        *,
-        seed: int,
-        text: bool,
-    ) -> None:
-        self._rows, self._count, self._steps = rows, count, steps
-        self._context, self._text = context, text
-        self._keys = np.tile(jax.random.key_data(jax.random.key(seed)), (len(rows), 1))
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the steps
+    def __init__(self, rows: list[TextRow], batching: ContinuousBatching) -> None:
+        self._rows, self.batching = rows, batching
         self._pieces = self._run()
-        if any(row.ended_by is None for row in rows):
-            steps.compile_ahead([*map(self._seen, rows)], self._draws())
 
     def __iter__(self) -> Iterator[TextPiece]:
         return self._pieces
@@ -177,33 +151,14 @@ class Generation:
         """What followed each prompt, once all of it is generated."""
         for _ in self._pieces:
             pass
-        return [row.generated for row in self._rows[: self._count]]
+        return [Generated(row.text, row.tokens, row.ended_by or "tokens") for row in self._rows]
 
     def _run(self) -> Iterator[TextPiece]:
-        for row in self._rows[self._count :]:  # to a number that the data ranks divide
-            row.ended_by = "tokens"
-        while any(row.ended_by is None for row in self._rows):
-            with self.around():
-                tokens = self._steps.next([*map(self._seen, self._rows)], self._draws())
-            for number, row in enumerate(self._rows):
-                if row.ended_by is None and number in tokens:
-                    yield TextPiece(number, row.add(tokens[number]), tokens[number])
-                    if row.ended_by and (rest := row.rest()):
-                        yield TextPiece(number, rest, None)
-
-    def _seen(self, row: BatchRow) -> Seen:
-        start = first_seen(len(row.ids), self._context)
-        return Seen(start, row.ids[start:], row.inputs)
-
-    def _draws(self) -> dict[str, Any]:
-        drawn = np.asarray([row.drawn for row in self._rows], np.int32)
-        draws = {"keys": self._keys, "drawn": drawn}
-        if self._text:
-            most = bucket(max(len(row.ids) for row in self._rows), 1 << 30)
-            draws["text"] = np.full((len(self._rows), most), NO_TOKEN, np.int32)
-            for row, ids in zip(draws["text"], (row.ids for row in self._rows)):
-                row[: len(ids)] = ids
-        return draws
+        for row, drawn in self.batching.run():
+            text = row.add(drawn)
+            yield TextPiece(row.number, text, int(drawn.tokens[-1]))
+            if row.ended_by and (rest := row.rest()):
+                yield TextPiece(row.number, rest, None)
 
 
 @dataclass
@@ -213,25 +168,110 @@ class Generator:
     program: Program
     cache: bool = True  # False: recompute, as for a model without a cache
     once: GatherOnce | None = None  # how parameters are gathered; None: as on this machine
-    _programs: dict[tuple[int, int], ForwardPrograms] = field(default_factory=dict)
-    _noted: bool = False
+    _programs: dict[tuple[int, int, int], ForwardPrograms] = field(default_factory=dict)
+    _noted: set[str] = field(default_factory=set)
 
-    def start(self, state: TrainState, request: Request) -> Generation:
-        """The generation of a request, whose programs compile in the background from now on."""
+    def start(self, state: TrainState, request: Request, steps: int = 1) -> Generation:
+        """The generation of a request, whose programs compile in the background from now on.
+
+        A piece of a text has up to `steps` tokens.
+        """
         prompts = request.encoded()
-        ranks, count = self.program.ranks, len(prompts)
-        prompts += [[0]] * (-count % ranks)
         inputs: list[list[int]] = [[] for _ in prompts]
         if self._begin is not None:  # of a decoder, whose encoder reads the prompts
             inputs, prompts = self._ended(prompts, request), [[self._begin] for _ in prompts]
-        rows = [BatchRow(ids, request, read) for ids, read in zip(prompts, inputs)]
         longest, read = max(map(len, prompts)) + request.tokens, max(map(len, inputs))
         context = request.context or self.context or longest
-        rules = request.sampling.rules
         length = bucket(max(min(context, longest), read), max(context, read))
-        steps = self._steps(len(rows), length, state, rules, short_start(request.tokens))
-        text = "repetition_penalty" in rules
-        return Generation(rows, count, steps, context, seed=request.seed, text=text)
+        ends = request.ends
+        rows = [
+            request.row(number, prompt, [number], ends, read)
+            for number, (prompt, read) in enumerate(zip(prompts, inputs, strict=True))
+        ]
+        for row in rows:
+            row.restart(context, length)
+        widest = max(row.bucket for row in rows)
+        for row in rows:  # one program for all starts
+            row.bucket = widest
+        size = -(-len(rows) // self.program.ranks)
+        short = short_start(request.tokens)
+        if max(len(row.visible) for row in rows) > short:
+            short = 0
+        batching = self._batching(
+            state, request, rows, size, length, context, ends, steps=steps, short=short
+        )
+        return Generation(rows, batching)
+
+    def rollout(
+        self,
+        state: TrainState,
+        request: Request,
+        ends: Sequence[int] = (),
+        *,
+        generations: int = 1,
+        step: int = 0,
+        block: int | None = None,
+        groups: int | None = None,
+        segment: int = SEGMENT,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Rollout:
+        """Completions of all prompts, with what trains on them; see `Engine.rollout`."""
+        counts = {"generations": generations, "groups": groups, "segment": segment, "block": block}
+        for name, value in counts.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}: {value!r}; it is an integer from 1")
+        if self._begin is not None:
+            raise ConfigError("rollout: the model has an encoder; rollouts are of decoders")
+        if "repetition_penalty" in request.sampling.rules:
+            raise ConfigError(
+                "rollout: repetition_penalty is not 1; log-probabilities of what it draws depend "
+                "on the text, and those of training would be others"
+            )
+        prompts = request.encoded()
+        limit = request.context or self.context or 1 << 30
+        fits = [i for i, prompt in enumerate(prompts) if len(prompt) + request.tokens <= limit]
+        if not fits:
+            raise ConfigError(
+                f"rollout: no prompt fits: the shortest has {min(map(len, prompts))} tokens, and "
+                f"with {request.tokens} after it the context of {limit} is exceeded"
+            )
+        # Ranks without a prompt of their own share one.
+        share = max(len(fits) * generations // self.program.ranks, 1)
+        all_ends = request.ends | {*ends}
+        rows = []
+        for i in fits:
+            for generation in range(generations):
+                row = request.row(i, prompts[i], [step, i, generation], all_ends)
+                row.start_of = i, generation // share
+                row.bucket = bucket(len(prompts[i]), limit)
+                rows.append(row)
+        ordered = sorted(rows, key=lambda row: row.bucket)
+        size, most = ROWS_AND_GROUPS.get(self.program.mesh.devices.flat[0].platform, OF_OTHERS)
+        length = min(ordered[-1].bucket + request.tokens, limit)
+        options: dict[str, Any] = {"steps": segment, "short": 1, "groups": groups or most}
+        with around():
+            batching = self._batching(
+                state, request, ordered, block or size, length, length, all_ends, **options
+            )
+        batching.around = around
+        for row, drawn in batching.run():
+            row.add(drawn)
+            if row.ended_by:
+                row.rest()
+        completions = [
+            SampledCompletion(
+                row.number,
+                row.folds[-1],
+                row.text,
+                (*row.tokens, *(() if row.end is None else (row.end,))),
+                np.asarray(row.logprobs, np.float32),
+                np.asarray(row.thresholds, np.float32),
+                row.ended_by or "tokens",
+            )
+            for row in rows
+        ]
+        dropped = sorted({*range(len(prompts))} - {*fits})
+        return Rollout(prompts, completions, dropped, request.sampling)
 
     @cached_property
     def context(self) -> int | None:
@@ -257,40 +297,99 @@ class Generator:
     def _once(self) -> GatherOnce:
         return self.once or GatherOnce(self.program)
 
-    def _steps(self, rows: int, length: int, state: TrainState, rules: Any, short: int) -> Steps:
-        if (rows, length) not in self._programs:
-            self._programs[rows, length] = self._compilable(rows, length, rules)
-        programs = self._programs[rows, length]
-        runs = Runs(self._once, state, rules)
-        if programs.cached is None:
-            return Recomputed(programs, runs, length)
-        if programs.cached.one_by_one:
-            return OneByOne(programs, runs)
-        return Cached(programs, runs, length, short)
+    def _batching(
+        self,
+        state: TrainState,
+        request: Request,
+        rows: Sequence[TextRow],
+        size: int,
+        length: int,
+        context: int,
+        ends: frozenset[int],
+        *,
+        steps: int,
+        **options: Any,
+    ) -> ContinuousBatching:
+        """The batching of rows, in groups of `size` rows of each data rank."""
+        rules, ranks = request.sampling.rules, self.program.ranks
+        seen = 0
+        if "repetition_penalty" in rules:
+            seen = bucket(max(len(row.ids) for row in rows) + request.tokens, 1 << 30)
+        shape = GroupShape(size * ranks, ranks, length, context, len(rows[0].folds), seen)
+        padded = np.full(max(4, 1 << (len(ends) - 1).bit_length()), UNDRAWN, np.int32)
+        padded[: len(ends)] = sorted(ends)
+        key = np.asarray(jax.random.key_data(jax.random.key(request.seed)))
+        draws = Draws(key, padded, rules)
+        programs = self._programs_for(shape, draws, max(steps, SEGMENT))
+        runs = Runs(self._once, state)
+        unfinished = [row for row in rows if row.ended_by is None]
+        return ContinuousBatching(programs, runs, draws, shape, unfinished, steps=steps, **options)
 
-    def _compilable(self, rows: int, length: int, rules: Any) -> ForwardPrograms:
+    def _programs_for(self, shape: GroupShape, draws: Draws, segment: int) -> ForwardPrograms:
+        key = shape.rows, shape.length, segment
+        if key not in self._programs:
+            self._programs[key] = self._compilable(shape, draws, segment)
+        return self._programs[key]
+
+    def _compilable(self, shape: GroupShape, draws: Draws, segment: int) -> ForwardPrograms:
         params = {
             path: jax.ShapeDtypeStruct(self.program.table.shape_of(path), rows[0].read.dtype)
             for path, rows in self.program.table.parameters.items()
         }
         why = "it has no nnx.Cache, and no collection cache of Linen"
         # Keys may be wider than parameters, where layers have a dtype of their own.
-        for dtype in dict.fromkeys((self.program.traced_loss.compute_dtype, np.float32)):
+        for dtype in dict.fromkeys((self.program.traced_loss.compute_dtype, WIDE)):
             if not self.cache:
                 break
+            sized = partial(
+                self.program.model.cached, length=shape.length, params=params, dtype=dtype or WIDE
+            )
             try:
-                cached = self.program.model.cached(rows, length, params, dtype or np.float32)
+                cached = sized(shape.rows)
                 if cached is None:
                     break
-                programs = ForwardPrograms(self._once, cached)
-                programs.check(rows, rules)
+                rows_of = dims_of_rows(cached, partial(sized, 2 * shape.rows))
+                programs = ForwardPrograms(self._once, cached, rows_of, segment)
+                programs.check(shape.arrays([]), draws)
+                if cached.one_by_one and shape.folds > 1:
+                    self._note(
+                        "the model's cache takes one token of all sequences: those of a rollout "
+                        "are sampled in batches that start together"
+                    )
                 return programs
             except ModelError as error:
                 why = str(error).splitlines()[0]
-        if self.cache and not self._noted:
-            log.warning(
-                "the model keeps no key-value cache: each token recomputes all before it (%s)",
-                why,
+        if self.cache:
+            self._note(
+                f"the model keeps no key-value cache: each token recomputes all before it ({why})"
             )
-            self._noted = True
-        return ForwardPrograms(self._once, None)
+        return ForwardPrograms(self._once, None, {}, segment)
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            log.warning("%s", text)
+            self._noted.add(text)
+
+
+def short_start(tokens: int) -> int:
+    """The length up to which starts are read token by token, where so many are drawn after them.
+
+    That is at most an eighth more reads than with `prefill`, whose compilation takes longer.
+    """
+    return min(1 + tokens // 8, SMALLEST)
+
+
+def dims_of_rows(
+    cached: CachedModel, of_twice: Callable[[], CachedModel | None]
+) -> dict[str, int | None]:
+    """The dim of sequences of each array of a cache: by its name, or where twice as many differ."""
+    fresh = jax.eval_shape(cached.fresh)
+    names = {path: cache_names(path, len(x.shape)) for path, x in fresh.items()}
+    dims = {path: n.index("batch") if "batch" in n else None for path, n in names.items()}
+    unnamed = [path for path, dim in dims.items() if dim is None]
+    if unnamed and not cached.one_by_one and (other := of_twice()) is not None:
+        wider = jax.eval_shape(other.fresh)
+        for path in unnamed:
+            sizes = enumerate(zip(fresh[path].shape, wider[path].shape, strict=True))
+            dims[path] = next((dim for dim, (n, twice) in sizes if n != twice), None)
+    return dims

@@ -1,4 +1,4 @@
-"""Sampling rules: from logits [rows, vocab] to one token of each row.
+"""Sampling rules: from logits [rows, vocab] to one token of each row, and its log-probability.
 
 The rules are applied in the order of transformers: repetition penalty, temperature, top-k, top-p,
 min-p. Each removes tokens by a logit of -inf.
@@ -6,12 +6,14 @@ min-p. Each removes tokens by a logit of -inf.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.ops.vocabulary_parallel import NO_THRESHOLD
 
 # By rule: what it is, and whether a value is allowed.
 _ALLOWED = {
@@ -60,12 +62,31 @@ class Sampling:
         }
 
 
+class Drawn(NamedTuple):
+    """A token of each row, and of which distribution it was drawn.
+
+    Rules keep the logits above a threshold, so two numbers describe that distribution.
+
+    Attributes:
+      tokens: int [rows].
+      logprobs: fp32 [rows], in the distribution that was drawn from; of the most likely token
+        (temperature 0) that of the softmax of the logits.
+      thresholds: fp32 [rows], how far below the largest of the logits / temperature the threshold
+        is: midway between the least that was kept and the largest that was dropped, so that
+        another program, with other rounding, keeps the same. NO_THRESHOLD where nothing is dropped.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    thresholds: jax.Array
+
+
 def draw(
     logits: jax.Array,
     rules: Mapping[str, jax.Array],
     keys: jax.Array,
     seen: jax.Array | None = None,
-) -> jax.Array:
+) -> Drawn:
     """One token of each row.
 
     Args:
@@ -76,18 +97,29 @@ def draw(
     """
     if "repetition_penalty" in rules and seen is not None:
         logits = penalized(logits, seen, rules["repetition_penalty"])
-    if "temperature" not in rules:
-        return jnp.argmax(logits, axis=-1)
-    logits = logits / rules["temperature"]
+    kept = logits = logits / rules.get("temperature", 1)
     if "top_k" in rules:
-        logits = among_top_k(logits, rules["top_k"])
+        kept = among_top_k(kept, rules["top_k"])
     if "top_p" in rules:
-        logits = among_top_p(logits, rules["top_p"])
+        kept = among_top_p(kept, rules["top_p"])
     if "min_p" in rules:
-        logits = above_min_p(logits, rules["min_p"])
-    # Gumbel's trick: argmax(l + g) is distributed as softmax(l).
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
-    return jnp.argmax(logits + noise, axis=-1)
+        kept = above_min_p(kept, rules["min_p"])
+    if "temperature" in rules:
+        # Gumbel's trick: argmax(l + g) is distributed as softmax(l).
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+        tokens = jnp.argmax(kept + noise, axis=-1)
+    else:
+        tokens = jnp.argmax(kept, axis=-1)
+    at_token = jnp.take_along_axis(kept, tokens[:, None], axis=-1)[:, 0]
+    logprobs = at_token - jax.nn.logsumexp(kept, axis=-1)
+    thresholds = jnp.full_like(logprobs, NO_THRESHOLD)
+    if rules.keys() & {"top_k", "top_p", "min_p"}:
+        is_kept = kept > -jnp.inf
+        least = jnp.min(jnp.where(is_kept, logits, jnp.inf), axis=-1)
+        dropped = jnp.max(jnp.where(is_kept, -jnp.inf, logits), axis=-1)
+        below = jnp.max(logits, axis=-1) - (least + dropped) / 2
+        thresholds = jnp.minimum(below, thresholds)
+    return Drawn(tokens.astype(jnp.int32), logprobs, thresholds)
 
 
 def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:

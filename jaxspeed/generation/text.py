@@ -25,7 +25,7 @@ def end_of(tokenizer: object) -> int | None:
 
 
 class TextStream:
-    """The text of one sequence: `add` returns what a token makes certain of it.
+    """The text of one sequence: `add` returns what tokens make certain of it.
 
     A character may span several tokens, and so may a stop string: what may be the beginning of one
     is held back.
@@ -36,19 +36,28 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._past = ""  # the text that was decoded before, and no longer is
+        self._ids: list[int] = []
+        self._begin = ""
         self._rest_on([*prompt])
         self.text, self._passed = "", 0
         self.stopped = False
 
-    def add(self, token: int) -> str:
-        """The text that the token adds."""
-        self._ids.append(token)
+    def add(self, *tokens: int) -> tuple[str, int]:
+        """(the text that the tokens add, how many of them there are before the text stops)."""
+        before = dict(vars(self))
+        self._ids = [*self._ids, *tokens]
         decoded = self._decoded()
         piece = self._pass(self._shown(decoded), holding=True)
+        if self.stopped and len(tokens) > 1:  # one by one, to find the token that stops it
+            vars(self).update(before)
+            pieces: list[str] = []
+            while not self.stopped and len(pieces) < len(tokens):
+                pieces.append(self.add(tokens[len(pieces)])[0])
+            return "".join(pieces), len(pieces)
         if len(self._ids) > AT_ONCE and not decoded.endswith(UNFINISHED):
             self._past += decoded[len(self._begin) :]
             self._rest_on(self._ids)
-        return piece
+        return piece, len(tokens)
 
     def end(self) -> str:
         """The rest of the text, when no token follows."""

@@ -56,6 +56,13 @@ class PretrainedFolder:
         return values
 
     @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The contents of generation_config.json, if there is one."""
+        path = self.path / "generation_config.json"
+        values = _read_json(path) if path.exists() else {}
+        return values if isinstance(values, dict) else {}
+
+    @cached_property
     def _files(self) -> dict[str, TensorFile]:
         """The file of each tensor."""
         return self._opened()

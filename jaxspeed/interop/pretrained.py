@@ -140,6 +140,14 @@ def tokenizer_of(weights: Any) -> Tokenizer | None:
     return read_tokenizer(folder) if tokenizer_file(folder) else None
 
 
+def ends_of(weights: Any) -> list[int]:
+    """The tokens that end a text by the generation_config.json of a model's folder."""
+    if not isinstance(weights, FolderWeights):
+        return []
+    ends = weights.folder.generation_config.get("eos_token_id")
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
 def refuse_other_tokenizer(tokenizer: Tokenizer | None, weights: Any, what: str) -> None:
     """Raise ConfigError if the folder of a frozen model's weights has another tokenizer."""
     if why := _unlike(tokenizer, tokenizer_of(weights)):

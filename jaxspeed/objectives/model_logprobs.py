@@ -12,6 +12,9 @@ from jaxspeed import ops
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.next_tokens import IGNORED
 
+# The batch's array of the distributions that tokens were drawn from: see `ops.token_logprobs`.
+THRESHOLDS = "thresholds"
+
 
 class ModelLogprobs(NamedTuple):
     """What a model says of a batch.
@@ -57,11 +60,12 @@ def model_logprobs(
 
     Args:
       model: a family's decoder, or one that returns logits [batch, seq, vocab].
-      batch: as of `models/language.py`.
+      batch: as of `models/language.py`; it may have THRESHOLDS [batch, seq], in fp32.
       train: whether a mixture counts its experts' tokens; not if False.
       requests: `temperature`, `entropy`, `is_top` and `mean_logit` of `ops.token_logprobs`.
     """
     p = ops.split_batch(batch)
+    requests["thresholds"] = batch.get(THRESHOLDS)
     if hasattr(model, "head_weight"):
         hidden, auxiliary, metrics = head_input(model, p, train)
         options = {"soft_cap": model.logit_soft_cap, "chunk": model.vocab_chunk}

@@ -135,6 +135,7 @@ def token_logprobs(
     targets: jax.Array,
     *,
     temperature: float | jax.Array = 1.0,
+    thresholds: jax.Array | None = None,
     entropy: bool = False,
     is_top: bool = False,
     mean_logit: bool = False,
@@ -153,6 +154,9 @@ def token_logprobs(
         hidden, weight, targets, bias, soft_cap, chunk, weight_layout: as in `linear_cross_entropy`.
             A cap comes before the temperature.
         temperature: above 0; a number or a scalar array, which has no gradient.
+        thresholds: [...], from 0: log-probabilities and entropy are of the softmax of the target
+            and of the logits at most so far below the largest, as for a token that was drawn from
+            these alone. No gradient; the head is multiplied once more if it is in chunks.
         entropy: also return the entropy of the softmax, in nats, with its gradient.
         is_top: also return whether the target is the argmax, as bool.
         mean_logit: also return the mean of the logits over the vocabulary, with its gradient.
@@ -170,6 +174,7 @@ def token_logprobs(
         bias=bias,
         soft_cap=soft_cap,
         temperature=temperature,
+        thresholds=thresholds,
         chunk=chunk,
         weight_layout=weight_layout,
         also=_also(entropy, is_top, mean_logit),
@@ -182,6 +187,7 @@ def logit_logprobs(
     targets: jax.Array,
     *,
     temperature: float | jax.Array = 1.0,
+    thresholds: jax.Array | None = None,
     entropy: bool = False,
     is_top: bool = False,
     mean_logit: bool = False,
@@ -191,7 +197,7 @@ def logit_logprobs(
     if logits.shape[:-1] != targets.shape:
         raise ModelError(f"logits {logits.shape} do not match targets {targets.shape}")
     logits = logits.astype(_accumulator(logits)) / _checked(temperature)
-    sums = _sums_of_logits(logits, targets, _also(entropy, is_top, mean_logit))
+    sums = _sums_of_logits(logits, targets, _also(entropy, is_top, mean_logit), thresholds)
     return _token_logprobs(sums, targets, logits.shape[-1], ignore_index)
 
 
@@ -235,6 +241,7 @@ def _vocabulary_sums(
     chunk: int | None,
     weight_layout: WeightLayout,
     temperature: float | jax.Array = 1.0,
+    thresholds: jax.Array | None = None,
     also: Collection[Statistic],
 ) -> tuple[VocabularySums, int]:
     """The sums over the vocabulary for each token, and the vocabulary's size."""
@@ -253,7 +260,7 @@ def _vocabulary_sums(
     dtype, parts = _accumulator(hidden), vocabulary_parts()
     if parts == 1 and chunks_of(vocab, chunk)[0] == 1:  # a single chunk
         logits = logits_of(hidden, weight, bias, dtype, soft_cap, temperature)
-        return _sums_of_logits(logits, targets, also), vocab
+        return _sums_of_logits(logits, targets, also, thresholds), vocab
     sums = sums_over_vocabulary(
         hidden,
         weight,
@@ -265,14 +272,23 @@ def _vocabulary_sums(
         chunk=chunk,
         parts=parts,
         also=also,
+        thresholds=thresholds,
     )
     return sums, vocab
 
 
 def _sums_of_logits(
-    logits: jax.Array, targets: jax.Array, also: Collection[Statistic]
+    logits: jax.Array,
+    targets: jax.Array,
+    also: Collection[Statistic],
+    thresholds: jax.Array | None = None,
 ) -> VocabularySums:
     """The sums over the vocabulary of logits [..., vocab]."""
+    logit_sum = jnp.sum(logits, axis=-1) if "logit_sum" in also else None
+    if thresholds is not None:
+        least = jax.lax.stop_gradient(jnp.max(logits, axis=-1) - thresholds)[..., None]
+        is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+        logits = jnp.where((logits >= least) | is_target, logits, jnp.finfo(logits.dtype).min)
     lse = jax.nn.logsumexp(logits, axis=-1)
     entropy = None
     if "entropy" in also:
@@ -281,7 +297,7 @@ def _sums_of_logits(
     return VocabularySums(
         lse,
         pick(logits, targets),
-        jnp.sum(logits, axis=-1) if "logit_sum" in also else None,
+        logit_sum,
         entropy,
         jnp.argmax(logits, axis=-1) == targets if "is_top" in also else None,
     )

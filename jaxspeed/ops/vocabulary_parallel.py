@@ -5,6 +5,8 @@ The loss of a token with hidden state h needs of its logits l = W h + b only
     lse = log sum_v exp(l_v),   the target's l_y,   and for label smoothing  sum_v l_v
 
 and its entropy, with m the maximum of the logits, only  sum_v exp(l_v - m) (l_v - m)  besides.
+With a threshold, sums of exp are over the target and the logits from m - threshold on: m is then
+computed before, in a scan of its own.
 
 The head is scanned in chunks with an online log-sum-exp; the backward pass recomputes a chunk's
 logits. Where mesh axes shard the vocabulary (tensor, and pipe, whose stages share the head), each
@@ -33,6 +35,7 @@ from jaxspeed.placement.grad_barrier import grads_together
 AUTO_CHUNK = 8192
 LANES = 128  # a padded chunk is a multiple of this, the width of a TPU register
 LOWEST_BELOW = -1000  # of a logit below the maximum, so that p log p is finite; exp of it is 0
+NO_THRESHOLD = 1e30  # below the largest logit: it leaves all
 
 Statistic = Literal["logit_sum", "entropy", "is_top"]
 
@@ -158,10 +161,12 @@ def sums_over_vocabulary(
     chunk: int | None = None,
     also: Collection[Statistic] = (),
     parts: int = 1,
+    thresholds: jax.Array | None = None,
 ) -> VocabularySums:
     """The sums for hidden [..., embed], weight [vocab, embed], bias [vocab] and targets [...].
 
     `parts` is the number of shards of the vocabulary, and `chunk` the columns per chunk of a shard.
+    `thresholds` [...] are how far below the largest logit those are that count.
     The logit of a target outside [0, vocab) is undefined.
     """
     chunks = VocabularyChunks.of(weight.shape[0], parts, chunk)
@@ -175,20 +180,41 @@ def sums_over_vocabulary(
     # The gradient of `hidden` is a sum over chunks: as a fp32 loop constant it is summed in fp32.
     wide_hidden = hidden.astype(dtype)
 
+    def logits_of_chunk(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return logits_of(hidden.astype(operand_dtype), weight, bias, dtype, soft_cap, temperature)
+
+    biases = None if bias is None else chunks.split(bias)
+    scanned = chunks.split(weight), biases, chunks.starts
+    least = None
+    if thresholds is not None:  # no gradient flows through the choice of the logits
+
+        def largest(seen: jax.Array, xs: Any) -> jax.Array:
+            *operands, start = xs
+            logits = logits_of_chunk(hidden, *operands)
+            if chunks.padded:
+                logits = jnp.where(chunks.real(start, tokens_ndim), logits, lowest)
+            return jnp.maximum(seen, jnp.max(logits, axis=-1))
+
+        hidden, xs = lax.stop_gradient((hidden, scanned))
+        top = chunks.scan(largest, jnp.full(targets.shape, lowest, dtype), xs)
+        least = (jnp.max(top, axis=0) if parts > 1 else top) - lax.stop_gradient(thresholds)
+
     def body(seen: _Running, xs: tuple[jax.Array, jax.Array | None, jax.Array]) -> _Running:
         chunk_weight, chunk_bias, start = xs
         # XLA unrolls a loop of few chunks, and with the head's gradient offloaded at the end of the
         # step, the logits of all chunks would stay live until then (seen on TPU compiles).
         hidden, chunk_weight = grads_together(wide_hidden, chunk_weight)
-        operand = hidden.astype(operand_dtype)
-        logits = logits_of(operand, chunk_weight, chunk_bias, dtype, soft_cap, temperature)
+        logits = logits_of_chunk(hidden, chunk_weight, chunk_bias)
         here = (targets >= start) & (targets < start + chunk)
         target_logit = seen.target_logit + jnp.where(here, pick(logits, targets - start), 0)
         logit_sum, place = seen.logit_sum, seen.place
         real = chunks.real(start, tokens_ndim)
         if logit_sum is not None:
             logit_sum += jnp.sum(jnp.where(real, logits, 0) if chunks.padded else logits, axis=-1)
-        if chunks.padded:
+        if least is not None:
+            is_target = start + jnp.arange(chunk) == targets[..., None]
+            real &= (logits >= least[..., None]) | is_target
+        if chunks.padded or least is not None:
             logits = jnp.where(real, logits, lowest)
         # The maximum only keeps exp in range: lse does not depend on it, so it has no gradient.
         highest = jnp.max(logits, axis=-1)
@@ -200,6 +226,8 @@ def sums_over_vocabulary(
         total, below = _relative_to(top, seen)
         lower = logits - top[..., None]
         exps = jnp.exp(lower)
+        if least is not None:  # where none is kept so far, top is as low
+            exps = jnp.where(real, exps, 0)
         total += jnp.sum(exps, axis=-1)
         if below is not None:
             below += jnp.sum(exps * jnp.maximum(lower, LOWEST_BELOW), axis=-1)
@@ -214,8 +242,7 @@ def sums_over_vocabulary(
         zeros if "entropy" in also else None,
         zeros if "is_top" in also else None,
     )
-    biases = None if bias is None else chunks.split(bias)
-    seen = chunks.scan(body, start, (chunks.split(weight), biases, chunks.starts))
+    seen = chunks.scan(body, start, scanned)
     if parts > 1:
         seen = _combined(seen)
     log_total = jnp.log(seen.total)

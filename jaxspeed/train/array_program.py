@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.errors import ConfigError
+from jaxspeed.objectives.model_logprobs import THRESHOLDS
 from jaxspeed.placement.batch_dims import batch_specs
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.paths import listed
@@ -102,6 +103,7 @@ def _computed(
         model=model,
         table=replace(program.table if once is None else once.table, stack=None),
         loss_fn=outputs,
+        in_fp32=(*traced.in_fp32, THRESHOLDS),
     )
 
 

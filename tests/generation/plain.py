@@ -9,8 +9,8 @@ from jaxspeed import models
 WIDTH = 96
 
 
-def greedy(engine, family, prompts, count, context=None):
-    """The most likely tokens after each prompt, one prompt at a time."""
+def logits_of(engine, family):
+    """A function from tokens [rows, seq] to logits [rows, seq, vocab], with the same parameters."""
     section = engine.config.model
     factory = models.build(family, section.preset, section.config).factory
     graph, state = nnx.split(nnx.eval_shape(lambda: factory(nnx.Rngs(0))))
@@ -23,11 +23,13 @@ def greedy(engine, family, prompts, count, context=None):
         else:
             variable.set_value(variables[path])
     state = jax.device_put(state, jax.devices()[0])
+    call = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+    return lambda tokens: call(state, tokens)
 
-    @jax.jit
-    def logits(state, tokens):
-        return nnx.merge(graph, state)(tokens)[0]
 
+def greedy(engine, family, prompts, count, context=None):
+    """The most likely tokens after each prompt, one prompt at a time."""
+    logits = logits_of(engine, family)
     found = []
     for prompt in prompts:
         text = list(prompt)
@@ -35,7 +37,7 @@ def greedy(engine, family, prompts, count, context=None):
             seen = text if context is None else visible(text, context)
             tokens = np.zeros((1, context or WIDTH), np.int32)  # what follows is not seen
             tokens[0, : len(seen)] = seen
-            text.append(int(np.asarray(logits(state, tokens))[len(seen) - 1].argmax()))
+            text.append(int(np.asarray(logits(tokens)[0])[len(seen) - 1].argmax()))
         found.append(tuple(text[len(prompt) :]))
     return found
 

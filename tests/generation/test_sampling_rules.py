@@ -89,7 +89,7 @@ def test_tokens_are_drawn_with_the_probabilities_that_are_left():
     row, seen = LOGITS[0], SEEN[0]
     keys = jax.random.split(jax.random.key(0), count)
     many = np.broadcast_to(row, (count, 50)), np.broadcast_to(seen, (count, 50))
-    drawn = np.asarray(rules.draw(many[0], sampling.rules, keys, many[1]))
+    drawn = np.asarray(rules.draw(many[0], sampling.rules, keys, many[1]).tokens)
     left = np.where(seen, np.where(row > 0, row / 1.3, row * 1.3), row) / 0.7
     for kept in (top_k(left, 9), None, None):
         left = np.where([i in kept for i in range(50)], left, -np.inf) if kept else left
@@ -104,7 +104,7 @@ def test_tokens_are_drawn_with_the_probabilities_that_are_left():
 def test_temperature_0_takes_the_most_likely_token_whatever_the_other_rules():
     given = Sampling(0, top_k=3, top_p=0.5, min_p=0.5).rules
     found = rules.draw(LOGITS, given, jax.random.split(jax.random.key(0), 4))
-    assert (np.asarray(found) == LOGITS.argmax(-1)).all() and given == {}
+    assert (np.asarray(found.tokens) == LOGITS.argmax(-1)).all() and given == {}
 
 
 def test_values_without_effect_are_no_rules():

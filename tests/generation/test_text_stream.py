@@ -7,8 +7,8 @@ import pytest
 from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Request
-from jaxspeed.generation.decode_steps import bucket, first_seen
 from jaxspeed.generation.text import TextStream
+from jaxspeed.generation.text_row import bucket, first_seen
 
 pytestmark = pytest.mark.fast
 
@@ -21,7 +21,7 @@ def streamed(tokenizer, ids, stop=(), prompt="naïve "):
     stream = TextStream(tokenizer, [int(i) for i in tokenizer.encode(prompt)], stop)
     pieces = []
     for token in ids:
-        pieces.append(stream.add(int(token)))
+        pieces.append(stream.add(int(token))[0])
         if stream.stopped:
             break
     return [*pieces, stream.end()], stream

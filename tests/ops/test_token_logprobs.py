@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed import hlo
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import linear_cross_entropy, token_logprobs
+from jaxspeed.ops.vocabulary_parallel import NO_THRESHOLD
 from tests.ops.cross_entropy_reference import IGNORED, assert_near, problem
 from tests.ops.meshes import simulated_mesh
 from tests.ops.test_cross_entropy import variables
@@ -22,16 +23,36 @@ from tests.support.covering import examples
 ALL = {"entropy": True, "is_top": True, "mean_logit": True}
 
 
-def plain(hidden, weight, bias, targets, *, temperature=1.0, soft_cap=None):
-    """(log-probability, entropy, mean logit), each 0 for ignored tokens; and the argmax."""
+def plain(hidden, weight, bias, targets, *, temperature=1.0, soft_cap=None, most=None):
+    """(log-probability, entropy, mean logit), each 0 for ignored tokens; and the argmax.
+
+    Of the softmax of the `most` largest logits and the target's.
+    """
     logits = hidden @ weight.T + bias
     logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
-    log_p = jax.nn.log_softmax(logits / temperature)
+    scaled = logits / temperature
+    if most is not None:
+        is_target = jnp.arange(len(weight)) == targets[..., None]
+        scaled = jnp.where((ranks(logits) < most) | is_target, scaled, -jnp.inf)
+    log_p = jax.nn.log_softmax(scaled)
     own = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+    entropy = -jnp.sum(jnp.exp(log_p) * jnp.where(log_p > -jnp.inf, log_p, 0), -1)
     counted = targets != IGNORED
     values = own, entropy, jnp.mean(logits / temperature, -1)
     return tuple(jnp.where(counted, x, 0) for x in values), jnp.argmax(logits, -1)
+
+
+def ranks(logits):
+    """The place of each logit among those of its token, from the largest on."""
+    return jnp.argsort(jnp.argsort(-logits, -1), -1)
+
+
+def midway(logits, most):
+    """How far below the largest logit the middle between the last kept and the next one is."""
+    ordered = -np.sort(-np.asarray(logits), -1)
+    if most >= ordered.shape[-1]:
+        return np.full(ordered.shape[:-1], NO_THRESHOLD)
+    return ordered[..., 0] - (ordered[..., most - 1] + ordered[..., most]) / 2
 
 
 def slopes(function, slope):
@@ -57,8 +78,28 @@ def ours(targets, **options):
 
 
 @settings(max_examples=examples(2, 12), deadline=None)
-@example(tensor=2, seq=2, vocab=37, chunk=7, temperature=0.7, as_array=True, soft_cap=None, seed=1)
-@example(tensor=1, seq=1, vocab=16, chunk=None, temperature=0.7, as_array=0, soft_cap=2.5, seed=2)
+@example(
+    tensor=2,
+    seq=2,
+    vocab=37,
+    chunk=7,
+    temperature=0.7,
+    as_array=True,
+    soft_cap=None,
+    seed=1,
+    most=5,
+)
+@example(
+    tensor=1,
+    seq=1,
+    vocab=16,
+    chunk=None,
+    temperature=0.7,
+    as_array=0,
+    soft_cap=2.5,
+    seed=2,
+    most=5,
+)
 @given(
     tensor=st.sampled_from([1, 2, 4]),
     seq=st.sampled_from([1, 2]),
@@ -68,26 +109,32 @@ def ours(targets, **options):
     as_array=st.booleans(),
     soft_cap=st.sampled_from([None, 2.5]),
     seed=st.integers(0, 99),
+    most=st.sampled_from([None, 1, 5, 40]),
 )
 def test_values_and_gradients_equal_plain_jax(
-    tensor, seq, vocab, chunk, temperature, as_array, soft_cap, seed
+    tensor, seq, vocab, chunk, temperature, as_array, soft_cap, seed, most
 ):
     """Over shards and chunks of vocabularies that these do not divide, and shards without a row."""
     *arrays, targets = problem(vocab, batch=2, seq=6, seed=seed)
     slope = np.random.default_rng(seed).normal(size=(3, *targets.shape))
     with jax.enable_x64(True):
-        reference = functools.partial(plain, targets=targets, temperature=temperature)
-        wide = (np.asarray(x, np.float64) for x in arrays)
+        reference = functools.partial(plain, targets=targets, temperature=temperature, most=most)
+        wide = [np.asarray(x, np.float64) for x in arrays]
         values, argmax, gradients = slopes(functools.partial(reference, soft_cap=soft_cap), slope)(
             *wide
         )
     mesh = simulated_mesh(seq=seq, tensor=tensor)
     shard = "tensor" if vocab % tensor == 0 else None
     places = [NamedSharding(mesh, s) for s in (P(None, "seq"), P(shard), P(shard))]
-    temperature = jnp.float32(temperature) if as_array else temperature
+    options = {"soft_cap": soft_cap, "chunk": chunk}
+    if most is not None:
+        logits = wide[0] @ wide[1].T + wide[2]
+        logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
+        options["thresholds"] = np.float32(midway(logits / temperature, most))
+    options["temperature"] = jnp.float32(temperature) if as_array else temperature
     with jax.set_mesh(mesh):
         run = slopes(
-            ours(targets, temperature=temperature, soft_cap=soft_cap, chunk=chunk),
+            ours(targets, **options),
             np.float32(slope),
         )
         found, is_top, found_gradients = run(*map(jax.device_put, arrays, places))

@@ -78,14 +78,17 @@ def test_pipelines_and_parameter_servers_are_watched(built):
 def test_each_generated_token_is_progress():
     engine = jaxspeed.initialize(config=LANGUAGE, devices=jax.devices()[:1])
     dog, sections = watched(engine)
-    drawn = engine.generate([[1, 2]], 3)
-    assert sections == ["generate"] * 4 and dog.sections.look().section == "user_code"
+    drawn = engine.generate([[1, 2]], 3)  # in one segment
+    assert sections == ["generate"] * 2 and dog.sections.look().section == "user_code"
     pieces = iter(engine.stream([[1, 2]], 3))
     sections.clear()
     first = next(pieces)
     assert sections == ["generate"] and dog.sections.look().section == "user_code"
     assert [first.token, *(piece.token for piece in pieces)][:3] == [*drawn[0].tokens]
     np.testing.assert_equal(sections, ["generate"] * 3)
+    sections.clear()
+    engine.rollout([[1, 2]], 3, segment=2)
+    np.testing.assert_equal(sections, ["rollout"] * 3)  # its programs, and two segments
 
 
 def test_a_batch_that_is_refused_leaves_the_time_to_the_user():
