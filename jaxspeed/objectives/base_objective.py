@@ -11,7 +11,7 @@ from jaxspeed.objectives.padding import WithoutWeight
 if TYPE_CHECKING:
     import jax
 
-Records = Literal["documents", "preference", "unpaired"]
+Records = Literal["documents", "preference", "unpaired", "prompts"]
 
 
 class Objective(ABC):
@@ -29,6 +29,7 @@ class Objective(ABC):
         its own samples.
       records: of which form its data are: documents, or pairs of completions from the records of
         preferences, or of completions with a label. Pairs are in a batch as `pairs.py` has them.
+        Of prompts alone, completions are sampled while it trains, and scored by rewards.
       drops_long: whether sequences of pairs are read in full, as for a score: those longer than
         data.seq_len + 1 are left out, not truncated, and the last token of each is an input too.
       num_labels: of scores that a family's decoder gets in place of its head.

@@ -1,0 +1,196 @@
+"""Keys of the objectives that sample completions while they train, without JAX.
+
+Their names, defaults and bounds are those of TRL's GRPOConfig and RLOOConfig of 1.16.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from jaxspeed.config.objective_options import ObjectiveOptions
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.run_sections import FrozenModelSection
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.types import (
+    Count,
+    Flag,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Share,
+    Text,
+    is_list,
+)
+from jaxspeed.config.verdicts import shown
+
+
+def _no_penalty(value: Any) -> Any:
+    if value != 1:
+        needs = "1: the log-probabilities that train are of the model's own distribution"
+        raise PydanticCustomError("penalty", "{needs}", {"needs": needs})
+    return value
+
+
+def _loss_type(value: Any) -> Any:
+    reason = {
+        "bnpo": "dapo, which it is on one device: its own normalizer depends on the mesh",
+        "vespo": "one of the other types: vespo is not computed here",
+        "gspo": 'another type, with importance_sampling_level: "sequence", which GSPO is',
+        "gdpo": 'another type, with multi_objective_aggregation: "normalize_then_sum"',
+    }.get(value if isinstance(value, str) else "")
+    if reason:
+        raise PydanticCustomError("loss_type", "{needs}", {"needs": reason})
+    return value
+
+
+def _scale(value: Any) -> Any:
+    return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if is_list(value) else [value]
+
+
+class SamplingOptions(ObjectiveOptions):
+    """How completions are sampled."""
+
+    max_completion_length: Count = Field(
+        512, description="The most tokens of a completion, of which the last may be its end."
+    )
+    temperature: Positive = Field(
+        1.0, description="Divides the logits, where tokens are drawn and in the loss."
+    )
+    top_p: Annotated[Share, Field(gt=0)] = Field(
+        1.0, description="Tokens are drawn from the most likely ones of this probability together."
+    )
+    top_k: Natural = Field(
+        0, description="Tokens are drawn from so many most likely ones; 0 for all."
+    )
+    min_p: Share | None = Field(
+        None, description="Tokens of less than this share of the largest probability are not drawn."
+    )
+    repetition_penalty: Annotated[Number, BeforeValidator(_no_penalty)] = Field(
+        1.0, description="Refused, unless it is 1."
+    )
+    stop: Annotated[list[Text], BeforeValidator(_listed)] = Field(
+        [], description="Texts at which a completion ends."
+    )
+    mirror_sampling: Flag = Field(
+        True,
+        description="Whether log-probabilities are those of the distribution that was drawn from, "
+        "with top_p, top_k and min_p; otherwise of the temperature alone, as TRL's are.",
+    )
+    steps_per_generation: Count | None = Field(
+        None,
+        description="Micro-batches for which completions are sampled at once, by default those of "
+        "a step.",
+    )
+    rollout: Text | None = Field(
+        None, description="A function package.module:name that samples instead of the model."
+    )
+
+
+class PolicyOptions(SamplingOptions):
+    """What GRPO and RLOO share."""
+
+    rewards: Annotated[list[Text], Field(min_length=1), BeforeValidator(_listed)] = Field(
+        description="Functions package.module:name, or folders of reward models."
+    )
+    reward_weights: list[Number] | None = Field(
+        None, description="The weight of each reward, by default 1."
+    )
+    reward_timeout: Positive = Field(60.0, description="Seconds that a call of a reward may take.")
+    reward_batch: Count = Field(
+        1, description="Prompts whose completions are in one call of a reward."
+    )
+    reward_workers: Count | None = Field(
+        None, description="Processes in which rewards run, by default one for each CPU, at most 4."
+    )
+    reward_error: Literal["error", "zero", "drop"] = Field(
+        "error",
+        description="What a reward that fails or takes too long does: it ends the run, counts as "
+        "0, or as none.",
+    )
+    num_iterations: Count = Field(1, description="Passes over sampled completions.")
+    epsilon: NonNegative = Field(0.2, description="How far below 1 a ratio is clipped.")
+    epsilon_high: NonNegative | None = Field(
+        None, description="How far above 1 a ratio is clipped, by default epsilon."
+    )
+    beta: NonNegative = Field(0.0, description="Coefficient of the KL to the reference.")
+    reference_model: FrozenModelSection | None = Field(
+        None,
+        description="The folder of the reference, by default the model before the run: with "
+        "adapters the model without them.",
+    )
+    disable_dropout: Flag = Field(
+        False, description="The model and adapters have no dropout, as where they sample."
+    )
+    mask_truncated_completions: Flag = Field(
+        False, description="Whether completions without an end are left out of the loss."
+    )
+    num_generations_eval: Count = Field(
+        1,
+        description="Completions of a prompt in evaluation: the most likely one, and further ones "
+        "that are sampled, for pass@k.",
+    )
+
+    def problems(self, settings: Settings) -> Iterator[Problem]:
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+            actual = f"{shown(self.reward_weights)} for {len(self.rewards)} rewards"
+            works = "Needs a number for each reward."
+            yield Problem("objective.reward_weights", actual, works, ("objective.rewards",))
+        if len(set(self.rewards)) < len(self.rewards):
+            works = "Needs each reward once; objective.reward_weights has more."
+            yield Problem("objective.rewards", shown(self.rewards), works)
+
+
+class GrpoOptions(PolicyOptions):
+    num_generations: Annotated[Count, Field(ge=2)] = Field(
+        8, description="Completions of a prompt, whose rewards are compared."
+    )
+    delta: Positive | None = Field(
+        None, description="Bounds the ratio of the term that is not clipped."
+    )
+    loss_type: Annotated[
+        Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo"], BeforeValidator(_loss_type)
+    ] = Field("dapo", description="The loss of a token, and what sums are divided by.")
+    sapo_temperature_pos: Positive = Field(1.0, description="Of sapo, for advantages above 0.")
+    sapo_temperature_neg: Positive = Field(1.05, description="Of sapo, for the others.")
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="Whether ratios are of tokens, or means of sequences (GSPO)."
+    )
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"],
+        BeforeValidator(_scale),
+    ] = Field("group", description="Of what the deviation is that divides advantages.")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        "sum_then_normalize", description="How several rewards become an advantage."
+    )
+    use_bias_correction_kl: Flag = Field(
+        True, description="Whether the KL is multiplied by the ratio, so that it is unbiased."
+    )
+    importance_sampling_mode: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = Field(
+        None,
+        description="How the ratio of trainer and sampler corrects the loss; by default not: here "
+        "they are one program family.",
+    )
+    clip_max: Positive = Field(3.0, description="The largest such ratio.")
+    clip_min: NonNegative | None = Field(None, description="The least such ratio.")
+
+
+class RlooOptions(PolicyOptions):
+    num_generations: Annotated[Count, Field(ge=2)] = Field(
+        2, description="Completions of a prompt; the others' mean reward is each one's baseline."
+    )
+    beta: NonNegative = Field(0.05, description="Coefficient of the KL in the rewards.")
+    normalize_advantages: Flag = Field(
+        False, description="Whether advantages are whitened over the completions of a rollout."
+    )
+    reward_clip_range: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="Bounds of rewards."
+    )
