@@ -39,6 +39,8 @@ NAMES: dict[str, str] = {
     "wall/compile": "part of wall/total spent compiling",
     "wall/data": "part of wall/total spent waiting for batches",
     "wall/compute": "part of wall/total spent in training steps",
+    "wall/rollout": "part of wall/total spent sampling completions to train on",
+    "wall/rewards": "part of wall/total spent waiting for their rewards",
     "wall/checkpoint": "part of wall/total in which saving blocked training",
     "wall/evaluate": "part of wall/total spent evaluating",
     "wall/restart": "part of wall/total spent resuming: restoring a checkpoint, seeking the data",

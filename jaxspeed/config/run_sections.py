@@ -245,6 +245,9 @@ class WatchdogSection(Section):
     rollout: Positive | None = honoured(
         None, f"Seconds for a segment of `engine.rollout`; {_LEARNT.format(floor='600')}"
     )
+    rewards: Positive | None = honoured(
+        None, f"Seconds without a reward that arrives; {_LEARNT.format(floor='600')}"
+    )
     save: Positive | None = honoured(
         None, f"Seconds to start a save, or to end one; {_LEARNT.format(floor='1800')}"
     )

@@ -224,8 +224,12 @@ class Engine(DeepSpeedHabits):
         self._pace.sent(metrics["loss"])
         return metrics
 
+    @watched("evaluate")
+    def with_computed_arrays(self, batch: Batch) -> Any:
+        """A batch with the arrays that its objective computes before a step."""
+        return self._with_arrays(self._place(batch, "eval_batch", None))
+
     def _with_arrays(self, batch: Any) -> Any:
-        """The batch with what the phases before a step add to it."""
         if not self._before_step:
             return batch
         self._call.compile_together(self._before_step, self._state, batch)

@@ -9,7 +9,17 @@ from rich.text import Text
 
 from jaxspeed.metrics.format import duration_text
 
-PHASES = ("compile", "data", "compute", "checkpoint", "evaluate", "restart", "other")
+PHASES = (
+    "compile",
+    "data",
+    "compute",
+    "rollout",
+    "rewards",
+    "checkpoint",
+    "evaluate",
+    "restart",
+    "other",
+)
 _BAR = 24  # columns of the longest bar
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from jaxspeed.metrics.format import clock_text, count_text, loss_text
 
+_HELD_OUT = {"eval_loss", "eval_reward"}
 _BAR = (10, 40)  # columns of the bar, at least and at most
 _RECENT = 30.0  # seconds: window of the pace from which the time left is estimated
 
@@ -87,7 +88,7 @@ class Progress:
             self._paces.popleft()
         self._step = step
         self._shown |= {name: record[name] for name in _NUMBERS if record.get(name) is not None}
-        if self._live is None and self._is_due(now, "eval_loss" in record):
+        if self._live is None and self._is_due(now, _HELD_OUT & record.keys()):
             self._plain_line()
 
     @contextmanager
@@ -114,15 +115,16 @@ class Progress:
 
     # -- rendering ------------------------------------------------------------------------------
 
-    def _is_due(self, now: float, evaluated: bool) -> bool:
+    def _is_due(self, now: float, evaluated: Any) -> bool:
         between = max(10.0, 0.01 * (now - self._began))
-        return evaluated or now - self._last_line >= between
+        return bool(evaluated) or now - self._last_line >= between
 
     def _plain_line(self) -> None:
         self._last_line, self._last_said = self._clock(), self._step
         text = f"step {self._of_total()}  " + "  ".join(part.plain for part in self._parts())
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-        self._shown.pop("eval_loss", None)  # said once, with its own step
+        for name in _HELD_OUT:  # said once, with its own step
+            self._shown.pop(name, None)
 
     def _of_total(self) -> str:
         return f"{self._step:>{len(str(self._total))}}/{self._total}"
@@ -203,8 +205,16 @@ def _held_out(value: float) -> tuple[str, str]:
     return f"held-out {loss_text(float(value))}", "yellow"
 
 
+def _named(name: str, form: str = ".3g") -> Callable[[Any], tuple[str, str]]:
+    return lambda value: (f"{name} {float(value):{form}}", "")
+
+
 _NUMBERS: dict[str, Callable[[Any], tuple[str, str]]] = {
     "loss": _loss,
+    "reward": _named("reward", ".3f"),
+    "eval_reward": lambda value: (f"held-out reward {float(value):.3f}", "yellow"),
+    "completions/mean_length": _named("length"),
+    "kl": _named("KL"),
     "eval_loss": _held_out,
     "tokens_per_second": lambda value: (f"{count_text(value)} tokens/s", "green"),
     "samples_per_second": lambda value: (f"{count_text(value)} samples/s", "green"),

@@ -46,10 +46,12 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
         return summary
     if trainer.has_adapters and trainer.stopped_by is None and folder.adapter.exists():
         summary["adapter"] = str(folder.adapter)
-    train, held_out = curves(folder.metrics)
-    summary["picture"] = _drawn(trainer, train, held_out)
+    has_rewards = trainer.completer is not None and trainer.completer.rewards is not None
+    name = "reward" if has_rewards else "loss"
+    train, held_out = curves(folder.metrics, name)
+    summary["picture"] = _drawn(trainer, train, held_out, name)
     console.print()
-    console.print(f"loss  {sparkline([loss for _, loss in train], 60)}", highlight=False)
+    console.print(f"{name}  {sparkline([value for _, value in train], 60)}", highlight=False)
     console.print(_result(trainer), highlight=False)
     if text is not None:
         console.print(Panel(Text(text), title="a sample", title_align="left", expand=False))
@@ -58,7 +60,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     if trainer.stopped_by is not None:
         console.print(f"[yellow]stopped by {trainer.stopped_by}[/]; everything is saved")
     for name, value in (
-        ("loss curve", summary["picture"]),
+        (f"{name} curve", summary["picture"]),
         ("metrics", folder.metrics),
         ("checkpoint", summary["checkpoint"]),
         ("adapter", summary["adapter"]),
@@ -69,31 +71,30 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     return summary
 
 
-def curves(metrics: Path) -> tuple[Curve, Curve]:
-    """The training and the held-out loss by step."""
+def curves(metrics: Path, name: str = "loss") -> tuple[Curve, Curve]:
+    """A metric in training and of held-out data, by step."""
     train: Curve = []
     held_out: Curve = []
     try:
         with metrics.open(encoding="utf-8") as lines:
             for line in lines:  # one at a time: the file of a long run is large
                 record = from_json(line)
-                if "loss" in record:
-                    train.append((record["step"], record["loss"]))
-                if "eval_loss" in record:
-                    held_out.append((record["step"], record["eval_loss"]))
+                for curve, key in ((train, name), (held_out, f"eval_{name}")):
+                    if key in record:
+                        curve.append((record["step"], record[key]))
     except OSError as error:
         raise RunError(f"{metrics} cannot be read: {error.strerror or error}") from None
     return train, held_out
 
 
-def _drawn(trainer: Trainer, train: Curve, held_out: Curve) -> str | None:
+def _drawn(trainer: Trainer, train: Curve, held_out: Curve, name: str) -> str | None:
     folder, entropy = trainer.folder, trainer.corpus.unigram_entropy
     levels = {"unigram entropy": entropy} if entropy else {}
     try:
         formats = [".svg", ".png"] if importlib.util.find_spec("matplotlib") else [".svg"]
         for suffix in formats:
-            path, title = folder.picture.with_suffix(suffix), f"{folder.path.name}: loss"
-            draw_loss(path, train, held_out, title, levels=levels)
+            path, title = folder.picture.with_suffix(suffix), f"{folder.path.name}: {name}"
+            draw_loss(path, train, held_out, title, loss_name=name, levels=levels)
     except OSError as error:
         log.warning("%s cannot be written: %s", folder.picture, error.strerror or error)
         return None

@@ -1,7 +1,7 @@
 """Sections of a run: which one the main thread is in, since when, and for how long it may be.
 
-They are start, compile, step, evaluate, generate, rollout, save, restore, and in a user's loop
-`user_code`, the time between two calls of an engine. Each has a time-out, set by the config or
+They are start, compile, step, evaluate, generate, rollout, rewards, save, restore, and in a user's
+loop `user_code`, the time between two calls of an engine. Each has a time-out, set by the config or
 learnt from the run; user code has none unless the config sets it.
 """
 
@@ -26,6 +26,7 @@ FLOORS = {
     "evaluate": 600.0,
     "generate": 600.0,
     "rollout": 600.0,
+    "rewards": 600.0,
     "save": 1800.0,
     "restore": 3600.0,
     "user_code": math.inf,

@@ -237,6 +237,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         raise
     processes.first("storing the config in the folder", lambda: folder.store(stored))
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
+    completer = None if rewards is None else rewards.completer(engine, corpus)
     if console is not None and is_first():
         before.say = functools.partial(console.print, markup=False, highlight=False)
     if before.entries:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -30,10 +30,19 @@ SECTIONS = {
     "data": "step",
     "compute": "step",
     "compile": "compile",
+    "rollout": "rollout",
+    "rewards": "rewards",
     "evaluate": "evaluate",
     "other": "evaluate",
     "checkpoint": "save",
     "restart": "restore",
+}
+DOING = {
+    "checkpoint": "saving",
+    "evaluate": "evaluating",
+    "compile": "compiling",
+    "rollout": "sampling",
+    "rewards": "waiting for rewards",
 }
 
 
@@ -102,7 +111,7 @@ class Recorder:
         if not is_of_step and self._last is None and self._running:
             self._running[-1].block_until_ready()  # no step was timed: these are, before the phase
             self._note_done()
-        shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
+        shown = DOING.get(name)
         with self.watchdog.section(SECTIONS[name]), self.ledger.phase(name):
             if shown is None:
                 yield
@@ -153,11 +162,11 @@ class Recorder:
             self._done += [self._last] * len(self._running)
             self._running.clear()
 
-    def arrived(self, count: int, tokens: int) -> list[dict[str, float]]:
-        """The throughput of each of the next steps of `tokens` each, whose metrics were read."""
+    def arrived(self, tokens: Sequence[int]) -> list[dict[str, float]]:
+        """The throughput of each of the next steps, of so many tokens, whose metrics were read."""
         # One device's copy of the metrics was read; those of others may still be computed.
-        self._note_done(at_least=count - len(self._done))
-        return [self._pace(self._done.popleft(), tokens) for _ in range(count)]
+        self._note_done(at_least=len(tokens) - len(self._done))
+        return [self._pace(self._done.popleft(), of_step) for of_step in tokens]
 
     def _pace(self, step: Instant, tokens: int) -> dict[str, float]:
         took = max(step.seconds, 1e-9)

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from jaxspeed.metrics import counted_tokens
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.lm_eval_tasks import evaluate_tasks
+from jaxspeed.run.rollouts import ROLLOUT, Completer, RolloutFeeder, evaluate_prompts
 from jaxspeed.run.sampling import FinalSample
 from jaxspeed.run.signals import StopRequest
 from jaxspeed.run.step_records import Recorder
@@ -50,6 +51,7 @@ class Reached:
     seconds: dict[str, float] = field(default_factory=dict)  # of wall time, by phase
     nonfinite_losses: int = 0  # of steps that were taken nevertheless
     plain_prompts: bool = False  # of its data (`Corpus`): a chat prompts the model likewise
+    rollout: bytes | None = None  # that later steps need; a file of a checkpoint
 
 
 class Pending(NamedTuple):
@@ -58,6 +60,8 @@ class Pending(NamedTuple):
     step: int
     metrics: Any
     tokens: int  # total number so far
+    tokens_here: int  # of the step
+    of_rollout: Mapping[str, float]  # further metrics
 
 
 @dataclass
@@ -74,6 +78,7 @@ class Trainer:
     reached: Reached = field(default_factory=Reached)
     stopped_by: str | None = None
     sample: FinalSample | None = None  # for a run that shows one at its end
+    completer: Completer | None = None  # for an objective of sampled completions
 
     def __post_init__(self) -> None:
         self.config: Config = self.engine.config
@@ -84,7 +89,10 @@ class Trainer:
         self._profiling = self._diverged = False
         self._losses, self._lost_at = 0, -1  # losses of the state: in a row, step of the last
         self._evaluation_compiled: Callable[[], Any] | None = None
-        if self.corpus.held_out is not None and self.reached.step < self.steps:
+        self._rollouts: RolloutFeeder | None = None
+        reads_data = self.completer is None and self.corpus.held_out is not None
+        if reads_data and self.reached.step < self.steps:
+            assert self.corpus.held_out is not None
             self._evaluation_compiled = compile_evaluation(self.engine, self.corpus.held_out)
         self._stop = StopRequest()
         self._watchdog = self.recorder.watchdog
@@ -188,11 +196,17 @@ class Trainer:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def _step(self, feeder: Feeder) -> None:
+    def _step(self, feeder: Feeder | RolloutFeeder) -> None:
         self.folder.check()
+        if isinstance(feeder, RolloutFeeder):
+            if feeder.is_used_up:  # the devices are about to be waited for
+                self._read_all()
+            batch, tokens, of_rollout = next(feeder)
+        else:
+            with self.recorder.phase("data"):
+                batch, _ = next(feeder)
+            tokens, of_rollout = self._tokens_a_step, {}
         step, begun = self.reached.step + 1, time.perf_counter()
-        with self.recorder.phase("data"):
-            batch, _ = next(feeder)
         if step == self.config.run.profile_step:
             self._profiling = True
             jax.profiler.start_trace(str(self.folder.profile))
@@ -200,8 +214,8 @@ class Trainer:
             metrics = self.engine.train_batch(batch)
         self._watchdog.sections.stepped(time.perf_counter() - begun)
         self.recorder.sent(metrics["loss"])
-        self.reached.step, self.reached.tokens = step, self.reached.tokens + self._tokens_a_step
-        self._pending.append(Pending(step, metrics, self.reached.tokens))
+        self.reached.step, self.reached.tokens = step, self.reached.tokens + tokens
+        self._pending.append(Pending(step, metrics, self.reached.tokens, tokens, of_rollout))
         if len(self._pending) > LAG:
             self._read(1)
         if self._profiling and step >= self._last_profiled:
@@ -222,9 +236,9 @@ class Trainer:
         steps = [self._pending.popleft() for _ in range(count)]
         with self.recorder.phase("compute"):
             values = jax.device_get([step.metrics for step in steps])
-        paces = self.recorder.arrived(count, self._tokens_a_step)
-        for (step, _, tokens), metrics, pace in zip(steps, values, paces, strict=True):
-            numbers = {name: float(x) for name, x in metrics.items()}
+        paces = self.recorder.arrived([step.tokens_here for step in steps])
+        for (step, _, tokens, _, more), metrics, pace in zip(steps, values, paces, strict=True):
+            numbers = {name: float(x) for name, x in metrics.items()} | more
             self.reached.nonfinite_losses += took_nonfinite_loss(numbers)
             numbers["nonfinite_losses"] = self.reached.nonfinite_losses
             self.recorder.record(step, numbers, tokens, pace)
@@ -242,8 +256,11 @@ class Trainer:
         self._diverged = True
         with self.recorder.phase("other"):
             size = self.engine.program.batch.train
-            read = functools.partial(self.corpus.train.batch, step - 1, size)
-            batch = placer(self.engine.program.batch_shardings, size)(read)
+            if self._rollouts is not None:
+                batch = self._rollouts.batch
+            else:
+                read = functools.partial(self.corpus.train.batch, step - 1, size)
+                batch = placer(self.engine.program.batch_shardings, size)(read)
             diagnosis = self.engine.diagnose(batch)
         self.checkpointer.wait()
         newest = self.checkpointer.latest()
@@ -267,8 +284,14 @@ class Trainer:
         with self.recorder.phase("evaluate"):
             if self._evaluation_compiled is not None:
                 self._evaluation_compiled()
-            if held_out is not None:
-                most = self.config.run.eval_batches
+            most = self.config.run.eval_batches
+            if held_out is not None and self.completer is not None:
+                of_prompts = held_out, self.reached.step, most, self._asked_to_stop
+                if (rewards := evaluate_prompts(self.completer, *of_prompts)) is None:
+                    return
+                means |= rewards
+                self.reached.eval_loss = means.get("loss")
+            elif held_out is not None:
                 evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
                 if evaluated is None:
                     return
@@ -291,6 +314,10 @@ class Trainer:
         self._read_all()  # the records of all earlier steps must be written
         self.reached.seconds = self.recorder.seconds
         self.reached.plain_prompts = self.corpus.plain_prompts
+        self.reached.rollout = self._rollouts and self._rollouts.in_use
+        progress, files = asdict(self.reached), self.files
+        if (rollout := progress.pop("rollout")) is not None:
+            files = files | {ROLLOUT: rollout}
         with self.recorder.phase("checkpoint"):
             try:
                 self.checkpointer.wait()
@@ -302,8 +329,8 @@ class Trainer:
             self.checkpointer.save(
                 self.engine.program,
                 self.engine.state,
-                client_state=asdict(self.reached),
-                files=self.files,
+                client_state=progress,
+                files=files,
                 exclude_frozen=self.engine.excludes_frozen(),
             )
         self._saved = self.reached.step
@@ -332,7 +359,12 @@ class Trainer:
 
     # -- batches --------------------------------------------------------------------------------
 
-    def _feeder(self) -> Feeder:
+    def _feeder(self) -> Feeder | RolloutFeeder:
+        if self.completer is not None:
+            say = self.recorder.progress.say
+            at = self.reached.step, self.reached.rollout
+            self._rollouts = RolloutFeeder(self.completer, *at, self.folder.path, say)
+            return self._rollouts
         program, data = self.engine.program, self.config.data
         size = program.batch.train
         place = placer(program.batch_shardings, size)

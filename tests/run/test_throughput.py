@@ -57,7 +57,7 @@ def paces(clock, ready_in, returns_in, every=None, later=0.0, compiles=0.0, step
         with recorder.phase("compute"):
             clock.now = max(clock.now, pending[count - 1].ready_at)
         del pending[:count]
-        found.extend(recorder.arrived(count, TOKENS))
+        found.extend(recorder.arrived([TOKENS] * count))
 
     with recorder:
         for step in range(1, steps + 1):

@@ -1,0 +1,470 @@
+"""Batches of completions that the model samples while it trains, and that rewards score.
+
+A rollout serves one step, or several: `slices` of its rows, in `iterations` passes. It is a function
+of the parameters with which it was drawn, the seed and the step, so a run that resumes at a
+rollout's first step draws it again; one that resumes later reads it from the checkpoint.
+"""
+
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from rich.text import Text
+
+from jaxspeed.checkpoint.process_agreement import is_first
+from jaxspeed.data import Corpus, Split, placer
+from jaxspeed.data.prompts import PromptRecord
+from jaxspeed.engine import Engine
+from jaxspeed.errors import CheckpointError, RunError
+from jaxspeed.generation import Rollout
+from jaxspeed.metrics.sinks import JsonlSink
+from jaxspeed.objectives import Objective, objective_of
+from jaxspeed.objectives.model_logprobs import THRESHOLDS
+from jaxspeed.objectives.policy_gradient import ADVANTAGES, OLD, REFERENCE, WEIGHTS
+from jaxspeed.objectives.terms_and_metrics import TOTALS
+from jaxspeed.ops.next_tokens import IGNORED
+from jaxspeed.rewards.advantages import advantages, completion_metrics, row_weights
+from jaxspeed.rewards.rollout_function import sampled_by
+from jaxspeed.rewards.rewards import Rewards, RewardRow, RewardTable, TrainerProgress
+from jaxspeed.run.evaluation import Evaluated
+
+ROLLOUT = "rollout.npz"  # a file of a checkpoint
+COMPLETIONS = "completions.jsonl"
+SAY_SECONDS = 60.0
+Arrays = dict[str, np.ndarray]
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def as_it_is(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class StepBatch(NamedTuple):
+    """What a step trains on.
+
+    Attributes:
+      arrays: on the devices.
+      tokens: of prompts and completions.
+      metrics: of the rollout.
+    """
+
+    arrays: Any
+    tokens: int
+    metrics: Mapping[str, float]
+
+
+def rollout_objective(loss_fn: Callable[..., Any]) -> Objective | None:
+    """The objective whose loss this is, if it samples completions."""
+    objective = objective_of(loss_fn)
+    return objective if objective is not None and objective.records == "prompts" else None
+
+
+class RolloutSteps(NamedTuple):
+    """How many steps a rollout serves, and with what.
+
+    Attributes:
+      rows: of a step, which are completions.
+      generations: of a prompt.
+      slices: into which a rollout's rows are divided.
+      iterations: passes over them.
+    """
+
+    rows: int
+    generations: int
+    slices: int
+    iterations: int
+
+    @classmethod
+    def of(cls, objective: Objective, batch: Any) -> "RolloutSteps":
+        """Those of an objective's options."""
+        options = objective.options
+        micro = options.steps_per_generation or batch.accumulation
+        counts = (getattr(options, name, 1) for name in ("num_generations", "num_iterations"))
+        generations, iterations = counts
+        return cls(batch.train, generations, micro // batch.accumulation, iterations)
+
+    @property
+    def steps(self) -> int:
+        return self.slices * self.iterations
+
+    @property
+    def prompts(self) -> int:
+        return self.rows * self.slices // self.generations
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """Completions of prompts, and what follows from their rewards.
+
+    Attributes:
+      first: the number of steps before those that it serves.
+      arrays: of its rows, as the objective names them.
+      tokens: of each row.
+      metrics: their means.
+    """
+
+    first: int
+    arrays: Arrays
+    tokens: np.ndarray
+    metrics: dict[str, float]
+
+    def to_bytes(self) -> bytes:
+        data = io.BytesIO()
+        about = json.dumps({"first": self.first, "metrics": self.metrics})
+        arrays = {f"array/{name}": x for name, x in self.arrays.items()}
+        np.savez_compressed(data, about=np.array(about), tokens=self.tokens, **arrays)
+        return data.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "ScoredRollout":
+        with np.load(io.BytesIO(data)) as saved:
+            about = json.loads(str(saved["about"]))
+            names = [name for name in saved.files if name.startswith("array/")]
+            arrays = {name.removeprefix("array/"): saved[name] for name in names}
+            return cls(about["first"], arrays, saved["tokens"], about["metrics"])
+
+
+@dataclass(frozen=True)
+class RolloutRows:
+    """Completions of prompts, before they are scored.
+
+    Attributes:
+      records: the prompt of each completion.
+      prompts: its number among the rollout's.
+      arrays: a row for each completion.
+      columns: of a function that sampled them, for the rewards.
+    """
+
+    rollout: Rollout
+    records: Sequence[PromptRecord]
+    prompts: Sequence[int]
+    arrays: Arrays
+    columns: Mapping[str, Sequence[Any]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of the model that count, of each."""
+        return (self.arrays["targets"] != IGNORED).sum(1)
+
+    @property
+    def ended(self) -> np.ndarray:
+        """Which have an end."""
+        return np.array([row.ended_by != "tokens" for row in self.rollout.completions])
+
+    def rows(self) -> list[RewardRow]:
+        """What rewards get to see."""
+        rows = []
+        for i, (record, row) in enumerate(zip(self.records, self.rollout.completions)):
+            is_text = isinstance(record.prompt, str)
+            completion = row.text if is_text else [{"role": "assistant", "content": row.text}]
+            columns = {**record.columns, **{name: x[i] for name, x in self.columns.items()}}
+            about = record.prompt, completion, row.tokens, record.tokens, columns, record.where
+            rows.append(RewardRow(*about, self.prompts[i]))
+        return rows
+
+    def as_records(self, step: int) -> list[dict[str, Any]]:
+        """Of each completion, what `completions.jsonl` says of it."""
+        return [
+            {
+                "step": step,
+                "prompt": record.prompt,
+                "completion": row.text,
+                "tokens": len(row.tokens),
+                "ended_by": row.ended_by,
+            }
+            for record, row in zip(self.records, self.rollout.completions)
+        ]
+
+
+class Completer:
+    """Samples completions with an engine's parameters, and scores them."""
+
+    def __init__(
+        self, engine: Engine, corpus: Corpus, rewards: Rewards | None, phase: Phase = as_it_is
+    ) -> None:
+        self.engine, self.rewards, self._corpus, self._phase = engine, rewards, corpus, phase
+        objective = rollout_objective(engine.program.traced_loss.loss_fn)
+        assert objective is not None
+        self.objective: Any = objective
+        self.options: Any = self.objective.options
+        self.steps = RolloutSteps.of(self.objective, engine.program.batch)
+        self._longest = corpus.train.shapes(1)["tokens"].shape[1]
+
+    def sample(
+        self, split: Split, ids: np.ndarray, step: int, generations: int, **how: Any
+    ) -> RolloutRows:
+        """Completions of prompts, so many of each in a row; by default drawn as for training."""
+        records, o = split.prompts(ids), self.options
+        with self._phase("rollout"):
+            if o.rollout is not None and not how:
+                repeated = [record for record in records for _ in range(generations)]
+                rollout, masks, columns = sampled_by(o.rollout, repeated, self.engine)
+            else:
+                masks, columns = None, {}
+                by_default = {"temperature": o.temperature, "top_p": o.top_p, "min_p": o.min_p}
+                rollout = self.engine.rollout(
+                    [x.tokens if isinstance(x.prompt, str) else x.prompt for x in records],
+                    o.max_completion_length,
+                    generations=generations,
+                    stop=o.stop,
+                    step=step,
+                    tokenizer=self._corpus.tokenizer,
+                    **{**by_default, "top_k": o.top_k or None, **how},
+                )
+        arrays = rollout.batch(self._longest)
+        for targets, row, mask in zip(arrays["targets"], rollout.completions, masks or ()):
+            targets[np.flatnonzero(targets != IGNORED)[~np.asarray(mask, bool)]] = IGNORED
+        at = [i // generations for i in range(len(rollout.completions))]
+        return RolloutRows(rollout, [records[i] for i in at], at, arrays, columns)
+
+    def score(self, sampled: RolloutRows, step: int) -> RewardTable:
+        """What the rewards say of completions, as of this step."""
+        assert self.rewards is not None
+        steps, run = self.steps, self.engine.config.run
+        epoch = step / steps.steps * steps.prompts / len(self._corpus.train)
+        with self._phase("rewards"):
+            state = TrainerProgress(step, run.steps or 0, epoch)
+            return self.rewards.score(sampled.rows(), state)
+
+    def totals(self, table: RewardTable) -> np.ndarray:
+        """The weighted sums of completions' rewards, nan where there is none."""
+        weights = self.options.reward_weights or np.ones(len(table.names))
+        sums = np.nansum(table.values * weights, axis=1)
+        return np.where(np.isnan(table.values).all(1), np.nan, sums)
+
+    def add_losses(self, losses: Evaluated, sampled: RolloutRows) -> None:
+        """Add the loss of completions, of an objective without rewards."""
+        engine, names = self.engine, {*self.objective.arrays}
+        arrays = {name: x for name, x in sampled.arrays.items() if name in names}
+        ranks, rows = engine.program.ranks, len(sampled.records)
+        more = -rows % ranks
+        padded = {n: np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for n, x in arrays.items()}
+        padded["targets"][rows:] = IGNORED
+        place = placer(engine.program.batch_shardings, rows + more)
+        values = jax.device_get(engine.eval_totals(place(reader(padded))))
+        losses.join(values.pop(TOTALS, {}), 1)
+        losses.add({n: float(x) for n, x in values.items() if n != "weight"}, values["weight"])
+
+    def of_steps(self, step: int) -> tuple[ScoredRollout, list[dict[str, Any]]]:
+        """The rollout of the steps that follow `step`, and a record of each completion."""
+        steps, o, split = self.steps, self.options, self._corpus.train
+        ids = split.sample_ids(step // steps.steps, steps.prompts)
+        sampled = self.sample(split, ids, step, steps.generations)
+        arrays, ended = sampled.arrays, sampled.ended
+        tokens = np.array([len(row.tokens) for row in sampled.rollout.completions])
+        tokens += [len(record.tokens) for record in sampled.records]
+        metrics = completion_metrics(sampled.lengths, ended, o.max_completion_length)
+        records = sampled.as_records(step + 1)
+        if self.rewards is not None:
+            table = self.score(sampled, step)
+            if o.mask_truncated_completions:
+                arrays["targets"][~ended] = IGNORED
+            kl = None
+            if self.objective.kl_in_rewards:
+                arrays[OLD] = self._old(arrays)
+                difference = arrays[OLD] - self._reference(arrays)
+                kl = np.where(arrays["targets"] != IGNORED, difference, 0).sum(1)
+            advantage = advantages(table.values, o, kl=kl, names=table.names)
+            arrays[ADVANTAGES] = advantage.values
+            arrays[WEIGHTS] = row_weights(sampled.lengths, o)
+            metrics |= advantage.metrics | table.metrics
+            totals = self.totals(table)
+            for i, record in enumerate(records):
+                rewards = dict(zip(table.names, map(_number, table.values[i])))
+                logged = {name: x[i] for name, x in table.logged.items()}
+                record |= {"reward": _number(totals[i]), "rewards": rewards}
+                record |= {"advantage": float(advantage.values[i]), **logged}
+        names = {*self.objective.arrays}
+        if steps.steps > 1 and OLD in names and OLD not in arrays:
+            arrays[OLD] = self._old(arrays)
+        arrays = {name: x for name, x in arrays.items() if name in names}
+        if steps.slices > 1:
+            order = np.random.default_rng([self.engine.config.run.seed, step]).permutation(
+                len(tokens)
+            )
+            arrays, tokens = {name: x[order] for name, x in arrays.items()}, tokens[order]
+        return ScoredRollout(step, arrays, tokens, metrics), records
+
+    def _old(self, arrays: Arrays) -> np.ndarray:
+        """The log-probabilities of the parameters as they are."""
+        read = {n: x for n, x in arrays.items() if n in ("tokens", "targets", THRESHOLDS)}
+
+        def compute(batch: Any) -> Any:
+            return self.engine.logprobs(batch, temperature=self.options.temperature).logprobs
+
+        with self._phase("rollout"), self.engine.evaluating():
+            return self._by_micro_batches(compute, read)
+
+    def _reference(self, arrays: Arrays) -> np.ndarray:
+        """The log-probabilities of the reference."""
+        with self._phase("rollout"):
+            compute = self.engine.with_computed_arrays
+            return self._by_micro_batches(lambda batch: compute(batch)[REFERENCE], arrays)
+
+    def _by_micro_batches(self, compute: Callable[[Any], Any], arrays: Arrays) -> np.ndarray:
+        batch = self.engine.program.batch
+        size = batch.train // batch.accumulation
+        place = placer(self.engine.program.batch_shardings, size)
+        parts = []
+        for start in range(0, len(arrays["tokens"]), size):
+            part = {name: x[start : start + size] for name, x in arrays.items()}
+            parts.append(process_allgather(compute(place(reader(part))), tiled=True))
+        return np.concatenate(parts)
+
+
+def _number(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+class RolloutFeeder:
+    """Infinite iterator over the batches of steps: what is in a rollout, and then the next one.
+
+    Args:
+      completer: with the engine that trains.
+      step: the number of steps done.
+      saved: the rollout in use, of the checkpoint of this step.
+      folder: of the run, to whose `completions.jsonl` completions are written.
+      say: takes a line with a completion, now and then.
+    """
+
+    def __init__(
+        self,
+        completer: Completer,
+        step: int,
+        saved: bytes | None,
+        folder: Path,
+        say: Callable[..., Any],
+    ) -> None:
+        self._completer, self._step, self._say = completer, step, say
+        self._rollout = ScoredRollout.from_bytes(saved) if saved else None
+        self._sink = JsonlSink(folder / COMPLETIONS, step + 1) if is_first() else None
+        self._said = -math.inf
+        self.batch: Any = None  # of the newest step
+
+    def __next__(self) -> StepBatch:
+        steps, done = self._completer.steps, self._step % self._completer.steps.steps
+        if done == 0:
+            self._rollout, records = self._completer.of_steps(self._step)
+            self._write(records)
+        rollout = self._rollout
+        if rollout is None or rollout.first != self._step - done:
+            raise CheckpointError(
+                f"step {self._step} is within a rollout that its checkpoint does not have"
+            )
+        self._step += 1
+        start = done % steps.slices * steps.rows
+        here = slice(start, start + steps.rows)
+        arrays = {name: x[here] for name, x in rollout.arrays.items()}
+        place = placer(self._completer.engine.program.batch_shardings, steps.rows)
+        self.batch = place(reader(arrays))
+        metrics = rollout.metrics if done == 0 else {}
+        return StepBatch(self.batch, int(rollout.tokens[here].sum()), metrics)
+
+    def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        if self._sink is None:
+            return
+        try:
+            for record in records:
+                self._sink.write(record)
+        except OSError as error:  # for example a full disk
+            raise RunError(
+                f"step {self._step + 1}: its completions cannot be written: "
+                f"{error.strerror or error}. Once they can be, the run resumes from its newest "
+                "checkpoint."
+            ) from error
+        if time.monotonic() - self._said > SAY_SECONDS:
+            self._said = time.monotonic()
+            shown = {**records[0], "prompt": _last_text(records[0]["prompt"])}
+            texts = (repr(str(shown[name])[:200]) for name in ("prompt", "completion"))
+            of_reward = f", reward {shown['reward']:.3g}" if shown.get("reward") is not None else ""
+            line = Text(f"step {self._step + 1}: {' -> '.join(texts)}{of_reward}", "dim")
+            self._say(line)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the next step needs another rollout."""
+        return self._step % self._completer.steps.steps == 0
+
+    @property
+    def in_use(self) -> bytes | None:
+        """The rollout that later steps need, which older parameters have drawn."""
+        return None if self._rollout is None or self.is_used_up else self._rollout.to_bytes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+
+def _last_text(prompt: Any) -> str:
+    """A prompt, or the last of its messages."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def evaluate_prompts(
+    completer: Completer,
+    held_out: Split,
+    step: int,
+    most: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Means over held-out prompts of the rewards of their most likely completions, and pass@k.
+
+    With `num_generations_eval` above 1 so many are sampled of each prompt too, and pass@k is the
+    share of prompts of which one has at least the reward `pass_reward`. Without rewards it is the
+    loss of the most likely completions. None if `stop()` was true between two batches.
+
+    Args:
+      most: batches of as many prompts as a micro-batch has completions.
+    """
+    o, batch = completer.options, completer.engine.program.batch
+    size, sums = batch.train // batch.accumulation, dict[str, list[np.ndarray]]()
+    losses, k = Evaluated(), getattr(o, "num_generations_eval", 1)
+    count = -(-held_out.samples // size)
+    for index in range(count if most is None else min(count, most)):
+        ids = np.arange(index * size, min((index + 1) * size, held_out.samples))
+        if o.rollout is None:
+            sampled = completer.sample(held_out, ids, step, 1, temperature=0.0)
+        else:
+            sampled = completer.sample(held_out, ids, step, k)
+        if completer.rewards is None:
+            completer.add_losses(losses, sampled)
+        else:
+            table = completer.score(sampled, step)
+            of_rows = {f"rewards/{name}/mean": x for name, x in zip(table.names, table.values.T)}
+            of_rows["reward"] = completer.totals(table)
+            of_rows["completions/mean_length"] = sampled.lengths
+            of_rows["completions/clipped_ratio"] = ~sampled.ended
+            if k > 1:
+                if o.rollout is None:
+                    several = completer.sample(held_out, ids, step, k)
+                    table = completer.score(several, step)
+                passes = completer.totals(table).reshape(-1, k) >= o.pass_reward
+                of_rows[f"pass@{k}"] = passes.any(1)
+            for name, values in of_rows.items():
+                sums.setdefault(name, []).append(values)
+        if stop():
+            return None
+    if completer.rewards is None:
+        return losses.means
+    return {name: float(np.nanmean(np.concatenate(x))) for name, x in sums.items()}
+
+
+def reader(arrays: Arrays) -> Callable[[Any, slice], Arrays]:
+    """The function that reads a part of arrays, for a `placer`."""
+
+    def read(rows: Any, positions: slice) -> Arrays:
+        return {n: x[rows] if x.ndim == 1 else x[rows][:, positions] for n, x in arrays.items()}
+
+    return read
