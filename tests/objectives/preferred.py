@@ -31,7 +31,9 @@ PAIRS = [
 Side = tuple[list[int], list[int]]  # (tokens, mask), the mask 1 at a completion's tokens
 
 
-def folders(references: Any, folder: Path, classifier: bool = False) -> tuple[Path, Path]:
+def folders(
+    references: Any, folder: Path, classifier: bool = False, scale: float = 0.08
+) -> tuple[Path, Path]:
     """The folders of a model and of its reference, whose weights differ."""
     name = "LlamaForSequenceClassification" if classifier else "LlamaForCausalLM"
     fields = SIZES | ({"num_labels": 1} if classifier else {})
@@ -43,7 +45,7 @@ def folders(references: Any, folder: Path, classifier: bool = False) -> tuple[Pa
         file = folder / role / "model.safetensors"
         rng = np.random.default_rng(seed)
         tensors = {
-            name: x + rng.normal(size=x.shape).astype(np.float32) * 0.08
+            name: x + rng.normal(size=x.shape).astype(np.float32) * scale
             for name, x in load_file(file).items()
         }
         if "lm_head.weight" in tensors:  # so that the mean of the logits is not near 0
