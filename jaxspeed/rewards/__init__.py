@@ -1,0 +1,1 @@
+"""Rewards of completions: functions in workers, reward models; advantages."""
