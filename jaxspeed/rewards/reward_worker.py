@@ -1,4 +1,4 @@
-"""A process that calls reward functions: `python -u reward_worker.py`, which imports nothing of jaxspeed.
+"""A process that calls reward functions: `python -u reward_worker.py`, without jaxspeed.
 
 It answers the messages of its stdin, pickles, with lines of JSON: the first, (sys.path, paths of
 functions), with their names; each other one, (number of a function, its arguments as a pickle),

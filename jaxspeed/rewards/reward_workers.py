@@ -103,6 +103,11 @@ class RewardWorkers:
     """
 
     def __init__(self, paths: Sequence[str], count: int, seconds: float) -> None:
+        if getattr(sys.modules["__main__"], "__file__", None) == str(PROGRAM):
+            raise ConfigError(
+                "the module of a reward trains when it is imported: write that below "
+                'if __name__ == "__main__":'
+            )
         self._paths, self._seconds = [*paths], seconds
         self.names: list[str] = []
         self._workers = [_Worker(self._paths) for _ in range(count)]

@@ -20,6 +20,11 @@ from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")
 MOST_WORKERS, SHOWN_FAILURES = 4, 5
+# What functions get beside the columns of records.
+RESERVED = {
+    *("prompts", "completions", "completion_ids"),
+    *("trainer_state", "log_extra", "log_metric"),
+}
 
 
 @dataclass(frozen=True)
