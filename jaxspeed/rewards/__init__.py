@@ -1,1 +1,1 @@
-"""Rewards of sampled completions, and what training reads of them."""
+"""Rewards of completions: functions in workers, reward models; advantages."""
