@@ -95,8 +95,8 @@ class SamplingOptions(ObjectiveOptions):
     @property
     def draws_from_some(self) -> bool:
         """Whether the loss is of distributions over some tokens, which thresholds describe."""
-        is_cut = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
-        return is_cut and self.mirror_sampling and self.rollout is None
+        removes = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+        return removes and self.mirror_sampling and self.rollout is None
 
 
 class PolicyOptions(SamplingOptions):
