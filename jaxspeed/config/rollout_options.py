@@ -97,6 +97,12 @@ class SamplingOptions(ObjectiveOptions):
         None, description="A function package.module:name that samples instead of the model."
     )
 
+    @property
+    def draws_from_some(self) -> bool:
+        """Whether the loss is of distributions over some tokens, which thresholds describe."""
+        removes = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+        return removes and self.mirror_sampling and self.rollout is None
+
     def problems(self, settings: Settings) -> Iterator[Problem]:
         reduction, key = settings.parallel.data_reduction, "parallel.data_reduction"
         if reduction != "xla":
