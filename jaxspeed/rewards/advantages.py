@@ -38,7 +38,7 @@ def advantages(
     """
     values = np.asarray(values, np.float64)
     size = options.num_generations
-    totals = _total(values, options)
+    totals = totals_of(values, options)
     if isinstance(options, RlooOptions):
         result, deviations = _leave_one_out(totals, size, options, kl)
     else:
@@ -99,7 +99,8 @@ def _leave_one_out(
     return result, _deviation(groups, 1)
 
 
-def _total(values: np.ndarray, options: PolicyOptions) -> np.ndarray:
+def totals_of(values: np.ndarray, options: PolicyOptions) -> np.ndarray:
+    """The weighted sums of completions' rewards [rows, rewards]; NaN where there is none."""
     has_none = np.all(np.isnan(values), axis=1)
     return np.where(has_none, np.nan, _weighted(values, options))
 

@@ -59,7 +59,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     console.print()
     if trainer.stopped_by is not None:
         console.print(f"[yellow]stopped by {trainer.stopped_by}[/]; everything is saved")
-    for name, value in (
+    for what, value in (
         (f"{name} curve", summary["picture"]),
         ("metrics", folder.metrics),
         ("checkpoint", summary["checkpoint"]),
@@ -67,7 +67,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
         ("resume with", again),
     ):
         if value is not None:
-            console.print(f"{name:<11} {value}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"{what:<12} {value}", highlight=False, soft_wrap=True, markup=False)
     return summary
 
 

@@ -1,8 +1,8 @@
 """Batches of completions that the model samples while it trains, and that rewards score.
 
-A rollout serves one step, or several: `slices` of its rows, in `iterations` passes. It is a function
-of the parameters with which it was drawn, the seed and the step, so a run that resumes at a
-rollout's first step draws it again; one that resumes later reads it from the checkpoint.
+A rollout serves one step, or several: `slices` of its rows, in `iterations` passes. It follows from
+the parameters that draw it, the seed and the step: so a run that resumes at its first step draws it
+again, and one that resumes later reads it from the checkpoint.
 """
 
 import io
@@ -21,31 +21,34 @@ from jax.experimental.multihost_utils import process_allgather
 from rich.text import Text
 
 from jaxspeed.checkpoint.process_agreement import is_first
+from jaxspeed.config.batch import Batch
 from jaxspeed.data import Corpus, Split, placer
+from jaxspeed.data.model_limits import limits_of
 from jaxspeed.data.prompts import PromptRecord
 from jaxspeed.engine import Engine
 from jaxspeed.errors import CheckpointError, RunError
-from jaxspeed.generation import Rollout
+from jaxspeed.generation import Rollout, Sampling
+from jaxspeed.generation.messages import encoded_messages
+from jaxspeed.generation.rollout import SampledCompletion
+from jaxspeed.generation.text import end_of
+from jaxspeed.interop.pretrained import ends_of
 from jaxspeed.metrics.sinks import JsonlSink
 from jaxspeed.objectives import Objective, objective_of
 from jaxspeed.objectives.model_logprobs import THRESHOLDS
-from jaxspeed.objectives.policy_gradient import ADVANTAGES, OLD, REFERENCE, WEIGHTS
+from jaxspeed.objectives.policy_gradient import ADVANTAGES, OLD, REFERENCE, WEIGHTS, Rloo
 from jaxspeed.objectives.terms_and_metrics import TOTALS
 from jaxspeed.ops.next_tokens import IGNORED
-from jaxspeed.rewards.advantages import advantages, completion_metrics, row_weights
-from jaxspeed.rewards.rollout_function import sampled_by
-from jaxspeed.rewards.rewards import Rewards, RewardRow, RewardTable, TrainerProgress
+from jaxspeed.ops.vocabulary_parallel import NO_THRESHOLD
+from jaxspeed.rewards.advantages import advantages, completion_metrics, row_weights, totals_of
+from jaxspeed.rewards.rollout_function import RolloutFunction, RolloutTrainer, SampledRow
+from jaxspeed.rewards.scoring import RewardRow, Rewards, RewardTable, TrainerProgress
 from jaxspeed.run.evaluation import Evaluated
+from jaxspeed.user_models.config_model import sizes_of
 
 ROLLOUT = "rollout.npz"  # a file of a checkpoint
 COMPLETIONS = "completions.jsonl"
 SAY_SECONDS = 60.0
 Arrays = dict[str, np.ndarray]
-Phase = Callable[[str], AbstractContextManager[None]]
-
-
-def as_it_is(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class StepBatch(NamedTuple):
@@ -84,9 +87,8 @@ class RolloutSteps(NamedTuple):
     iterations: int
 
     @classmethod
-    def of(cls, objective: Objective, batch: Any) -> "RolloutSteps":
+    def of(cls, options: Any, batch: Batch) -> "RolloutSteps":
         """Those of an objective's options."""
-        options = objective.options
         micro = options.steps_per_generation or batch.accumulation
         counts = (getattr(options, name, 1) for name in ("num_generations", "num_iterations"))
         generations, iterations = counts
@@ -120,7 +122,7 @@ class ScoredRollout:
     def to_bytes(self) -> bytes:
         data = io.BytesIO()
         about = json.dumps({"first": self.first, "metrics": self.metrics})
-        arrays = {f"array/{name}": x for name, x in self.arrays.items()}
+        arrays: Any = {f"array/{name}": x for name, x in self.arrays.items()}
         np.savez_compressed(data, about=np.array(about), tokens=self.tokens, **arrays)
         return data.getvalue()
 
@@ -141,14 +143,14 @@ class RolloutRows:
       records: the prompt of each completion.
       prompts: its number among the rollout's.
       arrays: a row for each completion.
-      columns: of a function that sampled them, for the rewards.
+      columns: further ones of each, if a function has sampled them.
     """
 
     rollout: Rollout
     records: Sequence[PromptRecord]
     prompts: Sequence[int]
     arrays: Arrays
-    columns: Mapping[str, Sequence[Any]]
+    columns: Sequence[Mapping[str, Any]]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -166,7 +168,7 @@ class RolloutRows:
         for i, (record, row) in enumerate(zip(self.records, self.rollout.completions)):
             is_text = isinstance(record.prompt, str)
             completion = row.text if is_text else [{"role": "assistant", "content": row.text}]
-            columns = {**record.columns, **{name: x[i] for name, x in self.columns.items()}}
+            columns = {**record.columns, **(self.columns[i] if self.columns else {})}
             about = record.prompt, completion, row.tokens, record.tokens, columns, record.where
             rows.append(RewardRow(*about, self.prompts[i]))
         return rows
@@ -188,63 +190,102 @@ class RolloutRows:
 class Completer:
     """Samples completions with an engine's parameters, and scores them."""
 
-    def __init__(
-        self, engine: Engine, corpus: Corpus, rewards: Rewards | None, phase: Phase = as_it_is
-    ) -> None:
-        self.engine, self.rewards, self._corpus, self._phase = engine, rewards, corpus, phase
+    def __init__(self, engine: Engine, corpus: Corpus, rewards: Rewards | None) -> None:
+        self.engine, self.rewards, self._corpus = engine, rewards, corpus
+        self.phase: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of a run's time
         objective = rollout_objective(engine.program.traced_loss.loss_fn)
         assert objective is not None
         self.objective: Any = objective
         self.options: Any = self.objective.options
-        self.steps = RolloutSteps.of(self.objective, engine.program.batch)
-        self._longest = corpus.train.shapes(1)["tokens"].shape[1]
+        self.steps = RolloutSteps.of(self.options, engine.program.batch)
+        self._tokenizer = corpus.tokenizer
+        shapes, source = corpus.train.shapes(1), engine.program.source.model
+        self._names, self._longest = {*shapes}, shapes["tokens"].shape[1]
+        self._function: RolloutFunction | None = None
+        if (path := self.options.rollout) is not None:
+            most, limits = self.options.max_completion_length, limits_of(sizes_of(source))
+            self._function = RolloutFunction(path, most, corpus.context, limits.vocab_size)
 
     def sample(
         self, split: Split, ids: np.ndarray, step: int, generations: int, **how: Any
     ) -> RolloutRows:
         """Completions of prompts, so many of each in a row; by default drawn as for training."""
-        records, o = split.prompts(ids), self.options
-        with self._phase("rollout"):
-            if o.rollout is not None and not how:
-                repeated = [record for record in records for _ in range(generations)]
-                rollout, masks, columns = sampled_by(o.rollout, repeated, self.engine)
-            else:
-                masks, columns = None, {}
-                by_default = {"temperature": o.temperature, "top_p": o.top_p, "min_p": o.min_p}
-                rollout = self.engine.rollout(
-                    [x.tokens if isinstance(x.prompt, str) else x.prompt for x in records],
-                    o.max_completion_length,
-                    generations=generations,
-                    stop=o.stop,
-                    step=step,
-                    tokenizer=self._corpus.tokenizer,
-                    **{**by_default, "top_k": o.top_k or None, **how},
+        records = split.prompts(ids)
+        at = [i // generations for i in range(len(records) * generations)]
+        repeated, columns = [records[i] for i in at], list[Mapping[str, Any]]()
+        with self.phase("rollout"):
+            if self._function is not None and not how:
+                sampled = self._function(
+                    [record.prompt for record in repeated],
+                    [record.where for record in repeated],
+                    RolloutTrainer(
+                        self.engine, self._tokenizer, self.options, self._progress(step)
+                    ),
                 )
+                rollout, columns = self._as_rollout(sampled), [row.columns for row in sampled]
+                masks = [row.is_model for row in sampled]
+            else:
+                rollout = self._drawn(records, step, generations, **how)
+                masks = [np.ones(len(row.tokens), bool) for row in rollout.completions]
         arrays = rollout.batch(self._longest)
-        for targets, row, mask in zip(arrays["targets"], rollout.completions, masks or ()):
-            targets[np.flatnonzero(targets != IGNORED)[~np.asarray(mask, bool)]] = IGNORED
-        at = [i // generations for i in range(len(rollout.completions))]
-        return RolloutRows(rollout, [records[i] for i in at], at, arrays, columns)
+        for targets, is_model in zip(arrays["targets"], masks, strict=True):
+            targets[np.flatnonzero(targets != IGNORED)[~is_model]] = IGNORED
+        return RolloutRows(rollout, repeated, at, arrays, columns)
+
+    def _drawn(
+        self, records: Sequence[PromptRecord], step: int, generations: int, **how: Any
+    ) -> Rollout:
+        """Completions that the engine samples."""
+        o, config = self.options, self.engine.config
+        talks = [record.prompt for record in records if not isinstance(record.prompt, str)]
+        turn = encoded_messages(talks[:1], self._tokenizer, config.data)[1]
+        by_default = {"temperature": o.temperature, "top_p": o.top_p, "min_p": o.min_p}
+        return self.engine.rollout(
+            [record.tokens for record in records],
+            o.max_completion_length,
+            generations=generations,
+            stop=[*o.stop, *turn.texts],
+            stop_tokens=turn.tokens,
+            step=step,
+            tokenizer=self._tokenizer,
+            **{**by_default, "top_k": o.top_k or None, **how},
+        )
+
+    def _as_rollout(self, sampled: Sequence[SampledRow]) -> Rollout:
+        """The completions of a user's function."""
+        tokenizer: Any = self._tokenizer
+        ends = {end_of(tokenizer), *ends_of(self.engine.program.model.weights)}
+        rows = [
+            SampledCompletion(
+                i,
+                0,
+                ""
+                if tokenizer is None
+                else tokenizer.decode([x for x in row.tokens if x not in ends]),
+                row.tokens,
+                np.full(len(row.tokens), np.nan) if row.logprobs is None else row.logprobs,
+                np.full(len(row.tokens), NO_THRESHOLD),
+                "end" if row.tokens and row.tokens[-1] in ends else "tokens",
+            )
+            for i, row in enumerate(sampled)
+        ]
+        return Rollout([row.prompt_tokens for row in sampled], rows, [], Sampling())
+
+    def _progress(self, step: int) -> TrainerProgress:
+        steps, run = self.steps, self.engine.config.run
+        epoch = step / steps.steps * steps.prompts / len(self._corpus.train)
+        return TrainerProgress(step, run.steps or 0, epoch)
 
     def score(self, sampled: RolloutRows, step: int) -> RewardTable:
         """What the rewards say of completions, as of this step."""
         assert self.rewards is not None
-        steps, run = self.steps, self.engine.config.run
-        epoch = step / steps.steps * steps.prompts / len(self._corpus.train)
-        with self._phase("rewards"):
-            state = TrainerProgress(step, run.steps or 0, epoch)
-            return self.rewards.score(sampled.rows(), state)
-
-    def totals(self, table: RewardTable) -> np.ndarray:
-        """The weighted sums of completions' rewards, nan where there is none."""
-        weights = self.options.reward_weights or np.ones(len(table.names))
-        sums = np.nansum(table.values * weights, axis=1)
-        return np.where(np.isnan(table.values).all(1), np.nan, sums)
+        with self.phase("rewards"):
+            return self.rewards.score(sampled.rows(), self._progress(step))
 
     def add_losses(self, losses: Evaluated, sampled: RolloutRows) -> None:
         """Add the loss of completions, of an objective without rewards."""
-        engine, names = self.engine, {*self.objective.arrays}
-        arrays = {name: x for name, x in sampled.arrays.items() if name in names}
+        engine = self.engine
+        arrays = {name: x for name, x in sampled.arrays.items() if name in self._names}
         ranks, rows = engine.program.ranks, len(sampled.records)
         more = -rows % ranks
         padded = {n: np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for n, x in arrays.items()}
@@ -262,14 +303,14 @@ class Completer:
         arrays, ended = sampled.arrays, sampled.ended
         tokens = np.array([len(row.tokens) for row in sampled.rollout.completions])
         tokens += [len(record.tokens) for record in sampled.records]
-        metrics = completion_metrics(sampled.lengths, ended, o.max_completion_length)
+        metrics = completion_metrics(sampled.lengths, ended)
         records = sampled.as_records(step + 1)
         if self.rewards is not None:
             table = self.score(sampled, step)
             if o.mask_truncated_completions:
                 arrays["targets"][~ended] = IGNORED
             kl = None
-            if self.objective.kl_in_rewards:
+            if isinstance(self.objective, Rloo) and o.beta:
                 arrays[OLD] = self._old(arrays)
                 difference = arrays[OLD] - self._reference(arrays)
                 kl = np.where(arrays["targets"] != IGNORED, difference, 0).sum(1)
@@ -277,20 +318,17 @@ class Completer:
             arrays[ADVANTAGES] = advantage.values
             arrays[WEIGHTS] = row_weights(sampled.lengths, o)
             metrics |= advantage.metrics | table.metrics
-            totals = self.totals(table)
             for i, record in enumerate(records):
                 rewards = dict(zip(table.names, map(_number, table.values[i])))
                 logged = {name: x[i] for name, x in table.logged.items()}
-                record |= {"reward": _number(totals[i]), "rewards": rewards}
+                record |= {"reward": _number(advantage.totals[i]), "rewards": rewards}
                 record |= {"advantage": float(advantage.values[i]), **logged}
-        names = {*self.objective.arrays}
-        if steps.steps > 1 and OLD in names and OLD not in arrays:
+        if OLD in self._names and OLD not in arrays:
             arrays[OLD] = self._old(arrays)
-        arrays = {name: x for name, x in arrays.items() if name in names}
+        arrays = {name: x for name, x in arrays.items() if name in self._names}
         if steps.slices > 1:
-            order = np.random.default_rng([self.engine.config.run.seed, step]).permutation(
-                len(tokens)
-            )
+            draws = np.random.default_rng([self.engine.config.run.seed, step])
+            order = draws.permutation(len(tokens))
             arrays, tokens = {name: x[order] for name, x in arrays.items()}, tokens[order]
         return ScoredRollout(step, arrays, tokens, metrics), records
 
@@ -301,12 +339,12 @@ class Completer:
         def compute(batch: Any) -> Any:
             return self.engine.logprobs(batch, temperature=self.options.temperature).logprobs
 
-        with self._phase("rollout"), self.engine.evaluating():
+        with self.phase("rollout"), self.engine.evaluating():
             return self._by_micro_batches(compute, read)
 
     def _reference(self, arrays: Arrays) -> np.ndarray:
         """The log-probabilities of the reference."""
-        with self._phase("rollout"):
+        with self.phase("rollout"):
             compute = self.engine.with_computed_arrays
             return self._by_micro_batches(lambda batch: compute(batch)[REFERENCE], arrays)
 
@@ -443,14 +481,14 @@ def evaluate_prompts(
         else:
             table = completer.score(sampled, step)
             of_rows = {f"rewards/{name}/mean": x for name, x in zip(table.names, table.values.T)}
-            of_rows["reward"] = completer.totals(table)
+            of_rows["reward"] = totals_of(table.values, o)
             of_rows["completions/mean_length"] = sampled.lengths
             of_rows["completions/clipped_ratio"] = ~sampled.ended
             if k > 1:
                 if o.rollout is None:
                     several = completer.sample(held_out, ids, step, k)
                     table = completer.score(several, step)
-                passes = completer.totals(table).reshape(-1, k) >= o.pass_reward
+                passes = totals_of(table.values, o).reshape(-1, k) >= o.pass_reward
                 of_rows[f"pass@{k}"] = passes.any(1)
             for name, values in of_rows.items():
                 sums.setdefault(name, []).append(values)

@@ -3,6 +3,7 @@
 What is cheap to open comes first, so that mistakes in a config are reported early.
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -19,6 +20,7 @@ from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
 from jaxspeed.config.before_start import check_start
 from jaxspeed.config.parse import PASSED
+from jaxspeed.config.rollout_options import PolicyOptions
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -41,8 +43,10 @@ from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.placement.paths import listed
+from jaxspeed.rewards.scoring import Rewards
 from jaxspeed.run.computed_once import BeforeStep0, checkpoints_in
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.rollouts import ROLLOUT, Completer, rollout_objective
 from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
@@ -183,6 +187,13 @@ def source_of(
 
 def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest intact checkpoint, or at step 0."""
+    with contextlib.ExitStack() as until_open:
+        trainer = _opened(source, console, until_open)
+        until_open.pop_all()
+        return trainer
+
+
+def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> Trainer:
     config, folder, begun = source.config, source.folder, time.perf_counter()
     check_start(config)
     begins_with = config.run.init_from if checkpointer_of(source).is_empty() else None
@@ -192,6 +203,9 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     with showing("reading the data"):
         corpus = source.corpus()
     warn_of_other_tokenizer(config, corpus.tokenizer, source.reads.vocab_size)
+    rewards = rewards_of(source, corpus.tokenizer, showing)
+    if rewards is not None:
+        until_open.enter_context(rewards)
     stored = source.stored_config()
     source = in_steps(source, corpus)
     config = source.config
@@ -230,6 +244,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         if not flops:
             count_flops(engine.program)
         before = before_step_0(source, engine, corpus.tokenizer)
+        completer = completer_of(engine, corpus, rewards)
         checkpointer = checkpointer_of(source)
         checkpointer.check(engine.program, engine.excludes_frozen())
     except JaxspeedError:
@@ -237,7 +252,6 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         raise
     processes.first("storing the config in the folder", lambda: folder.store(stored))
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
-    completer = None if rewards is None else rewards.completer(engine, corpus)
     if console is not None and is_first():
         before.say = functools.partial(console.print, markup=False, highlight=False)
     if before.entries:
@@ -261,8 +275,45 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         watchdog=source.watchdog,
         console=console,
     )
+    if completer is not None:
+        completer.phase = recorder.phase
     with showing("tracing the evaluation"):
-        return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
+        return Trainer(
+            engine,
+            corpus,
+            folder,
+            checkpointer,
+            recorder,
+            files,
+            begin,
+            reached,
+            completer=completer,
+        )
+
+
+def rewards_of(
+    source: Source, tokenizer: Tokenizer | None, showing: Showing = not_shown
+) -> Rewards | None:
+    """The rewards of the run's objective, whose workers have started; None if it has none."""
+    objective, section = own_objective(source.config), source.config.objective
+    if objective is None or section is None or not issubclass(objective.Options, PolicyOptions):
+        return None
+    options: Any = objective.Options.model_validate(section.own_keys)
+    with showing("importing the rewards"):
+        return Rewards(options, tokenizer=tokenizer, tick=source.watchdog.progressed)
+
+
+def completer_of(engine: Engine, corpus: Corpus, rewards: Rewards | None) -> Completer | None:
+    """What samples completions for the run's objective; None if it reads data alone.
+
+    Raises:
+      ConfigError: a reward model has another tokenizer than the data.
+    """
+    if rollout_objective(engine.program.traced_loss.loss_fn) is None:
+        return None
+    if rewards is not None:
+        rewards.add_models(engine.program)
+    return Completer(engine, corpus, rewards)
 
 
 def in_steps(source: Source, corpus: Corpus | None) -> Source:
@@ -329,7 +380,7 @@ def restore(engine: Engine, checkpointer: Checkpointer) -> Reached:
     )
     engine.continue_from(restored)
     try:
-        return Reached(**restored.client_state)
+        return Reached(**restored.client_state, rollout=restored.files.get(ROLLOUT))
     except TypeError:
         raise CheckpointError(
             f"checkpoint {restored.tag} was not saved by a run: its client_state holds "
