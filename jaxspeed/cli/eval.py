@@ -13,6 +13,7 @@ COLUMNS = {
     "perplexity": ("perplexity", ".6g"),
     "bits_per_byte": ("bits per byte", ".4f"),
     "accuracy": ("accuracy", ".2%"),
+    "reward": ("reward", ".4f"),
     "tokens": ("tokens", ","),
 }
 _NO_METRICS = ("step", "checkpoint", "ema", "eval_weight", "unigram_entropy", "files")
@@ -109,6 +110,8 @@ def show(figures: dict[str, Any]) -> None:
     checkpoint = figures["checkpoint"] or "no checkpoint"
     console.print(f"{weights}step {figures['step']} ({checkpoint})", highlight=False)
     columns = [name for name in COLUMNS if name in figures]
+    if "reward" in figures:
+        columns.remove("eval_loss")
     table = Table(box=None)
     table.add_column("")
     for name in columns:

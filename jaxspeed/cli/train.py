@@ -159,7 +159,8 @@ def _train(args: argparse.Namespace, source: "Source") -> int:
     console.quiet = args.quiet
     trainer = open_run(source, console)
     try:
-        trainer.sample = FinalSample(trainer.engine, trainer.corpus)
+        if trainer.completer is None:  # which shows completions meanwhile
+            trainer.sample = FinalSample(trainer.engine, trainer.corpus)
         show_opening(console, trainer, args.verbose or None)
         gc.freeze()
         gc.enable()

@@ -93,6 +93,11 @@ class SamplingOptions(ObjectiveOptions):
         description="Micro-batches for which completions are sampled at once, by default those of "
         "a step.",
     )
+    num_generations_eval: Count = Field(
+        1,
+        description="Completions of a prompt in evaluation: the most likely one, and further ones "
+        "that are sampled, for pass@k.",
+    )
     rollout: Text | None = Field(
         None, description="A function package.module:name that samples instead of the model."
     )
@@ -187,10 +192,8 @@ class PolicyOptions(SamplingOptions):
     mask_truncated_completions: Flag = Field(
         False, description="Whether completions without an end are left out of the loss."
     )
-    num_generations_eval: Count = Field(
-        1,
-        description="Completions of a prompt in evaluation: the most likely one, and further ones "
-        "that are sampled, for pass@k.",
+    pass_reward: Number = Field(
+        1.0, description="The reward from which a completion counts in pass@k."
     )
 
     def problems(self, settings: Settings) -> Iterator[Problem]:

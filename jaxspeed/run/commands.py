@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from jaxspeed.errors import ConfigError, DataError, ModelError
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.run.evaluation import Evaluated, evaluate
 from jaxspeed.run.lm_eval_tasks import evaluate_tasks
+from jaxspeed.run.rollouts import evaluate_prompts, stand_in
 from jaxspeed.run.sampling import Chat, sample_texts
 from jaxspeed.run.start import (
     Source,
     before_step_0,
     checkpointer_of,
+    completer_of,
     in_steps,
     open_run,
+    rewards_of,
     source_of,
 )
 from jaxspeed.run.trainer import Trainer
@@ -120,12 +124,19 @@ def evaluate_run(
             for name, split in parts.items() if before.entries else ():
                 parts[name] = None if split is None else before.in_memory(split, most)
 
-    engine, step, tag = checkpoint.restored(ema, add_arrays)
     evaluations, total = dict.fromkeys(parts, Evaluated()), Evaluated()
-    with source.watchdog.section("evaluate"), engine.evaluating():
-        for name, split in parts.items():
-            if split is not None:
-                done = evaluate(engine, split, most, source.watchdog.progressed)
+    with rewards_of(source, tokenizer) or nullcontext() as rewards:
+        engine, step, tag = checkpoint.restored(ema, add_arrays)
+        completer = completer_of(engine, rewards, tokenizer)
+        with source.watchdog.section("evaluate"), engine.evaluating():
+            for name, split in parts.items():
+                if split is None:
+                    continue
+                if completer is not None:
+                    of_prompts = split, step, most, source.watchdog.progressed
+                    done = evaluate_prompts(completer, *of_prompts)
+                else:
+                    done = evaluate(engine, split, most, source.watchdog.progressed)
                 evaluations[name] = done or Evaluated()
                 total.add(evaluations[name].means, evaluations[name].weight)
     of_text = source.reads.sample == "tokens" and own_objective(source.config) is None
@@ -144,7 +155,7 @@ def evaluate_run(
 def _figures(evaluated: Evaluated, of_text: bool, of_bytes: bool) -> dict[str, Any]:
     """What is shown of an evaluation; None for what nothing was evaluated for."""
     metrics = evaluated.means if evaluated.weight else {"loss": None}
-    loss = metrics.pop("loss")
+    loss = metrics.pop("loss", None)
     shown = {"eval_loss": loss, "eval_weight": evaluated.weight}
     if of_text:
         with np.errstate(over="ignore"):
@@ -205,6 +216,8 @@ def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
     corpus = source.corpus()
     engine, samples = in_steps(source, corpus).engine(), corpus.train
     size = engine.program.batch.train
+    if source.reads.prompts is not None:
+        return engine.check(stand_in(samples.batch(0, size), source.reads.vocab_size or 2))
     before = before_step_0(source, engine, corpus.tokenizer)
     return engine.check(before.in_memory(samples, ids=samples.sample_ids(0, size)).batch(0, size))
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.config.batch import Batch
-from jaxspeed.data import Corpus, Split, placer
+from jaxspeed.data import Split, Tokenizer, placer
 from jaxspeed.data.model_limits import limits_of
 from jaxspeed.data.prompts import PromptRecord
 from jaxspeed.engine import Engine
@@ -35,8 +35,8 @@ from jaxspeed.interop.pretrained import ends_of
 from jaxspeed.metrics.sinks import JsonlSink
 from jaxspeed.objectives import Objective, objective_of
 from jaxspeed.objectives.model_logprobs import THRESHOLDS
-from jaxspeed.objectives.policy_gradient import ADVANTAGES, OLD, REFERENCE, WEIGHTS, Rloo
-from jaxspeed.objectives.terms_and_metrics import TOTALS
+from jaxspeed.objectives.policy_gradient import ADVANTAGES, OLD, REFERENCE, SAMPLED, WEIGHTS, Rloo
+from jaxspeed.objectives.terms_and_metrics import TOTALS, Mean
 from jaxspeed.ops.next_tokens import IGNORED
 from jaxspeed.ops.vocabulary_parallel import NO_THRESHOLD
 from jaxspeed.rewards.advantages import advantages, completion_metrics, row_weights, totals_of
@@ -143,6 +143,7 @@ class RolloutRows:
       records: the prompt of each completion.
       prompts: its number among the rollout's.
       arrays: a row for each completion.
+      names: of those that a step reads.
       columns: further ones of each, if a function has sampled them.
     """
 
@@ -150,7 +151,13 @@ class RolloutRows:
     records: Sequence[PromptRecord]
     prompts: Sequence[int]
     arrays: Arrays
+    names: set[str]
     columns: Sequence[Mapping[str, Any]]
+
+    @property
+    def read(self) -> Arrays:
+        """The arrays that a step reads, as far as they are known."""
+        return {name: x for name, x in self.arrays.items() if name in self.names}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -188,23 +195,36 @@ class RolloutRows:
 
 
 class Completer:
-    """Samples completions with an engine's parameters, and scores them."""
+    """Samples completions of prompts with an engine's parameters, and scores them.
 
-    def __init__(self, engine: Engine, corpus: Corpus, rewards: Rewards | None) -> None:
-        self.engine, self.rewards, self._corpus = engine, rewards, corpus
-        self.phase: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of a run's time
+    Args:
+      tokenizer: of the prompts.
+      train: those of a run.
+      context: tokens that a prompt with its completion can have.
+
+    Attributes:
+      phase: a context of a run's time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: Rewards | None,
+        tokenizer: Tokenizer | None,
+        train: Split | None = None,
+        context: int | None = None,
+    ) -> None:
+        self.engine, self.rewards, self._tokenizer, self._train = engine, rewards, tokenizer, train
+        self.phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
         objective = rollout_objective(engine.program.traced_loss.loss_fn)
         assert objective is not None
         self.objective: Any = objective
         self.options: Any = self.objective.options
         self.steps = RolloutSteps.of(self.options, engine.program.batch)
-        self._tokenizer = corpus.tokenizer
-        shapes, source = corpus.train.shapes(1), engine.program.source.model
-        self._names, self._longest = {*shapes}, shapes["tokens"].shape[1]
         self._function: RolloutFunction | None = None
         if (path := self.options.rollout) is not None:
-            most, limits = self.options.max_completion_length, limits_of(sizes_of(source))
-            self._function = RolloutFunction(path, most, corpus.context, limits.vocab_size)
+            most, sizes = self.options.max_completion_length, sizes_of(engine.program.source.model)
+            self._function = RolloutFunction(path, most, context, limits_of(sizes).vocab_size)
 
     def sample(
         self, split: Split, ids: np.ndarray, step: int, generations: int, **how: Any
@@ -227,10 +247,11 @@ class Completer:
             else:
                 rollout = self._drawn(records, step, generations, **how)
                 masks = [np.ones(len(row.tokens), bool) for row in rollout.completions]
-        arrays = rollout.batch(self._longest)
+        shapes = split.shapes(1)
+        arrays = rollout.batch(shapes["tokens"].shape[1])
         for targets, is_model in zip(arrays["targets"], masks, strict=True):
             targets[np.flatnonzero(targets != IGNORED)[~is_model]] = IGNORED
-        return RolloutRows(rollout, repeated, at, arrays, columns)
+        return RolloutRows(rollout, repeated, at, arrays, {*shapes}, columns)
 
     def _drawn(
         self, records: Sequence[PromptRecord], step: int, generations: int, **how: Any
@@ -273,7 +294,7 @@ class Completer:
 
     def _progress(self, step: int) -> TrainerProgress:
         steps, run = self.steps, self.engine.config.run
-        epoch = step / steps.steps * steps.prompts / len(self._corpus.train)
+        epoch = step / steps.steps * steps.prompts / len(self._train) if self._train else 0.0
         return TrainerProgress(step, run.steps or 0, epoch)
 
     def score(self, sampled: RolloutRows, step: int) -> RewardTable:
@@ -285,7 +306,7 @@ class Completer:
     def add_losses(self, losses: Evaluated, sampled: RolloutRows) -> None:
         """Add the loss of completions, of an objective without rewards."""
         engine = self.engine
-        arrays = {name: x for name, x in sampled.arrays.items() if name in self._names}
+        arrays = sampled.read
         ranks, rows = engine.program.ranks, len(sampled.records)
         more = -rows % ranks
         padded = {n: np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for n, x in arrays.items()}
@@ -297,7 +318,8 @@ class Completer:
 
     def of_steps(self, step: int) -> tuple[ScoredRollout, list[dict[str, Any]]]:
         """The rollout of the steps that follow `step`, and a record of each completion."""
-        steps, o, split = self.steps, self.options, self._corpus.train
+        steps, o, split = self.steps, self.options, self._train
+        assert split is not None
         ids = split.sample_ids(step // steps.steps, steps.prompts)
         sampled = self.sample(split, ids, step, steps.generations)
         arrays, ended = sampled.arrays, sampled.ended
@@ -323,9 +345,9 @@ class Completer:
                 logged = {name: x[i] for name, x in table.logged.items()}
                 record |= {"reward": _number(advantage.totals[i]), "rewards": rewards}
                 record |= {"advantage": float(advantage.values[i]), **logged}
-        if OLD in self._names and OLD not in arrays:
+        if OLD in sampled.names and OLD not in arrays:
             arrays[OLD] = self._old(arrays)
-        arrays = {name: x for name, x in arrays.items() if name in self._names}
+        arrays = sampled.read
         if steps.slices > 1:
             draws = np.random.default_rng([self.engine.config.run.seed, step])
             order = draws.permutation(len(tokens))
@@ -456,7 +478,7 @@ def evaluate_prompts(
     step: int,
     most: int | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+) -> Evaluated | None:
     """Means over held-out prompts of the rewards of their most likely completions, and pass@k.
 
     With `num_generations_eval` above 1 so many are sampled of each prompt too, and pass@k is the
@@ -467,17 +489,15 @@ def evaluate_prompts(
       most: batches of as many prompts as a micro-batch has completions.
     """
     o, batch = completer.options, completer.engine.program.batch
-    size, sums = batch.train // batch.accumulation, dict[str, list[np.ndarray]]()
-    losses, k = Evaluated(), getattr(o, "num_generations_eval", 1)
+    size, k, evaluated = batch.train // batch.accumulation, o.num_generations_eval, Evaluated()
+    is_own = o.rollout is not None  # the user's function samples
     count = -(-held_out.samples // size)
     for index in range(count if most is None else min(count, most)):
         ids = np.arange(index * size, min((index + 1) * size, held_out.samples))
-        if o.rollout is None:
-            sampled = completer.sample(held_out, ids, step, 1, temperature=0.0)
-        else:
-            sampled = completer.sample(held_out, ids, step, k)
+        how: dict[str, Any] = {} if is_own else {"temperature": 0.0}
+        sampled = completer.sample(held_out, ids, step, k if is_own else 1, **how)
         if completer.rewards is None:
-            completer.add_losses(losses, sampled)
+            completer.add_losses(evaluated, sampled)
         else:
             table = completer.score(sampled, step)
             of_rows = {f"rewards/{name}/mean": x for name, x in zip(table.names, table.values.T)}
@@ -485,18 +505,35 @@ def evaluate_prompts(
             of_rows["completions/mean_length"] = sampled.lengths
             of_rows["completions/clipped_ratio"] = ~sampled.ended
             if k > 1:
-                if o.rollout is None:
+                if not is_own:
                     several = completer.sample(held_out, ids, step, k)
                     table = completer.score(several, step)
                 passes = totals_of(table.values, o).reshape(-1, k) >= o.pass_reward
                 of_rows[f"pass@{k}"] = passes.any(1)
-            for name, values in of_rows.items():
-                sums.setdefault(name, []).append(values)
+            means = {n: Mean(np.nansum(x), np.sum(~np.isnan(x))) for n, x in of_rows.items()}
+            evaluated.join(means, 1)
+            evaluated.weight += len(ids)
         if stop():
             return None
-    if completer.rewards is None:
-        return losses.means
-    return {name: float(np.nanmean(np.concatenate(x))) for name, x in sums.items()}
+    return evaluated
+
+
+def stand_in(blank: Arrays, vocab_size: int) -> Arrays:
+    """A step's batch of random tokens, as if they had been sampled and scored."""
+    draw, shape = np.random.default_rng(0), blank["tokens"].shape
+    tokens = draw.integers(vocab_size, size=(shape[0], shape[1] + 1), dtype=np.int32)
+    start = draw.integers(shape[1], size=(shape[0], 1))
+    targets = np.where(np.arange(shape[1]) >= start, tokens[:, 1:], IGNORED)
+    filled = {"tokens": tokens[:, :-1], "targets": targets}
+    for name in (ADVANTAGES, WEIGHTS, SAMPLED, OLD):
+        if name in blank:
+            values: Any = draw.normal(size=blank[name].shape)
+            if name == WEIGHTS:
+                values = np.ones(shape[0])
+            elif name != ADVANTAGES:
+                values = 0.1 * values - math.log(vocab_size)
+            filled[name] = values.astype(np.float32)
+    return {**blank, **filled}
 
 
 def reader(arrays: Arrays) -> Callable[[Any, slice], Arrays]:

@@ -244,7 +244,8 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
         if not flops:
             count_flops(engine.program)
         before = before_step_0(source, engine, corpus.tokenizer)
-        completer = completer_of(engine, corpus, rewards)
+        of_data = corpus.tokenizer, corpus.train, corpus.context
+        completer = completer_of(engine, rewards, *of_data)
         checkpointer = checkpointer_of(source)
         checkpointer.check(engine.program, engine.excludes_frozen())
     except JaxspeedError:
@@ -303,7 +304,7 @@ def rewards_of(
         return Rewards(options, tokenizer=tokenizer, tick=source.watchdog.progressed)
 
 
-def completer_of(engine: Engine, corpus: Corpus, rewards: Rewards | None) -> Completer | None:
+def completer_of(engine: Engine, rewards: Rewards | None, *of_data: Any) -> Completer | None:
     """What samples completions for the run's objective; None if it reads data alone.
 
     Raises:
@@ -313,7 +314,7 @@ def completer_of(engine: Engine, corpus: Corpus, rewards: Rewards | None) -> Com
         return None
     if rewards is not None:
         rewards.add_models(engine.program)
-    return Completer(engine, corpus, rewards)
+    return Completer(engine, rewards, *of_data)
 
 
 def in_steps(source: Source, corpus: Corpus | None) -> Source:

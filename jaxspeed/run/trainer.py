@@ -287,16 +287,14 @@ class Trainer:
             most = self.config.run.eval_batches
             if held_out is not None and self.completer is not None:
                 of_prompts = held_out, self.reached.step, most, self._asked_to_stop
-                if (rewards := evaluate_prompts(self.completer, *of_prompts)) is None:
-                    return
-                means |= rewards
-                self.reached.eval_loss = means.get("loss")
+                evaluated = evaluate_prompts(self.completer, *of_prompts)
             elif held_out is not None:
                 evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
+            if held_out is not None:
                 if evaluated is None:
                     return
                 means |= evaluated.means
-                self.reached.eval_loss = means["loss"]
+                self.reached.eval_loss = means.get("loss")
             if tasks:
                 of_data = self.corpus.tokenizer, tasks, self.corpus.context
                 scores = evaluate_tasks(self.engine, *of_data, self._asked_to_stop)
