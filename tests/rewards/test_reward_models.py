@@ -5,62 +5,19 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 
-import jaxspeed
 from jaxspeed.config.rollout_options import GrpoOptions
 from jaxspeed.data.tokenizer import LibraryTokenizer
 from jaxspeed.errors import ConfigError, DataError, RunError
-from jaxspeed.rewards.scoring import RewardRow, Rewards, TrainerProgress
+from jaxspeed.rewards.scoring import Rewards, TrainerProgress
 from tests.interop import folders
+from tests.rewards.scored import PAD, engine_of, reward_model, rows_of
 
-PAD = 7
 PROGRESS = TrainerProgress(0, 1, 0.0)
-LENGTHS = [(3, 4), (3, 9), (5, 1), (5, 2), (1, 12), (1, 3), (2, 2), (2, 6), (8, 1), (8, 7)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A reward model; its padding ends some texts too."""
-    tensors = folders.llama_tensors(seed=3)
-    del tensors["lm_head.weight"]
-    head = np.random.default_rng(4).normal(size=(1, folders.EMBED)).astype(np.float32)
-    config = folders.LLAMA | {
-        "architectures": ["LlamaForSequenceClassification"],
-        "id2label": {"0": "LABEL_0"},
-        "pad_token_id": PAD,
-    }
-    path = tmp_path_factory.mktemp("scores") / "a-reward-model"
-    return folders.folder(path, config, {**tensors, "score.weight": head})
-
-
-def engine_of(**more):
-    sizes = {
-        "hidden_size": folders.EMBED,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": folders.VOCAB,
-    }
-    config = {
-        "model": {"family": "gpt2", "config": sizes},
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD"},
-        **more,
-    }
-    return jaxspeed.initialize(config=config)
-
-
-def rows_of(lengths=LENGTHS):
-    rng = np.random.default_rng(1)
-    rows = []
-    for i, (prompt, completion) in enumerate(lengths):
-        tokens = rng.integers(8, folders.VOCAB, prompt + completion).tolist()
-        if i % 2:
-            tokens[-1] = PAD
-        of_prompt, of_completion = tuple(tokens[:prompt]), tuple(tokens[prompt:])
-        rows.append(
-            RewardRow("", "", of_completion, of_prompt, {}, f"data, line {i // 2 + 1}", i // 2)
-        )
-    return rows
+    return reward_model(tmp_path_factory.mktemp("scores") / "a-reward-model")
 
 
 def padded(rows):
