@@ -1,11 +1,12 @@
 """Preferences to test with, and what is in the samples of them."""
 
+import json
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from jaxspeed.data import Corpus
+from jaxspeed.data import Corpus, load_tokenizer
 from jaxspeed.data.model_limits import PairForm
 from jaxspeed.objectives import Objective
 from tests.data.chat_examples import write_lines
@@ -44,6 +45,32 @@ TEXTS = [
     }
     for i in range(24)
 ]
+
+
+_SINGLE = [
+    {"SpecialToken": {"id": "<s>", "type_id": 0}},
+    {"Sequence": {"id": "A", "type_id": 0}},
+]
+# A post-processor that puts <s> before a text.
+BEGINS = {
+    "type": "TemplateProcessing",
+    "single": _SINGLE,
+    "pair": [*_SINGLE, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+}
+
+
+def merging_tokenizer(post_processor=None):
+    """Letters as tokens, of which a and b merge."""
+    vocab = {"<s>": 0, "</s>": 1, **{letter: i for i, letter in enumerate("abcd", 2)}, "ab": 6}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]}
+    special = [
+        {"id": i, "content": name, "special": True, "single_word": False, "lstrip": False}
+        | {"rstrip": False, "normalized": False}
+        for name, i in (("<s>", 0), ("</s>", 1))
+    ]
+    content = {"version": "1.0", "added_tokens": special, "model": model}
+    return load_tokenizer(json.dumps(content | {"post_processor": post_processor}).encode())
 
 
 def start(folder: Path, records, form=PAIRS, seq_len=64, **data) -> Corpus:

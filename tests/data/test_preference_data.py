@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.config import Config
-from jaxspeed.data import ByteTokenizer, ModelLimits, known_shapes, load_tokenizer, tokenize
+from jaxspeed.data import ByteTokenizer, ModelLimits, known_shapes, tokenize
 from jaxspeed.data.complete_documents import Packing
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import PairForm, limits_of_run
@@ -25,11 +25,13 @@ from jaxspeed.objectives.pairs import most_pairs
 from tests.data.chat_examples import message, write_lines
 from tests.data.corpora import opened
 from tests.data.preference_examples import (
+    BEGINS,
     LABELS,
     PAIRS,
     TEXTS,
     Ranks,
     expected,
+    merging_tokenizer,
     pairs_of,
     sequences_in,
     start,
@@ -118,19 +120,6 @@ def test_tools_and_variables_reach_the_template(tmp_path):
 # -- tokens -------------------------------------------------------------------------------------
 
 
-def merging_tokenizer(post_processor=None):
-    """Letters as tokens, of which a and b merge."""
-    vocab = {"<s>": 0, "</s>": 1, **{letter: i for i, letter in enumerate("abcd", 2)}, "ab": 6}
-    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]}
-    special = [
-        {"id": i, "content": name, "special": True, "single_word": False, "lstrip": False}
-        | {"rstrip": False, "normalized": False}
-        for name, i in (("<s>", 0), ("</s>", 1))
-    ]
-    content = {"version": "1.0", "added_tokens": special, "model": model}
-    return load_tokenizer(json.dumps(content | {"post_processor": post_processor}).encode())
-
-
 def records_of(tokenizer, records, kind="preference", **data):
     from jaxspeed.data.chat_masks import ChatEncoder
 
@@ -160,18 +149,8 @@ def test_a_completion_begins_where_the_tokens_diverge_the_same_on_both_sides(cap
 
 
 def test_a_text_has_the_special_tokens_that_the_tokenizer_adds(tmp_path):
-    single = [
-        {"SpecialToken": {"id": "<s>", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ]
-    begins = {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
-    }
     (pair,) = records_of(
-        merging_tokenizer(begins), [{"prompt": "c", "chosen": "a", "rejected": "b"}]
+        merging_tokenizer(BEGINS), [{"prompt": "c", "chosen": "a", "rejected": "b"}]
     )
     assert [d.ids.tolist() for d in pair.documents] == [[0, 4, 2, 1], [0, 4, 3, 1]]
 

@@ -4,6 +4,7 @@ import datetime
 import json
 import sys
 import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ from jaxspeed.data import ByteTokenizer, ModelLimits, known_shapes
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import PromptForm, limits_of_run
 from jaxspeed.errors import DataError
+from jaxspeed.run import opening
+from jaxspeed.run.start import Source, in_steps
 from tests.data.chat_examples import message, write_lines
 from tests.data.corpora import opened
+from tests.data.preference_examples import BEGINS, merging_tokenizer
 
 pytestmark = pytest.mark.fast
 
@@ -39,6 +43,13 @@ def test_a_prompt_of_text_has_its_bytes_its_columns_and_its_place(tmp_path):
     assert [p.prompt for p in prompts] == [r["prompt"] for r in TEXTS]
     assert [p.columns for p in prompts] == [{"answer": r["answer"]} for r in TEXTS]
     assert prompts[4].where == f"{tmp_path / 'a.jsonl'}, line 5"
+
+
+def test_a_text_has_the_special_tokens_that_the_tokenizer_adds_before_it(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(merging_tokenizer(BEGINS).to_bytes())
+    tokenizer = str(tmp_path / "tokenizer.json")
+    (prompt,) = prompts_of(start(tmp_path, [{"prompt": "cab"}], tokenizer=tokenizer).train)
+    assert prompt.tokens == (0, 4, 6)
 
 
 def test_messages_are_rendered_up_to_the_answer_with_tools_and_variables(tmp_path):
@@ -232,6 +243,21 @@ def test_an_epoch_is_every_prompt_once(tmp_path):
     assert start(tmp_path, TEXTS, batch_size=48).epoch == 48  # a batch of completions
     with pytest.raises(DataError, match="12 training samples, but a batch has 13"):
         start(tmp_path, TEXTS, batch_size=52)
+
+
+def test_the_length_of_a_run_in_epochs_is_in_completions(tmp_path):
+    corpus = start(tmp_path, TEXTS, PromptForm(ARRAYS, 8, num_generations=4, num_iterations=2))
+    keys = {"train_batch_size": 16, "run": {"epochs": 1.5}}
+    source = in_steps(Source(Config(**keys), None, ModelLimits()), corpus)
+    assert source.config.run.steps == 12 * 4 * 2 * 1.5 / 16
+    program = SimpleNamespace(batch=SimpleNamespace(train=16))
+    trainer = SimpleNamespace(
+        reached=SimpleNamespace(step=0),
+        steps=9,
+        corpus=corpus,
+        engine=SimpleNamespace(program=program),
+    )
+    assert opening._where(trainer) == "9 steps (1.5 epochs)"
 
 
 # -- what is wrong ------------------------------------------------------------------------------
