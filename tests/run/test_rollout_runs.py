@@ -1,0 +1,126 @@
+"""Runs that sample completions, score them and train on them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jaxspeed.errors import RunError
+from jaxspeed.metrics import read_records
+from jaxspeed.run import evaluate_run, source_of
+from tests.interop import folders
+from tests.run import rewarded, small
+
+# A rollout serves four steps, in two passes over two of them.
+SEVERAL = {"num_iterations": 2, "steps_per_generation": 4, "temperature": 0.7, "top_p": 0.9}
+
+
+def completions(folder):
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return {r["step"]: r["loss"] for r in read_records(folder / "metrics.jsonl") if "loss" in r}
+
+
+@pytest.mark.parametrize("objective", [SEVERAL, pytest.param({}, marks=pytest.mark.sampled)])
+def test_a_run_that_resumes_within_a_rollout_ends_bitwise_as_one_without_a_pause(
+    tmp_path, objective
+):
+    config = rewarded.write(tmp_path, objective)
+    entire, paused = tmp_path / "entire", tmp_path / "paused"
+    trainer = small.trained(config, entire)
+    small.trained(config, paused, steps=3)
+    assert len(completions(paused)) == (32 if objective else 48)
+    small.trained(config, paused)
+    small.assert_bitwise_equal(small.kept(config, entire), small.kept(config, paused))
+    assert completions(entire) == completions(paused)
+    assert losses(entire) == losses(paused) and [*losses(entire)] == [*range(1, 7)]
+
+    # What was sampled is what is trained on: the ratio of both is 1, as long as they are the same.
+    first = read_records(entire / "metrics.jsonl")[0]
+    assert first["sampling/sampling_logp_difference/max"] < 1e-4
+    assert first["sampling/importance_sampling_ratio/min"] == pytest.approx(1, abs=1e-4)
+    rows = completions(entire)[: 32 if objective else 16]
+    assert {row["step"] for row in rows} == {1}
+    rewards = np.array([row["reward"] for row in rows])
+    groups = rewards.reshape(-1, 4)
+    by_hand = (groups - groups.mean(1, keepdims=True)) / (
+        groups.std(1, ddof=1, keepdims=True) + 1e-4
+    )
+    np.testing.assert_allclose([row["advantage"] for row in rows], by_hand.reshape(-1), rtol=1e-5)
+    assert first["reward"] == pytest.approx(rewards.mean())
+    assert first["completions/mean_length"] == np.mean([row["tokens"] for row in rows])
+    assert all(row["rewards"] == {"early": row["reward"]} and "wanted" in row for row in rows)
+    assert first["distance"] > 0 and 0 < first["entropy"] < math.log(257)
+    passes = {1: 2, 5: 1} if objective else dict.fromkeys(range(1, 7), 1)
+    counted = [
+        passes[row["step"]] * (row["tokens"] + len(row["prompt"])) for row in completions(entire)
+    ]
+    assert trainer.reached.tokens == sum(counted)
+
+
+ADAPTER = {"rank": 2, "target_modules": "all-linear"}
+KINDS = {
+    "KL, mixed precision": (
+        {"beta": 0.1, "loss_type": "sapo", "mask_truncated_completions": True},
+        {"lora": ADAPTER, "bf16": {"enabled": True}},
+    ),
+    "RLOO": ({"type": "rloo", "normalize_advantages": True}, {"lora": ADAPTER}),
+    "two turns": ({"rollout": "tests.run.rewarded:turns", "num_generations_eval": 3}, {}),
+    "tensor": ({"top_k": 20}, {"mesh": {"tensor": 2}}),
+    "distillation": (
+        {"type": "distill", "on_policy": True, "rewards": None, "num_generations": None},
+        {},
+    ),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", KINDS)
+def test_objectives_that_sample_train_and_are_evaluated(tmp_path, kind):
+    objective, sections = KINDS[kind]
+    if kind == "distillation":
+        objective = objective | {
+            "teacher": str(folders.llama(tmp_path / "teacher", rewarded.MODEL))
+        }
+    config = rewarded.write(tmp_path, objective, **sections)
+    small.trained(config, tmp_path / "run", steps=2, eval_every=1)
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert len(losses(tmp_path / "run")) == 2 and len(completions(tmp_path / "run")) == 32
+    held_out = [record for record in records if "eval_completions/mean_length" in record]
+    evaluated = [record for record in records if {"eval_reward", "eval_loss"} & {*record}]
+    assert len(evaluated) == 2
+    source = source_of(json.loads(config.read_text()))
+    again = evaluate_run(source)
+    name = "eval_loss" if kind == "distillation" else "eval_reward"
+    assert again[name.removeprefix("eval_") if held_out else name] == pytest.approx(
+        evaluated[-1][name], rel=1e-5
+    )
+    if kind == "two turns":
+        assert all(row["tokens"] in range(3, 6) for row in completions(tmp_path / "run"))
+        assert 0 <= evaluated[-1]["eval_pass@3"] <= 1
+    if kind == "KL, mixed precision":
+        assert records[0]["kl"] == 0 < records[-2]["kl"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("errors", ["drop", "error"])
+def test_a_reward_that_hangs_is_named_and_the_run_goes_on_or_ends_as_told(tmp_path, errors, caplog):
+    objective = {
+        "rewards": ["tests.run.rewarded:early", "tests.run.rewarded:sleeps"],
+        "reward_timeout": 1.0,
+        "reward_error": errors,
+    }
+    config = rewarded.write(tmp_path, objective, data={"shuffle": False, "held_out": 0.0})
+    if errors == "error":
+        with pytest.raises(RunError, match="reward sleeps, .*took more than 1 s"):
+            small.trained(config, tmp_path / "run", steps=2)
+        return
+    small.trained(config, tmp_path / "run", steps=2)
+    assert "reward sleeps" in caplog.text
+    rows = completions(tmp_path / "run")
+    assert [row["rewards"]["sleeps"] is None for row in rows] == [False] * 12 + [True] * 4 + [
+        False
+    ] * 16
