@@ -56,12 +56,7 @@ def write(folder: Path, objective: dict[str, Any], **sections: Any) -> Path:
     records = [json.dumps({"prompt": x, "wanted": 10 * i}) for i, x in enumerate(texts)]
     prompts.write_text("\n".join(records) + "\n")
     config: dict[str, Any] = {
-        "run": {
-            "devices": "cpu:8",
-            "steps": 6,
-            "checkpoint_every": 3,
-            "output": str(folder / "run"),
-        },
+        "run": {"devices": "cpu:8", "steps": 6, "checkpoint_every": 3, "sample_tokens": 0},
         "model": {"family": "llama", "config": MODEL},
         "objective": {
             "type": "grpo",
@@ -76,6 +71,7 @@ def write(folder: Path, objective: dict[str, Any], **sections: Any) -> Path:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
+    config["run"]["output"] = str(folder / "run")
     config["objective"] = {k: x for k, x in config["objective"].items() if x is not None}
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values} if isinstance(values, dict) else values
