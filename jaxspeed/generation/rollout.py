@@ -9,10 +9,9 @@ import numpy as np
 from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.objectives.model_logprobs import THRESHOLDS
 from jaxspeed.objectives.padding import bucket
+from jaxspeed.objectives.policy_gradient import SAMPLED
 from jaxspeed.ops.next_tokens import IGNORED
 from jaxspeed.ops.vocabulary_parallel import NO_THRESHOLD
-
-SAMPLED = "sampled_logprobs"
 
 
 class SampledCompletion(NamedTuple):

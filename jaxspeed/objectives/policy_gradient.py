@@ -264,7 +264,7 @@ class Tally:
         least = jnp.min(jnp.stack(over_positions(signed, jnp.min)), axis=1)
         metrics |= zip(self._least, map(Min, least))
         metrics |= zip(self._largest, map(Max, -least[len(self._least) :]))
-        loss = Terms(policy=(total, weight))
+        loss = Terms(policy_loss=(total, weight))
         if scored.auxiliary is not None:
             loss["aux_loss"] = scored.auxiliary, None
         of_router = {n: x for n, x in scored.metrics.items() if n != "auxiliary_loss"}

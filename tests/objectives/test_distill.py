@@ -172,6 +172,22 @@ def test_a_step_equals_plain_optax(case, folder):
 
 
 @pytest.mark.sampled
+def test_completions_that_the_student_samples_are_what_it_learns_on(folder):
+    options = {"on_policy": True, "temperature": 1.5, "top_p": 0.9, "beta": 0.5}
+    engine = jaxspeed.initialize(config=config(folder, options, mesh={"tensor": 2}))
+    assert engine.program.traced_loss.loss_fn.__self__.records == "prompts"
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    rollout = engine.rollout(prompts, 8, generations=4, stop_tokens=[0], temperature=1.5, top_p=0.9)
+    batch = rollout.batch()
+    whole = {"tokens": np.pad(batch["tokens"], ((0, 0), (0, 1)))}  # the last token is no input
+    student = np.asarray(Plain(SIZES).logits(values_of(engine), whole))
+    by_token = divergence(student, teacher_logits(folder, whole), 0.5, 1.5, np)
+    counted = batch["targets"] != -100
+    expected = (by_token * counted).sum() / counted.sum()
+    np.testing.assert_allclose(float(engine.train_batch(batch)["loss"]), expected, rtol=1e-5)
+
+
+@pytest.mark.sampled
 def test_check_and_the_phases_of_a_step(folder):
     """`check` compares with one device and with plain Flax; the teacher's head is no state."""
     engine = jaxspeed.initialize(config=config(folder, {"beta": 0.5}, mesh={"tensor": 2}))
