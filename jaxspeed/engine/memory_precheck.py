@@ -72,12 +72,12 @@ def refuse_attention(program: Program, batch: Any = None) -> None:
 
 def _any_shapes(config: Config, seq: int) -> Any:
     """As `shapes_by_config`, of sequences that `seq` divides if the config sets no length."""
-    if family_sizes(config) is not None and config.data.seq_len is None:
-        pairs = limits_of_run(config).pairs
-        more = int(pairs is not None and pairs.reads_ends)  # inputs of each completion
-        data = config.data.model_copy(update={"seq_len": 2 * seq - more})
-        config = config.model_copy(update={"data": data})
-    return shapes_by_config(config)
+    if family_sizes(config) is None or config.data.seq_len is not None:
+        return shapes_by_config(config)
+    limits = limits_of_run(config)
+    more = int(limits.pairs is not None and limits.pairs.reads_ends)  # inputs of each completion
+    data = config.data.model_copy(update={"seq_len": 2 * seq - more})
+    return known_shapes(data, limits, samples=1)
 
 
 def room_of(program: Program) -> int | None:
