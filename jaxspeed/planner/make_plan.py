@@ -11,6 +11,7 @@ from jaxspeed.engine import compiled_report
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.offload_check import asks, transfer_in, transfer_of
 from jaxspeed.errors import ConfigError, DataError
+from jaxspeed.generation.rollout_programs import rollout_programs
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile import PATIENCE
@@ -98,7 +99,8 @@ def _here(source: Source, compiling: bool) -> Plan:
     program, batch = _program(source)
     attention = _attention(program, batch)  # before the step is traced: it refuses all at once
     if compiling:
-        compiled = compiled_report(program, batch)
+        rollout = rollout_programs(program, batch)
+        compiled = compiled_report(program, batch, rollout=rollout)
         if not compiled.others:
             plan = Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
             return replace(plan, attention=attention)
