@@ -90,17 +90,19 @@ def _print_samples(shown: "ShownData") -> None:
     from rich.text import Text
 
     from jaxspeed.data.complete_documents import DocumentCounts
+    from jaxspeed.data.prompts import PromptCounts
     from jaxspeed.data.shown_samples import harmless
 
     console = out()
     plain = not console.is_terminal or console.no_color
-    if plain and shown.samples:
+    if plain and any(sample.trained for sample in shown.samples):
         console.print("what the loss counts is between {+ and +}", markup=False)
-    number = 0
+    number, is_of_prompts = 0, isinstance(shown.total, PromptCounts)
     for sample in shown.samples:
         number += sample.side != "rejected"  # which is that of the pair before
         named = f"{number}, {sample.side}" if sample.side else number
-        counts = f"{sample.tokens:,} tokens, {sample.trained:,} trained"
+        counts = f"{sample.tokens:,} tokens"
+        counts += f", {sample.trained:,} trained" * (not is_of_prompts)
         console.print(f"--- {named}: {counts} ---", markup=False, highlight=False)
         text = Text()
         for piece in sample.pieces:
@@ -111,12 +113,17 @@ def _print_samples(shown: "ShownData") -> None:
             else:
                 text.append(harmless(piece.text), style="" if piece.trained else "dim")
         console.print(text, highlight=False)
+        for name, value in sample.columns.items():
+            console.print(f"{harmless(name)}: {value}", markup=False, highlight=False)
     if not isinstance(shown.total, DocumentCounts):
         for name, pair_counts in shown.counts.items():
             console.print(f"{harmless(name)}: {pair_counts}", markup=False, highlight=False)
         if shown.seq_len is not None:
-            size = f"a prompt with a completion has at most {shown.seq_len + 1:,} tokens"
-            console.print(f"{size} (data.seq_len + 1)", markup=False, highlight=False)
+            most = shown.seq_len + (not is_of_prompts)
+            size = f"a prompt with a completion has at most {most:,} tokens (data.seq_len"
+            console.print(
+                f"{size}{'' if is_of_prompts else ' + 1'})", markup=False, highlight=False
+            )
         return
     table = Table(box=None)
     table.add_column("")
@@ -139,9 +146,12 @@ def _tokenize(args: argparse.Namespace) -> int:
     config = loaded(args)
     from jaxspeed.data import tokenize
     from jaxspeed.data.model_limits import limits_of_run
+    from jaxspeed.errors import DataError
     from jaxspeed.interop.pretrained import data_section
 
     limits = limits_of_run(config)
+    if limits.prompts is not None:
+        raise DataError("data tokenize: prompts are read with their columns, and not written")
     summary = tokenize(
         data_section(config),
         args.out,

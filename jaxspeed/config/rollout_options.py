@@ -92,6 +92,12 @@ class SamplingOptions(ObjectiveOptions):
         None, description="A function package.module:name that samples instead of the model."
     )
 
+    @property
+    def draws_from_some(self) -> bool:
+        """Whether the loss is of distributions over some tokens, which thresholds describe."""
+        removes = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+        return removes and self.mirror_sampling and self.rollout is None
+
 
 class PolicyOptions(SamplingOptions):
     """What GRPO and RLOO share."""

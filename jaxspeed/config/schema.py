@@ -82,6 +82,7 @@ _OFFLOADED = "Write zero_optimization.offload_optimizer or offload_param instead
 _ON_BF16 = ("bf16.enabled", (True,))
 _ON_AUTOCAST = ("torch_autocast.enabled", (True,))
 _ON_FP16 = ("fp16.enabled", (True,))
+_ON_HYBRID = ("hybrid_engine.enabled", (True,))
 
 
 class Fp16(Coercing):
@@ -205,6 +206,37 @@ class CompileSection(Coercing):
     sync_after_allgather: Any = harmless(None, _COMPILED)
     keep_int_input_tensors: Any = harmless(None, _COMPILED)
     keep_all_input_tensors: Any = harmless(None, _COMPILED)
+
+
+class HybridEngine(Coercing):
+    """DeepSpeed's section for sampling from the parameters that train."""
+
+    enabled: Flag = harmless(
+        False,
+        "Sampling reads the very parameters that train in any case: objective.type grpo or rloo, "
+        "engine.rollout, engine.generate.",
+    )
+    max_out_tokens: Count = harmless(
+        512,
+        "A cache is as long as prompt and completion, which data.seq_len and "
+        "objective.max_completion_length bound.",
+    )
+    inference_tp_size: Count = approximated(
+        1,
+        "Sampling shards the model over mesh.tensor, as the step does. Under stage 3, parameters "
+        "that do not fit gathered are gathered unit by unit instead.",
+        when=_ON_HYBRID,
+    )
+    release_inference_cache: Flag = harmless(
+        False, "Caches are released after each rollout in any case."
+    )
+    pin_parameters: Flag = harmless(
+        True,
+        "Under stage 3, parameters are gathered once for a rollout where they fit, otherwise unit "
+        "by unit.",
+    )
+    tp_gather_partition_size: Count = harmless(8, "XLA schedules the gathers.")
+    enable_cuda_graph: Flag = harmless(False, "Decoding is a compiled loop on the devices.")
 
 
 class Group(Section):
@@ -364,7 +396,7 @@ class Settings(Lenient):
     autotuning: Autotuning = section()
     aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
     compile: CompileSection = section()
-    hybrid_engine: Opaque | None = refused_section(_UNBUILT)
+    hybrid_engine: HybridEngine = section()
     disable_python_gc: Flag = harmless(
         False, "A step is one call; Python's collector pauses where jaxspeed traces."
     )

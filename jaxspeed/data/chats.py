@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxspeed.config.run_sections import ChatFormat, SourceSection
 from jaxspeed.data import files
@@ -14,10 +14,10 @@ from jaxspeed.data.chat_formats import NAMES, OPTIONAL, format_of, read_record
 from jaxspeed.data.chat_masks import ChatEncoder
 from jaxspeed.data.chat_template import MissingTemplateError
 from jaxspeed.data.files import Record
-from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.model_limits import PromptForm, RecordForm
 from jaxspeed.data.preference_records import PreferenceFormat, preference_format, read_preference
 from jaxspeed.data.preference_tokens import PreferenceEncoder
-from jaxspeed.data.token_store import Masked, RecordTokens
+from jaxspeed.data.prompts import PROMPT, PromptEncoder
 from jaxspeed.errors import DataError
 
 log = logging.getLogger("jaxspeed")
@@ -37,14 +37,14 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class Chats:
-    """Conversations, or preferences of them or of texts.
+    """Conversations, or preferences or prompts of them or of texts.
 
-    `format` is that of the first file, and of all if the config names it, or of preferences.
+    `format` is that of the first file, and of all if the config names it, or of other records.
     """
 
     name: str
     files: Sequence[RecordFile]
-    format: ChatFormat | PreferenceFormat
+    format: ChatFormat | PreferenceFormat | Literal["prompt"]
     is_named: bool
 
     def __iter__(self) -> Iterator[str]:
@@ -53,19 +53,21 @@ class Chats:
             for record in file.read():
                 if isinstance(record.value, dict):
                     names = preferences.NAMES if self.format in preferences.FIELDS else NAMES
+                    names = (PROMPT,) if self.format == PROMPT else names
                     yield from _texts([record.value.get(name) for name in names])
 
     def formats(self) -> set[str]:
         return {self._format_of(file) for file in self.files}
 
-    def encoded(self, encoder: ChatEncoder) -> Iterator[Masked | RecordTokens]:
-        """The tokens of each conversation, or preference.
+    def encoded(self, encoder: ChatEncoder) -> Iterator[Any]:
+        """A `Masked` of each conversation, `RecordTokens` of a preference, or a `PromptRecord`.
 
         Raises:
           DataError: records of a file cannot be used, once all of the file is read.
         """
         has_preferences = self.format in preferences.FIELDS
         chosen: Any = PreferenceEncoder(encoder) if has_preferences else encoder
+        chosen = PromptEncoder(encoder) if self.format == PROMPT else chosen
         for file in self.files:
             kind = self._format_of(file)
             problems: dict[int, str] = {}
@@ -77,7 +79,9 @@ class Chats:
                     try:
                         if problem:
                             raise DataError(problem)
-                        if has_preferences:
+                        if self.format == PROMPT:
+                            text = chosen.render(value, f"{file.name}, {where}")
+                        elif has_preferences:
                             text = chosen.render(read_preference(value, kind))
                         else:
                             text = chosen.render(read_record(value, kind), kind)
@@ -142,22 +146,22 @@ def chats_in(
     name: str,
     record_files: Sequence[RecordFile],
     names: Iterable[str] | None = None,
-    pairs: PairForm | None = None,
+    form: RecordForm | None = None,
 ) -> Chats | None:
     """The conversations of files, if the config says so, or else the first record has no text.
 
     Args:
       names: the fields of the first file's records, if they are known.
-      pairs: of an objective that reads preferences; all files have the first one's format.
+      form: of an objective that reads preferences or prompts; all files have the first's format.
 
     Raises:
-      DataError: they hold no preferences, but the objective reads some.
+      DataError: they hold none of these, but the objective reads some.
     """
-    if source.format is not None and pairs is None:
+    if source.format is not None and form is None:
         return Chats(name, record_files, source.format, True)
     there = first_names(record_files[0]) if names is None else [*names]
-    if pairs is not None:
-        return Chats(name, record_files, _preferences(name, there or [], source), True)
+    if form is not None:
+        return Chats(name, record_files, _format(name, there or [], source, form), True)
     kind = None if there is None else format_of(there)
     if there is None or kind is None:
         return None
@@ -173,17 +177,30 @@ def chats_in(
     return Chats(name, record_files, kind, False)
 
 
-def _preferences(name: str, names: Sequence[str], source: SourceSection) -> PreferenceFormat:
+def _format(
+    name: str, names: Sequence[str], source: SourceSection, form: RecordForm
+) -> PreferenceFormat | Literal["prompt"]:
+    what, fields = kinds_of(form)
     if source.format is not None:
         raise DataError(
-            f"data.format: {source.format}, but the objective reads preferences, which show in the "
+            f"data.format: {source.format}, but the objective reads {what}, which show in the "
             "fields of records; leave it out"
         )
-    kind = preference_format(names)
+    if isinstance(form, PromptForm):
+        kind: Any = PROMPT if PROMPT in names else None
+    else:
+        kind = preference_format(names)
     if kind is None:
         raise DataError(
-            f"data: {name} holds no preferences, which the objective reads: records of prompt, "
-            "chosen and rejected, or of prompt, completion and label; the fields of its first "
-            f"record: {', '.join(map(str, names)) or 'none'}"
+            f"data: {name} holds no {what}, which the objective reads: records {fields}; the "
+            f"fields of its first record: {', '.join(map(str, names)) or 'none'}"
         )
     return kind
+
+
+def kinds_of(form: RecordForm) -> tuple[str, str]:
+    """What an objective reads, and the fields of its records, for messages."""
+    if isinstance(form, PromptForm):
+        before = "of a conversation the messages before the answer, which is sampled"
+        return "prompts", f"with the field prompt: text, or messages, {before}"
+    return "preferences", "of prompt, chosen and rejected, or of prompt, completion and label"

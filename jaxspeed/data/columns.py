@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from jaxspeed.config.run_sections import SourceSection
-from jaxspeed.data import files, token_records, token_store
+from jaxspeed.data import files, prompts, token_records, token_store
 from jaxspeed.data.chats import COLUMNS, Chats, RecordFile, chats_in
-from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.model_limits import PromptForm, RecordForm
 from jaxspeed.data.sources import SUFFIXES, Texts, needs_extra
 from jaxspeed.errors import DataError
 
@@ -75,11 +75,11 @@ def _json_of(file: Path, key: str, of: str | None = None, default: Any = None) -
 
 
 def open_columns(
-    source: SourceSection, kind: str, pairs: PairForm | None = None
+    source: SourceSection, kind: str, form: RecordForm | None = None
 ) -> Texts | Chats | list[token_store.Documents]:
     """The texts in the column `text_field`, or documents in `tokens` or `input_ids`, or chats.
 
-    With `pairs` they are preferences, for an objective that reads them.
+    With `form` they are preferences or prompts, for an objective that reads them.
     """
     paths = files.given_paths(source.path, source.paths)
     column_paths = [file for name in paths for file in column_files(name, kind, source.split)]
@@ -89,9 +89,10 @@ def open_columns(
             tables.append(names)
     shown, field = f"{kind} {', '.join(paths)}", source.text_field
     ids = token_records.token_field(tables[0])
-    if pairs or source.format is not None or ids is None or field in tables[0]:
-        records = [RecordFile(str(f), partial(records_of, f, kind)) for f in column_paths]
-        if chats := chats_in(source, shown, records, tables[0], pairs):
+    if form or source.format is not None or ids is None or field in tables[0]:
+        more = None if isinstance(form, PromptForm) else ()
+        records = [RecordFile(str(f), partial(records_of, f, kind, more)) for f in column_paths]
+        if chats := chats_in(source, shown, records, tables[0], form):
             return chats
     if all(field in names for names in tables):
         return Texts(
@@ -116,13 +117,18 @@ def _texts(file: Path, kind: str, field: str) -> Iterator[str]:
             yield files.text_of({field: text}, field, f"{file}, row {i}")
 
 
-def records_of(file: Path, kind: str, more: Sequence[str] = ()) -> Iterator[files.Record]:
-    """The columns of conversations, and `more` of them, as records."""
+def records_of(file: Path, kind: str, more: Sequence[str] | None = ()) -> Iterator[files.Record]:
+    """The columns of conversations, and `more` of them, as records.
+
+    With `more` None they are those of prompts, and all others as they are.
+    """
     with _opened(file, kind) as (names, batches):
         rows = itertools.count()
-        for batch in batches([name for name in names if name in (*COLUMNS, *more)]):
+        as_they_are = [n for n in names if more is None and n not in prompts.COLUMNS]
+        for batch in batches([n for n in names if n in (*COLUMNS, *as_they_are, *(more or ()))]):
             for row in batch.to_pylist():
-                yield files.Record(f"row {next(rows)}", _without_none(row))
+                kept = {name: row.pop(name) for name in as_they_are}
+                yield files.Record(f"row {next(rows)}", _without_none(row) | kept)
 
 
 def _without_none(value: Any) -> Any:

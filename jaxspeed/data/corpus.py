@@ -12,13 +12,14 @@ import jax
 import numpy as np
 
 from jaxspeed.config.run_sections import Data, MixtureSource
+from jaxspeed.data import prompts as prompt_records
 from jaxspeed.data import token_store
 from jaxspeed.data.chat_masks import ChatEncoder, remember_template
 from jaxspeed.data.chats import Chats
 from jaxspeed.data.choose_tokenizer import choose_tokenizer
-from jaxspeed.data.complete_documents import DocumentCounts
+from jaxspeed.data.complete_documents import Counts, DocumentCounts
 from jaxspeed.data.evaluation_parts import evaluation_parts
-from jaxspeed.data.model_limits import Kind, ModelLimits, PairForm
+from jaxspeed.data.model_limits import Kind, ModelLimits, PairForm, PromptForm
 from jaxspeed.data.open_source import (
     OpenSource,
     encoded,
@@ -46,9 +47,15 @@ class Corpus:
     fingerprint: str  # changes with the data or its order; a run resumes only with the same one
     unigram_entropy: float | None  # nats per training token
     summary: str  # one line for people
-    conversations: DocumentCounts | PairCounts | None = None  # of all, training and held-out
+    conversations: Counts | None = None  # of all, training and held-out
     plain_prompts: bool = False  # they are prompts and completions, without a template
     context: int | None = None  # tokens that a document can have
+    rows_of_each: int = 1  # of prompts: their completions, in each iteration
+
+    @property
+    def epoch(self) -> int:
+        """Rows of the steps of an epoch, in which every training sample is read once."""
+        return len(self.train) * self.rows_of_each
 
 
 def build(
@@ -61,6 +68,7 @@ def build(
     classes: int | None = None,
     targets: bool = False,
     pairs: PairForm | None = None,
+    prompts: PromptForm | None = None,
     seed: int,
     tokenizer: Tokenizer | None = None,
     batch_size: int | None = None,
@@ -72,16 +80,21 @@ def build(
       sample, seq_len, vocab_size, image_shape, classes, targets: known limits of the model
         (`ModelLimits`).
       pairs: of an objective that reads preferences.
+      prompts: of one that reads prompts.
       seed: of the order, if `data.seed` is unset.
       tokenizer: that of a resumed run; then none is trained or read.
-      batch_size: minimum number of training samples.
+      batch_size: minimum number of training samples; of prompts, of their completions.
 
     Raises:
       DataError: the data cannot be read, is too small or does not fit the model.
     """
     if pairs is not None:
         pairs = checked(pairs, data, targets, batch_size)
-    limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes, targets, pairs)
+    if prompts is not None:
+        prompt_records.check_keys(data)
+        if batch_size is not None:
+            batch_size = -(-batch_size // prompts.num_generations)
+    limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes, targets, pairs, prompts)
     sources = data.sources
     opened = [open_source(source, limits) for source in sources]
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
@@ -96,17 +109,19 @@ def build(
     if encoder is not None:
         remember_template(encoder, [kind for content in chats for kind in content.formats()])
     counted = [part.conversations for part in parts if part.conversations is not None]
-    if pairs is None:
+    if limits.form is None:
         _check_keys(data, bool(counted))
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
-    how: dict[str, Any] = {"seed": seed, "targets": targets and pairs is None}  # which have them
-    train = Split([p.train for p in parts], shuffle=data.shuffle, weights=weights, **how)
+    with_targets = targets and limits.form is None  # records have them
+    how: dict[str, Any] = {"seed": seed, "targets": with_targets}
+    trained = prompt_records.alike([p.train for p in parts])
+    train = Split(trained, shuffle=data.shuffle, weights=weights, **how)
     held = [p.held_out for p in parts if p.held_out is not None]
     if data.eval is not None:
         apart = evaluation_parts(data, data.eval, limits, tokenizer)
         held = [samples for samples in apart.values() if samples is not None]
-    held_out = Split(held, shuffle=False, **how) if held else None
+    held_out = Split(prompt_records.alike(held), shuffle=False, **how) if held else None
     _check_sizes(data, parts, train, batch_size)
     total = _sum_of(counted, encoder)
     labelled = total.labelled if isinstance(total, PairCounts) else 0
@@ -123,7 +138,7 @@ def build(
         identity["conversations"] = [data.truncate, data.packing]
     if pairs is not None:
         identity["pairs"] = vars(pairs)
-    context = train.tokens_each if pairs is None else packing_of(data, limits).seq_len
+    context = train.tokens_each if limits.form is None else packing_of(data, limits).seq_len
     return Corpus(
         train,
         held_out,
@@ -134,14 +149,15 @@ def build(
         total,
         encoder is not None and encoder.plain > 0 and not encoder.rendered,
         context,
+        1 if prompts is None else prompts.num_generations * prompts.num_iterations,
     )
 
 
 def _sum_of(counted: Sequence[Any], encoder: ChatEncoder | None) -> Any:
     if not counted or encoder is None:
         return None
-    of_pairs = isinstance(counted[0], PairCounts)
-    return sum(counted, PairCounts() if of_pairs else DocumentCounts(dropped=encoder.untrained))
+    first = DocumentCounts(dropped=encoder.untrained)
+    return sum(counted, first if isinstance(counted[0], DocumentCounts) else type(counted[0])())
 
 
 # Keys that only conversations have an effect of.
@@ -306,10 +322,15 @@ def known_shapes(
 
     None for a user's own data source or model, where a sample has to be read.
     """
-    if reads.pairs is not None:
+    if reads.form is not None:
         if data.seq_len is None and reads.seq_len is None:
             return None
-        rows = blank_rows(reads.pairs, packing_of(data, reads).seq_len, 1)
+        length = packing_of(data, reads).seq_len
+        if reads.pairs is not None:
+            rows = blank_rows(reads.pairs, length, 1)
+        else:
+            assert reads.prompts is not None
+            rows = prompt_records.blank_rows(reads.prompts, length, 1)
         return {n: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for n, x in rows.items()}
     user_source = any(":" in (section.source or "") for section in data.sources)
     if user_source or reads.sample is None:

@@ -9,6 +9,7 @@ from jaxspeed.data.choose_tokenizer import choose_tokenizer, tokenizer_of_sectio
 from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import by_file, encoded_in_memory, open_source, samples_of
 from jaxspeed.data.pair_samples import checked
+from jaxspeed.data.prompts import check_keys
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.tokenizer import Tokenizer
@@ -36,6 +37,8 @@ def evaluation_parts(
     if limits.pairs is not None:
         pairs = checked(limits.pairs, data, limits.targets, batch_size)
         limits = replace(limits, pairs=pairs)
+    if limits.prompts is not None:
+        check_keys(data)
     sections = by_file(source)
     opened = {name: open_source(section, limits) for name, section in sections.items()}
     if limits.sample != "images":  # for which `samples_of` refuses texts
@@ -53,7 +56,7 @@ def evaluation_parts(
     all_of_it = data.model_copy(update={"held_out": 1.0})
     parts: dict[str, Samples | None] = {}
     for name, content in opened.items():
-        if isinstance(content, Texts | Chats) and encoder is not None:
+        if limits.prompts is None and isinstance(content, Texts | Chats) and encoder is not None:
             content = [encoded_in_memory(content, encoder)]
         if isinstance(content, list) and not any(len(documents.tokens) for documents in content):
             parts[name] = None

@@ -1,12 +1,16 @@
 """Limits of a model for its data: kind of samples, sequence length, vocabulary size."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxspeed.config import Config
 from jaxspeed.config.objective_keys import OBJECTIVES, objective_class
+from jaxspeed.config.run_sections import Data
+from jaxspeed.errors import DataError
 from jaxspeed.objectives import Objective
+from jaxspeed.objectives.model_logprobs import THRESHOLDS
+from jaxspeed.objectives.policy_gradient import OLD
 from jaxspeed.user_models.config_model import family_sizes
 
 Kind = Literal["tokens", "images"]
@@ -40,12 +44,39 @@ class PairForm:
 
 
 @dataclass(frozen=True)
+class PromptForm:
+    """What an objective reads of prompts, whose completions are sampled.
+
+    Attributes:
+      arrays: the names of a step's arrays; see `data.prompts.blank_rows`.
+      max_completion_length: tokens of a completion at most.
+      num_generations: completions of a prompt, each of which is a row.
+      num_iterations: steps in which a completion is trained on.
+    """
+
+    arrays: tuple[str, ...]
+    max_completion_length: int
+    num_generations: int = 1
+    num_iterations: int = 1
+
+
+RecordForm = PairForm | PromptForm
+
+
+def refuse_idle_keys(data: Data, what: str, reasons: Mapping[str, str]) -> None:
+    """Raise DataError for a key of the section that has no effect on records of this kind."""
+    for key, why in reasons.items():
+        if getattr(data, key) != Data.model_fields[key].default:
+            raise DataError(f"data.{key}: has no effect on {what}: {why}; leave it out")
+
+
+@dataclass(frozen=True)
 class ModelLimits:
     """Shapes and ranges that a model can read; None is unknown, and no limit.
 
     `targets` is whether samples of tokens are inputs and targets [seq], which an axis can shard
     evenly and a loss can mask, instead of tokens [seq + 1]. `pairs` is of an objective that reads
-    preferences.
+    preferences, `prompts` of one that reads prompts.
     """
 
     sample: Kind | None = None
@@ -55,6 +86,12 @@ class ModelLimits:
     classes: int | None = None
     targets: bool = False
     pairs: PairForm | None = None
+    prompts: PromptForm | None = None
+
+    @property
+    def form(self) -> RecordForm | None:
+        """What is read of records; None: documents."""
+        return self.pairs or self.prompts
 
     def with_arrays(self, names: Collection[str]) -> "ModelLimits":
         """The limits for batches of these arrays.
@@ -102,6 +139,8 @@ def limits_of_run(
     if objective.records == "documents":
         is_own = section is not None and section.type not in OBJECTIVES
         return limits.with_arrays(objective.data_arrays) if is_own else limits
+    if objective.records == "prompts":
+        return replace(limits, prompts=_prompt_form(config, objective, limits.seq_len))
     keys = {name: getattr(objective.options, name, None) for name in ("pairs_per_row", "kl_block")}
     pairs = PairForm(
         objective.records,
@@ -111,3 +150,36 @@ def limits_of_run(
         segments=sizes is not None,
     )
     return replace(limits, pairs=pairs)
+
+
+def _prompt_form(config: Config, objective: Objective, positions: int | None) -> PromptForm:
+    """The form of prompts, with the arrays that sampled completions have for the objective.
+
+    Raises:
+      DataError: no prompt fits beside the longest completion.
+    """
+    options, most = objective.options, objective.options.max_completion_length
+    context = min(filter(None, (config.data.seq_len, positions)), default=most + 1)
+    if most >= context:
+        raise DataError(
+            f"objective.max_completion_length is {most:,}, and prompt and completion together have "
+            f"at most {context:,} tokens (data.seq_len, or the model's positions), so that no "
+            f"prompt fits; less than {context:,} would do"
+        )
+    counts = {name: getattr(options, name, 1) for name in ("num_generations", "num_iterations")}
+    without = {"segment_ids", "positions", "mask"}  # a row is one completion
+    if not options.draws_from_some:
+        without.add(THRESHOLDS)
+    steps = options.steps_per_generation
+    if counts["num_iterations"] == 1 and (steps is None or steps == _accumulation(config)):
+        without.add(OLD)  # the parameters that sampled are those that train
+    read = objective.data_arrays - without
+    return PromptForm(tuple(name for name in objective.arrays if name in read), most, **counts)
+
+
+def _accumulation(config: Config) -> int | None:
+    """Micro-batches of a step; None if that depends on the devices."""
+    ranks = config.mesh.ranks
+    if ranks is None:
+        return config.gradient_accumulation_steps
+    return config.batch(ranks).accumulation

@@ -21,14 +21,15 @@ from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
 from jaxspeed.data.pair_samples import PairCounts, pack_pairs
 from jaxspeed.data.preference_records import preference_format
+from jaxspeed.data.prompts import PROMPT, PromptCounts, PromptRecord, Prompts, digest_of, fitting
 from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
 from jaxspeed.data.sources import SUFFIXES, Texts, import_source, iterations, text_source
-from jaxspeed.data.synthetic import Blots, Counting, counting_pairs
+from jaxspeed.data.synthetic import Blots, Counting, counting_pairs, counting_prompts
 from jaxspeed.errors import DataError
 
 TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "json", "parquet", "huggingface")
 RECORDS = ("jsonl", "json", "parquet", "arrow", "huggingface")  # in which conversations can be
-SYNTHETIC_SAMPLES, SYNTHETIC_PAIRS = 1 << 16, 1 << 12  # pairs are all in memory
+SYNTHETIC_SAMPLES, SYNTHETIC_RECORDS = 1 << 16, 1 << 12  # records are all in memory
 log = logging.getLogger("jaxspeed")
 _LONG_READ = 30.0  # seconds after which it is reported that an iterable is still read
 
@@ -53,7 +54,7 @@ class OpenSource:
     digest: str
     counts: np.ndarray | None  # of each id in the training tokens, or proportional to it
     summary: str
-    conversations: DocumentCounts | PairCounts | None = None
+    conversations: DocumentCounts | PairCounts | PromptCounts | None = None
 
 
 def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
@@ -63,9 +64,9 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if kind == "huggingface" and paths and all(map(columns.is_saved, paths)):
         kind = "arrow"
     if kind in ("arrow", "parquet"):
-        return columns.open_columns(source, kind, limits.pairs)
+        return columns.open_columns(source, kind, limits.form)
     if kind in TEXT_SOURCES:
-        return text_source(source, limits.pairs)
+        return text_source(source, limits.form)
     if source.format is not None and (kind in ("tokens", "images", "synthetic")):
         raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "tokens":
@@ -73,7 +74,7 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if kind == "images":
         return array_sources.read_images(paths, limits)
     if kind == "synthetic":
-        default = SYNTHETIC_SAMPLES if limits.pairs is None else SYNTHETIC_PAIRS
+        default = SYNTHETIC_SAMPLES if limits.form is None else SYNTHETIC_RECORDS
         return SyntheticSource(source.samples or default)
     assert kind is not None
     return _user_iterable(kind, source, limits)
@@ -147,8 +148,8 @@ def _kind_of(file: Path) -> str:
     if kind == "json":  # of records, or else a text as any other
         first = next(files.json_records(file), None)
         fields = first.value if first is not None and isinstance(first.value, dict) else {}
-        is_chat = format_of(fields) or preference_format(fields)
-        return "json" if is_chat else "text"
+        are_records = format_of(fields) or preference_format(fields) or PROMPT in fields
+        return "json" if are_records else "text"
     return kind
 
 
@@ -187,9 +188,9 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
     if first is None:
         raise DataError(f"data.source: {path!r} has no items")
     records = [numbered(path, begin, "item")]
-    if limits.pairs is not None:
+    if limits.form is not None:
         names = first if isinstance(first, Mapping) else ()
-        return chats_in(source, path, records, names, limits.pairs) or Texts(path, begin)
+        return chats_in(source, path, records, names, limits.form) or Texts(path, begin)
     if isinstance(first, str):
         return Texts(path, begin)
     if isinstance(first, Mapping) and isinstance(first.get(field), str):
@@ -266,6 +267,8 @@ def samples_of(
     Args:
       encoder: with the tokenizer, if there is one.
     """
+    if limits.prompts is not None:
+        return prompts_part(opened, data, source, limits, encoder)
     if limits.pairs is not None and isinstance(opened, SyntheticSource):
         pairs = counting_pairs(
             opened.samples, packing_of(data, limits).seq_len, limits.vocab_size or 256
@@ -386,6 +389,49 @@ def documents_part(
         f"{', '.join(part.name for part in documents)}: {total or shown}",
         total,
     )
+
+
+def prompts_part(
+    opened: Opened,
+    data: Data,
+    source: SourceSection,
+    limits: ModelLimits,
+    encoder: ChatEncoder | None,
+) -> OpenSource:
+    """Prompts that fit, training and held-out.
+
+    Raises:
+      DataError: the source has none, or none fits.
+    """
+    form, context = limits.prompts, packing_of(data, limits).seq_len
+    assert form is not None
+    name = f"synthetic prompts, {limits.vocab_size or 256} ids"
+    if isinstance(opened, SyntheticSource):
+        most = context - form.max_completion_length
+        records = counting_prompts(opened.samples, most, limits.vocab_size or 256)
+    elif isinstance(opened, Chats):
+        assert encoder is not None
+        name, records = opened.name, prompts_in(opened, encoder)
+    else:
+        raise DataError(f"data: source {source.source} has no prompts, which the objective reads")
+    fit, counts = fitting(records, form, context, name)
+    train, held = (
+        Prompts([fit[i] for i in ids], form, context)
+        for ids in hold_out_samples(len(fit), data.held_out)
+    )
+    return OpenSource(
+        train,
+        held if data.held_out else None,
+        digest_of(fit),
+        None,
+        f"{name}: {counts}",
+        counts,
+    )
+
+
+def prompts_in(opened: Chats, encoder: ChatEncoder) -> list[PromptRecord]:
+    """The records of a source of prompts."""
+    return [record for record in opened.encoded(encoder) if isinstance(record, PromptRecord)]
 
 
 def _windows(stream: Stream, packing: Packing, *, pad_last: bool) -> Windows:

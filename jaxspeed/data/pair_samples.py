@@ -12,7 +12,7 @@ import numpy as np
 from jaxspeed.config.run_sections import Data
 from jaxspeed.data.complete_documents import Counts, Packing, best_fit
 from jaxspeed.data.holdout import hold_out_samples
-from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.model_limits import PairForm, refuse_idle_keys
 from jaxspeed.data.packing import Spans, Stream
 from jaxspeed.data.samples import ALL, Batch
 from jaxspeed.data.token_store import Documents
@@ -61,15 +61,16 @@ class PairCounts(Counts):
         return ", ".join(shown) + (f", {dropped:,} dropped ({why})" if dropped else "")
 
 
+_IDLE = {
+    "train_on": "the loss of a preference counts its completions",
+    "untrained": "records without a completion are dropped and counted",
+    "document_masks": "pairs are segments of a row",
+}
+
+
 def checked(pairs: PairForm, data: Data, targets: bool, batch_size: int | None) -> PairForm:
     """The form with its `kl_block`; DataError for keys that preferences do not have."""
-    for key, why in (
-        ("train_on", "the loss of a preference counts its completions"),
-        ("untrained", "records without a completion are dropped and counted"),
-        ("document_masks", "pairs are segments of a row"),
-    ):
-        if getattr(data, key) != Data.model_fields[key].default:
-            raise DataError(f"data.{key}: has no effect on preferences: {why}; leave it out")
+    refuse_idle_keys(data, "preferences", _IDLE)
     if targets and not pairs.segments:
         raise DataError(
             "mesh.seq: only families read pairs as segments of a row, which seq shards; 1 would do"

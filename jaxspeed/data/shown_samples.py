@@ -2,21 +2,23 @@
 
 import itertools
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxspeed.config.run_sections import Data
+from jaxspeed.config.verdicts import shown as quoted
 from jaxspeed.data.chat_masks import ChatEncoder
 from jaxspeed.data.chats import Chats
 from jaxspeed.data.choose_tokenizer import choose_tokenizer
-from jaxspeed.data.complete_documents import DocumentCounts, Packing, fit
+from jaxspeed.data.complete_documents import Counts, DocumentCounts, Packing, fit
 from jaxspeed.data.model_limits import ModelLimits, PairForm
-from jaxspeed.data.open_source import encoded_in_memory, open_source
+from jaxspeed.data.open_source import encoded_in_memory, open_source, prompts_in
 from jaxspeed.data.packing import Spans
 from jaxspeed.data.pair_samples import PairCounts, check_kind, truncated, usable
+from jaxspeed.data.prompts import fitting
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.token_store import Documents
 from jaxspeed.data.tokenizer import Tokenizer
@@ -34,13 +36,15 @@ class ShownPart(NamedTuple):
 class ShownSample:
     """A document as it is trained on; of preferences a completion after its prompt.
 
-    `side` is chosen and then rejected of a pair; desirable or undesirable by its label.
+    `side` is chosen and then rejected of a pair; desirable or undesirable by its label. `columns`
+    are those of a prompt, whose completion is not there yet.
     """
 
     tokens: int
     trained: int
     pieces: list[ShownPart]
     side: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class ShownData:
     """The first documents, and the sums of each source by its name."""
 
     samples: list[ShownSample]
-    counts: dict[str, DocumentCounts] | dict[str, PairCounts]
+    counts: Mapping[str, Counts]
     seq_len: int | None
 
     @property
@@ -77,6 +81,18 @@ def show_data(
     shown: list[ShownSample] = []
     counts: dict[str, Any] = {}
     for source, content in zip(data.sources, opened):
+        if isinstance(content, Chats) and limits.prompts is not None:
+            assert tokenizer is not None
+            records = prompts_in(content, ChatEncoder(tokenizer, data))
+            fits, counts[content.name] = fitting(
+                records, limits.prompts, seq_len or 1 << 30, content.name
+            )
+            for record in fits[:samples]:
+                text = tokenizer.spell([*record.tokens])
+                columns = {name: quoted(value) for name, value in record.columns.items()}
+                pieces = [ShownPart(text, False)]
+                shown.append(ShownSample(len(record.tokens), 0, pieces, columns=columns))
+            continue
         if isinstance(content, Texts | Chats):
             assert tokenizer is not None
             encoder = ChatEncoder(tokenizer, data)

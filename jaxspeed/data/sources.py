@@ -16,8 +16,8 @@ import numpy as np
 from jaxspeed.config.objective_keys import imported
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
-from jaxspeed.data.chats import Chats, chats_in, json_file, numbered
-from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.chats import Chats, chats_in, json_file, kinds_of, numbered
+from jaxspeed.data.model_limits import RecordForm
 from jaxspeed.errors import DataError
 
 # How the files of a folder end that a kind of source reads; the kind `text` reads all.
@@ -56,17 +56,17 @@ class Texts:
         return self.read()
 
 
-def text_source(source: SourceSection, pairs: PairForm | None = None) -> Texts | Chats:
+def text_source(source: SourceSection, form: RecordForm | None = None) -> Texts | Chats:
     """The documents of `stdlib`, `text`, `jsonl`, `json` or `huggingface`.
 
-    With `pairs` they are preferences, for an objective that reads them.
+    With `form` they are preferences or prompts, for an objective that reads them.
     """
     paths = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if paths else "stdlib")
-    if kind in ("stdlib", "text") and pairs is not None:
+    if kind in ("stdlib", "text") and form is not None:
+        what, fields = kinds_of(form)
         raise DataError(
-            f"data: source {kind} holds no preferences, which the objective reads: records of "
-            "prompt, chosen and rejected, or of prompt, completion and label"
+            f"data: source {kind} holds no {what}, which the objective reads: records {fields}"
         )
     if kind in ("stdlib", "text") and source.format is not None:
         raise DataError(f"data.format: source {kind} has no records with conversations")
@@ -80,7 +80,7 @@ def text_source(source: SourceSection, pairs: PairForm | None = None) -> Texts |
     if kind == "huggingface":
         hub = [(name, lambda name=name: _hub_records(name, source.split)) for name in paths]
         records = [numbered(name, read, "record") for name, read in hub]
-        return chats_in(source, shown, records, pairs=pairs) or Texts(
+        return chats_in(source, shown, records, form=form) or Texts(
             shown,
             lambda: (
                 files.text_of(record, field, f"{name}, record {i}")
@@ -89,7 +89,7 @@ def text_source(source: SourceSection, pairs: PairForm | None = None) -> Texts |
             ),
         )
     source_files = files.find_files(paths, SUFFIXES[kind])
-    return chats_in(source, shown, [*map(json_file, source_files)], pairs=pairs) or Texts(
+    return chats_in(source, shown, [*map(json_file, source_files)], form=form) or Texts(
         shown,
         lambda: itertools.chain.from_iterable(
             files.read_json_texts(f, field) for f in source_files

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxspeed.data.computed_rows import ComputedRows
+from jaxspeed.data.prompts import PromptRecord
 from jaxspeed.data.samples import ALL, Batch, Chain, Samples, with_targets
 from jaxspeed.objectives.padding import WithoutWeight, without_weight
 
@@ -173,6 +175,21 @@ class Split:
         for computed in self._computed:
             batch |= computed.read(ids, positions)
         return batch
+
+    def prompts(self, ids: np.ndarray) -> list[PromptRecord]:
+        """The prompts with these numbers, as of `sample_ids`.
+
+        All have the same columns: one that a record lacks is None, as the library datasets has it.
+        """
+        parts: list[Any] = self.parts
+        names = dict.fromkeys(name for part in parts for name in part.columns)
+        records = []
+        for i in ids.tolist():
+            part = int(np.searchsorted(self._chain.edges, i, "right")) - 1
+            record = parts[part].records[i - int(self._chain.edges[part])]
+            columns = {name: record.columns.get(name) for name in names}
+            records.append(replace(record, columns=columns))
+        return records
 
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order, in batches."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxspeed.data.prompts import PromptRecord
 from jaxspeed.data.samples import ALL, Batch
 from jaxspeed.data.token_store import Masked, RecordTokens
 
@@ -53,6 +54,24 @@ def counting_pairs(samples: int, seq_len: int, vocab_size: int) -> Iterator[Reco
         noise = rng.integers(vocab_size, size=rejected - prompt)
         sequences = counted, np.append(counted[:prompt], noise)
         yield RecordTokens(tuple(Masked(x, np.arange(len(x)) >= prompt) for x in sequences))
+
+
+def counting_prompts(samples: int, most: int, vocab_size: int) -> list[PromptRecord]:
+    """Prompts of at most 16 ids that count; the column `ids` counts on from them.
+
+    Their text is the ids as numbers, since they have no tokenizer.
+    """
+    records = []
+    for sample in range(samples):
+        rng = np.random.default_rng([SEED, sample])
+        first, step = rng.integers(vocab_size), rng.integers(1, 8)
+        length = int(rng.integers(1, max(min(most, 16), 1) + 1))
+        counted = ((first + step * np.arange(length + 16)) % vocab_size).tolist()
+        ids = tuple(counted[:length])
+        columns = {"ids": counted[length:]}
+        text = " ".join(map(str, ids))
+        records.append(PromptRecord(text, ids, columns, f"synthetic, record {sample}"))
+    return records
 
 
 class Blots:

@@ -28,7 +28,8 @@ from jaxspeed.generation.decode_programs import (
     rows_for_jit,
 )
 from jaxspeed.generation.sampling_rules import Drawn
-from jaxspeed.generation.text_row import TextRow, bucket
+from jaxspeed.generation.text_row import TextRow
+from jaxspeed.objectives.padding import bucket
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train_state.staged_init import compile_ahead
 from jaxspeed.train_state.state import TrainState

@@ -16,7 +16,8 @@ from jaxspeed.generation.decode_programs import SEGMENT, UNDRAWN, Draws, Forward
 from jaxspeed.generation.rollout import Rollout, SampledCompletion
 from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text import TextTokenizer, end_of
-from jaxspeed.generation.text_row import SMALLEST, TextRow, bucket
+from jaxspeed.generation.text_row import TextRow
+from jaxspeed.objectives.padding import SMALLEST, bucket
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspeed.generation.sampling_rules import Sampling
-from jaxspeed.generation.text_row import bucket
 from jaxspeed.objectives.model_logprobs import THRESHOLDS
+from jaxspeed.objectives.padding import bucket
 from jaxspeed.ops.next_tokens import IGNORED
 from jaxspeed.ops.vocabulary_parallel import NO_THRESHOLD
 

@@ -4,13 +4,7 @@ from collections.abc import Sequence
 
 from jaxspeed.generation.sampling_rules import Drawn
 from jaxspeed.generation.text import TextStream, TextTokenizer
-
-SMALLEST = 16  # of the lengths for which programs are compiled, which are powers of two
-
-
-def bucket(length: int, most: int) -> int:
-    """The length to which sequences are padded."""
-    return min(max(1 << (length - 1).bit_length(), SMALLEST), max(most, 2))
+from jaxspeed.objectives.padding import bucket
 
 
 def first_seen(length: int, context: int) -> int:

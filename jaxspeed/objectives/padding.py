@@ -1,4 +1,4 @@
-"""Samples that are padding: of a batch's full size, and without weight in its loss."""
+"""Padding: lengths of sequences, and samples without weight in the loss."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,12 @@ import numpy as np
 Batch = dict[str, np.ndarray]
 WithoutWeight = Callable[[Batch, np.ndarray], Batch]
 IGNORED = -100  # a label that does not count
+SMALLEST = 16  # of the lengths for which programs are compiled, which are powers of two
+
+
+def bucket(length: int, most: int) -> int:
+    """The length to which sequences are padded."""
+    return min(max(1 << (length - 1).bit_length(), SMALLEST), max(most, 2))
 
 
 def without_weight(batch: Batch, rows: np.ndarray) -> Batch:

@@ -20,7 +20,7 @@ from jaxspeed.data.chat_template import special_tokens
 from jaxspeed.data.tokenizer import added_tokens
 from jaxspeed.engine import Engine
 from jaxspeed.errors import ConfigError, DataError, ModelError
-from jaxspeed.generation.text_row import bucket
+from jaxspeed.objectives.padding import bucket
 from jaxspeed.run.sampling import has_scores
 from jaxspeed.user_models.config_model import sizes_of
 from jaxspeed.user_models.user_code import foreign

@@ -95,7 +95,7 @@ def memory_line(
 
 def _where(trainer: Trainer) -> str:
     step, batch = trainer.reached.step, trainer.engine.program.batch.train
-    epochs = trainer.steps * batch / len(trainer.corpus.train)
+    epochs = trainer.steps * batch / trainer.corpus.epoch
     if step >= trainer.steps:
         return f"all {step} steps are done"
     if step:

@@ -272,7 +272,7 @@ def in_steps(source: Source, corpus: Corpus | None) -> Source:
     epochs = source.config.run.epochs
     if epochs is None:
         return source
-    batches = 0.0 if corpus is None else epochs * len(corpus.train) / source.batch_size()
+    batches = 0.0 if corpus is None else epochs * corpus.epoch / source.batch_size()
     steps = max(1, math.ceil(round(batches, 6)))
     return replace(source, config=load_config(source.config, [f"run.steps={steps}"]))
 

@@ -114,3 +114,25 @@ def test_both_sides_of_a_pair_are_shown_with_their_masks(tmp_path, capsys):
     tree = json.loads(capsys.readouterr().out)
     assert [x["side"] for x in tree["samples"]] == ["chosen", "rejected"] * 2
     assert (tree["counts"]["pairs"], tree["counts"]["equal"]) == (2, 1)
+
+
+def test_prompts_are_shown_with_their_columns(tmp_path, capsys):
+    records = [{"prompt": f"a{i}", "answer": [i], "day": None} for i in range(3)]
+    file = write_lines(tmp_path / "a.jsonl", [*records, {"prompt": "b" * 9}])
+    config = {
+        "data": {"source": "jsonl", "path": str(file), "seq_len": 8},
+        "objective": {"type": "grpo", "rewards": "a:b", "max_completion_length": 4},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["data", "show", str(tmp_path / "config.json"), "-n", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    wanted = "--- 1: 2 tokens --- a0 answer: [0] day: null --- 2: 2 tokens --- a1 answer: [1]"
+    assert shown.startswith(wanted) and "a2" not in shown
+    assert "3 prompts, 6 tokens, 1 dropped (too long)" in shown
+    assert shown.endswith("at most 8 tokens (data.seq_len)")
+    assert main(["data", "show", str(tmp_path / "config.json"), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["samples"][1]["columns"] == {"answer": "[1]", "day": "null"}
+    assert tree["counts"]["long"] == 1
+    assert main(["data", "tokenize", str(tmp_path / "config.json"), str(tmp_path / "out")]) == 2
+    assert "prompts are read with their columns" in capsys.readouterr().err

@@ -153,7 +153,13 @@ DEEPSPEED = {
     "eigenvalue": None,
     "aio": None,
     "compile.deepcompile": False,
-    "hybrid_engine": None,
+    "hybrid_engine.enabled": False,
+    "hybrid_engine.max_out_tokens": 512,
+    "hybrid_engine.inference_tp_size": 1,
+    "hybrid_engine.release_inference_cache": False,
+    "hybrid_engine.pin_parameters": True,
+    "hybrid_engine.tp_gather_partition_size": 8,
+    "hybrid_engine.enable_cuda_graph": False,
     "sparse_attention": None,
     "nebula": None,
     "zero_allow_untested_optimizer": False,
@@ -293,11 +299,23 @@ def test_what_is_refused_is_an_error_and_says_why(path):
         {"tensor_parallel": {"autotp_size": 1}},
         {"autotuning": {}},
         {"autotuning": {"enabled": False, "mp_size": 4}},
+        {"hybrid_engine": {"enabled": False, "inference_tp_size": 2}},
     ],
 )
 def test_what_is_switched_off_is_accepted(section):
     assert Config.load(section)
     assert all(row.verdict != "refused" for row in explain_config(section))
+
+
+def test_an_engine_that_samples_is_always_there_but_without_a_sharding_of_its_own():
+    """The section that DeepSpeed-Chat writes."""
+    section = {"enabled": True, "max_out_tokens": 512, "inference_tp_size": 2}
+    section |= {"release_inference_cache": True, "pin_parameters": False}
+    section |= {"tp_gather_partition_size": 8}
+    rows = {row.key: row for row in explain_config({"hybrid_engine": section})}
+    verdicts = {name: rows[f"hybrid_engine.{name}"].verdict for name in section}
+    wanted = dict.fromkeys(section, "harmless") | {"inference_tp_size": "approximated"}
+    assert verdicts == wanted
 
 
 def test_the_folder_imports_nothing_heavy():

@@ -8,7 +8,8 @@ from jaxspeed.data.tokenizer import BPETokenizer, ByteTokenizer
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Request
 from jaxspeed.generation.text import TextStream
-from jaxspeed.generation.text_row import bucket, first_seen
+from jaxspeed.generation.text_row import first_seen
+from jaxspeed.objectives.padding import bucket
 
 pytestmark = pytest.mark.fast
 
