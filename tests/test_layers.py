@@ -49,6 +49,7 @@ LAYERS = (
     "checkpoint",
     "interop",
     "generation",
+    "rewards",
     "hlo",
     "metrics",
     "planner/trace",

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from jaxspeed.config.objective_options import OPTIONS as OF_DATA
 from jaxspeed.config.objective_options import ObjectiveOptions
 from jaxspeed.config.problems import Problem, from_pydantic, unknown_name
-from jaxspeed.config.rollout_options import GrpoOptions, RlooOptions
+from jaxspeed.config.rollout_options import DistillOptions, GrpoOptions, RlooOptions
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import section_at
 from jaxspeed.config.types import Section
@@ -38,7 +38,12 @@ OF_LANGUAGE_MODELS = {
     "rloo": "jaxspeed.objectives.policy_gradient:Rloo",
 }
 OBJECTIVES = OF_FAMILIES | OF_LANGUAGE_MODELS
-OPTIONS = {**OF_DATA, "grpo": GrpoOptions, "rloo": RlooOptions}
+OPTIONS: dict[str, type[ObjectiveOptions]] = {
+    **OF_DATA,
+    "distill": DistillOptions,
+    "grpo": GrpoOptions,
+    "rloo": RlooOptions,
+}
 _IS_ONE = "a class that subclasses jaxspeed.Objective and defines loss(self, model, batch)"
 _TYPE = "objective.type"
 

@@ -197,26 +197,10 @@ class RewardOptions(PairOptions):
             yield Problem("objective.type", shown_type, works, ("model.factory",))
 
 
-class DistillOptions(ObjectiveOptions):
-    teacher: FrozenModelSection = Field(
-        description="The teacher: a folder, or a section with the folder in `pretrained`."
-    )
-    beta: Share = Field(
-        1.0,
-        description="0 for KL(teacher || student), 1 for KL(student || teacher), between for "
-        "the generalized Jensen-Shannon divergence.",
-    )
-    temperature: Positive = Field(1.0, description="Divides the logits of both models.")
-    labels_weight: NonNegative = Field(
-        0.0, description="Coefficient of the cross-entropy of the data's own next tokens."
-    )
-
-
 OPTIONS: dict[str, type[ObjectiveOptions]] = {
     "dpo": DpoOptions,
     "cpo": CpoOptions,
     "orpo": CompletionOptions,
     "kto": KtoOptions,
     "reward": RewardOptions,
-    "distill": DistillOptions,
 }

@@ -27,11 +27,16 @@ from jaxspeed.config.types import (
 from jaxspeed.config.verdicts import shown
 
 
-def _no_penalty(value: Any) -> Any:
-    if value != 1:
-        needs = "1: the log-probabilities that train are of the model's own distribution"
-        raise PydanticCustomError("penalty", "{needs}", {"needs": needs})
-    return value
+def _only(default: Any, reason: str) -> BeforeValidator:
+    """The check of a key that is refused with another value than its default."""
+
+    def check(value: Any) -> Any:
+        if value != default:
+            needs = f"{shown(default)}: {reason}"
+            raise PydanticCustomError("only", "{needs}", {"needs": needs})
+        return value
+
+    return BeforeValidator(check)
 
 
 def _loss_type(value: Any) -> Any:
@@ -72,9 +77,9 @@ class SamplingOptions(ObjectiveOptions):
     min_p: Share | None = Field(
         None, description="Tokens of less than this share of the largest probability are not drawn."
     )
-    repetition_penalty: Annotated[Number, BeforeValidator(_no_penalty)] = Field(
-        1.0, description="Refused, unless it is 1."
-    )
+    repetition_penalty: Annotated[
+        Number, _only(1, "the log-probabilities that train are of the model's own distribution")
+    ] = Field(1.0, description="Refused, unless it is 1.")
     stop: Annotated[list[Text], BeforeValidator(_listed)] = Field(
         [], description="Texts at which a completion ends."
     )
@@ -97,6 +102,51 @@ class SamplingOptions(ObjectiveOptions):
         """Whether the loss is of distributions over some tokens, which thresholds describe."""
         removes = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
         return removes and self.mirror_sampling and self.rollout is None
+
+    def problems(self, settings: Settings) -> Iterator[Problem]:
+        reduction, key = settings.parallel.data_reduction, "parallel.data_reduction"
+        if reduction != "xla":
+            works = 'Completions are sampled by one program of all devices: write "xla".'
+            actual = f"{shown(reduction)} with objective.type {shown(_type_of(settings))}"
+            yield Problem(key, actual, works, ("objective.type",))
+        train, accumulation = settings.train_batch_size, settings.gradient_accumulation_steps
+        yield from rollout_problems(self, train, accumulation)
+
+
+def _type_of(settings: Settings) -> str:
+    assert settings.objective is not None
+    return settings.objective.type
+
+
+def rollout_problems(
+    options: SamplingOptions, train: int | None, accumulation: int | None
+) -> Iterator[Problem]:
+    """Yield what is wrong with the number of completions of a rollout.
+
+    Args:
+      train, accumulation: completions and micro-batches of a step, as far as they are known.
+    """
+    steps, group = options.steps_per_generation, getattr(options, "num_generations", 1)
+    if steps is not None and accumulation is None:
+        return
+    if steps is not None and accumulation is not None and steps % accumulation:
+        near = max(steps // accumulation, 1) * accumulation
+        works = f"It counts micro-batches, and a step has {accumulation}: needs a multiple of these"
+        actual = f"{steps} with gradient_accumulation_steps {accumulation}"
+        about = ("gradient_accumulation_steps",)
+        key = "objective.steps_per_generation"
+        yield Problem(key, actual, f"{works}, such as {near}.", about)
+    elif train is not None:
+        rows = train * ((steps or 1) // (accumulation or 1) if steps else 1)
+        if rows % group:
+            below = train // group * group
+            either = f"{below} or {below + group}" if below else f"{group}"
+            actual = f"{train}, of {rows} completions at once, with num_generations {group}"
+            works = (
+                "It counts completions, and those of a prompt are sampled together: needs "
+                f"{either}, or a num_generations that divides {rows}."
+            )
+            yield Problem("train_batch_size", actual, works, ("objective.num_generations",))
 
 
 class PolicyOptions(SamplingOptions):
@@ -144,6 +194,10 @@ class PolicyOptions(SamplingOptions):
     )
 
     def problems(self, settings: Settings) -> Iterator[Problem]:
+        yield from super().problems(settings)
+        if self.reference_model is not None and not self.beta:
+            works = "It acts with objective.beta above 0 alone: set that, or remove it."
+            yield Problem("objective.reference_model", "a reference with beta 0", works)
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
             actual = f"{shown(self.reward_weights)} for {len(self.rewards)} rewards"
             works = "Needs a number for each reward."
@@ -151,6 +205,9 @@ class PolicyOptions(SamplingOptions):
         if len(set(self.rewards)) < len(self.rewards):
             works = "Needs each reward once; objective.reward_weights has more."
             yield Problem("objective.rewards", shown(self.rewards), works)
+
+
+CLIPPED_TYPES = ("dapo", "grpo", "dr_grpo", "luspo")
 
 
 class GrpoOptions(PolicyOptions):
@@ -187,6 +244,44 @@ class GrpoOptions(PolicyOptions):
     )
     clip_max: Positive = Field(3.0, description="The largest such ratio.")
     clip_min: NonNegative | None = Field(None, description="The least such ratio.")
+    top_entropy_quantile: Annotated[
+        Number, _only(1, "tokens of low entropy are not left out here")
+    ] = Field(1.0, description="Refused, unless it is 1.")
+    entropy_coef: Annotated[Number, _only(0, "there is no entropy in the loss here")] = Field(
+        0.0, description="Refused, unless it is 0."
+    )
+    off_policy_mask_threshold: Annotated[
+        Number | None, _only(None, "sequences are not left out by their KL here")
+    ] = Field(None, description="Refused.")
+
+    def problems(self, settings: Settings) -> Iterator[Problem]:
+        yield from super().problems(settings)
+        kind, about = self.loss_type, ("objective.loss_type",)
+        if kind == "cispo" and self.epsilon_high is None:
+            works = (
+                "Needs a number, such as 5.0: it bounds the ratio itself, not its distance to 1."
+            )
+            yield Problem("objective.epsilon_high", "nothing with cispo", works, about)
+        clips = kind in CLIPPED_TYPES
+        normalizes = self.multi_objective_aggregation == "normalize_then_sum"
+        acts = {
+            "delta": (clips, f"loss_type {', '.join(CLIPPED_TYPES)}"),
+            "epsilon": (clips, f"loss_type {', '.join(CLIPPED_TYPES)}"),
+            "epsilon_high": (kind != "sapo", f"loss_type {', '.join((*CLIPPED_TYPES, 'cispo'))}"),
+            "sapo_temperature_pos": (kind == "sapo", "loss_type sapo"),
+            "sapo_temperature_neg": (kind == "sapo", "loss_type sapo"),
+            "scale_rewards": (not normalizes, "multi_objective_aggregation sum_then_normalize"),
+            "clip_max": (self.importance_sampling_mode, "an importance_sampling_mode"),
+            "clip_min": (self.importance_sampling_mode, "an importance_sampling_mode"),
+        }
+        for key, (has_effect, with_what) in acts.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if not has_effect and value != default:
+                works = f"It acts with {with_what} alone: remove it."
+                yield Problem(f"objective.{key}", f"{shown(value)} without it", works)
+        if (self.clip_min or 0) > self.clip_max:
+            works = f"Needs at most {self.clip_max:g}."
+            yield Problem("objective.clip_min", f"{self.clip_min:g}, above clip_max", works)
 
 
 class RlooOptions(PolicyOptions):
@@ -200,3 +295,31 @@ class RlooOptions(PolicyOptions):
     reward_clip_range: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = Field(
         None, description="Bounds of rewards."
     )
+
+
+class DistillOptions(SamplingOptions):
+    teacher: FrozenModelSection = Field(
+        description="The teacher: a folder, or a section with the folder in `pretrained`."
+    )
+    beta: Share = Field(
+        1.0,
+        description="0 for KL(teacher || student), 1 for KL(student || teacher), between for "
+        "the generalized Jensen-Shannon divergence.",
+    )
+    temperature: Positive = Field(1.0, description="Divides the logits of both models.")
+    on_policy: Flag = Field(
+        False,
+        description="Whether the student samples completions of prompts, on which it learns.",
+    )
+    labels_weight: NonNegative = Field(
+        0.0, description="Coefficient of the cross-entropy of the data's own next tokens."
+    )
+
+    def problems(self, settings: Settings) -> Iterator[Problem]:
+        if self.on_policy:
+            yield from super().problems(settings)
+            return
+        for key, field in SamplingOptions.model_fields.items():
+            if key != "temperature" and getattr(self, key) != field.default:
+                works = "It acts with objective.on_policy alone: set that, or remove it."
+                yield Problem(f"objective.{key}", f"{shown(getattr(self, key))} without it", works)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxspeed.config import Config
-from jaxspeed.config.objective_keys import OBJECTIVES, objective_class
+from jaxspeed.config.objective_keys import OBJECTIVES, OF_FAMILIES, objective_class
 from jaxspeed.config.run_sections import Data
 from jaxspeed.errors import DataError
 from jaxspeed.objectives import Objective
@@ -132,7 +132,7 @@ def limits_of_run(
     limits = limits_of(sizes, targets=config.mesh.seq != 1)
     if objective is None and section is not None:
         cls = objective_class(section.type)
-        if section.type not in OBJECTIVES or cls.records != "documents":
+        if section.type not in OF_FAMILIES:
             objective = cls(cls.Options.model_validate(section.own_keys))
     if objective is None:
         return limits

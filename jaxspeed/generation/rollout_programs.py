@@ -1,4 +1,4 @@
-"""The programs of a training run's rollouts, and what is in memory beside them, from shapes alone."""
+"""The programs of a run's rollouts and what is in memory beside them, from shapes alone."""
 
 import math
 from collections.abc import Mapping
@@ -144,8 +144,11 @@ def rollout_programs(
       platform: for which they are; by default that of the devices.
     """
     objective = objective_of(program.traced_loss.loss_fn)
-    options = objective.options if objective else None
-    if not isinstance(options, SamplingOptions) or options.rollout is not None:
+    if objective is None or objective.records != "prompts":
+        return None
+    options = objective.options
+    assert isinstance(options, SamplingOptions)
+    if options.rollout is not None:
         return None
     chip = chip_for(program.devices[0].device_kind)
     once = GatherOnce(program, chip.memory if chip else None)

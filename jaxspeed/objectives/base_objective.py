@@ -47,7 +47,7 @@ class Objective(ABC):
 
     arrays: ClassVar[Mapping[str, str]] = {}
     entire_batch: ClassVar[bool] = False
-    records: ClassVar[Records] = "documents"
+    records: Records = "documents"
     drops_long: ClassVar[bool] = False
     num_labels: ClassVar[int | None] = None
     modules_to_save: ClassVar[tuple[str, ...]] = ()

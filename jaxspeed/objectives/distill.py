@@ -1,7 +1,8 @@
 """Distillation: a student learns the next-token distributions of a frozen teacher.
 
 Keys and defaults are those of TRL's DistillationConfig of 1.16. The teacher's hidden states are
-computed before the step; its logits, like the student's, in chunks of the vocabulary.
+computed before the step; its logits, like the student's, in chunks of the vocabulary. On-policy,
+the texts are completions that the student samples while it trains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed import ops
-from jaxspeed.config.objective_options import DistillOptions
+from jaxspeed.config.rollout_options import DistillOptions
 from jaxspeed.errors import ModelError
 from jaxspeed.objectives.base_objective import Objective
 from jaxspeed.objectives.computed_arrays import ComputedArrays
@@ -32,6 +33,11 @@ class Distill(Objective):
         **NextToken.arrays,
         HIDDEN: "[batch, seq, embed of the teacher], computed: the input of its head",
     }
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        if self.options.on_policy:
+            self.records = "prompts"
 
     def computed(self) -> Sequence[ComputedArrays]:
         return [

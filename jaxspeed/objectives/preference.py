@@ -45,7 +45,7 @@ class OfPairs(Objective):
         "its prompt; 0 is padding",
         "positions": "as tokens, optional: of each completion from 0 on",
     }
-    records: ClassVar[Records] = "preference"
+    records: Records = "preference"
     without_weight = staticmethod(without_weight)
 
     def __init__(self, options: Any = None) -> None:

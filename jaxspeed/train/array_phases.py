@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.errors import ConfigError
+from jaxspeed.objectives import objective_of
 from jaxspeed.objectives.computed_arrays import ComputedArrays
 from jaxspeed.placement.paths import listed
 from jaxspeed.traced_loss.accumulate import micro_batches
@@ -55,18 +56,20 @@ def _state_of(entry: ComputedArrays) -> str:
 
 def refuse_unknown_reference(program: Program, entry: ComputedArrays) -> None:
     """Raise ConfigError unless the model's own reference is known in each step."""
+    objective = objective_of(program.traced_loss.loss_fn)
+    once = ', compute it once before the run (reference: "precompute")'
+    once *= hasattr(getattr(objective, "options", None), "reference")
     if not isinstance(program.model, AdaptedModel):
         raise ConfigError(
             f"objective: {entry.name} is computed in each step, and full training changes the "
-            "model of which it is: name a folder (reference_model), compute it once before the "
-            'run (reference: "precompute"), or train adapters (lora)'
+            f"model of which it is: name a folder (reference_model){once}, or train adapters (lora)"
         )
     leaves = program.model.leaves
     if changed := [leaf.path for leaf in leaves if leaf.trainable and not leaf.adapts]:
         raise ConfigError(
             f"objective: {entry.name} is computed in each step, and {listed(changed)} are trained "
             "beside the adapters (lora.modules_to_save, lora.bias), of which the reference's own "
-            'values are not kept: name a folder (reference_model), or set reference: "precompute"'
+            f"values are not kept: name a folder (reference_model){once}"
         )
 
 

@@ -16,12 +16,14 @@ from jaxspeed.axes import AXES, PIPE, data_ranks, storing_ranks
 from jaxspeed.config import Batch, Config
 from jaxspeed.config.lora_section import Lora
 from jaxspeed.config.parallelism import Parallel
+from jaxspeed.config.problems import config_error
 from jaxspeed.config.remat import Recompute
+from jaxspeed.config.rollout_options import rollout_problems
 from jaxspeed.config.zero_section import Zero
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.weight_uses import Uses
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
-from jaxspeed.objectives import objective_of
+from jaxspeed.objectives import Objective, objective_of
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
@@ -41,7 +43,13 @@ from jaxspeed.placement.precision import (
 )
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns, examples, nearest
-from jaxspeed.placement.stacks import Stack, divided_like, with_adapters_of, with_stages
+from jaxspeed.placement.stacks import (
+    Stack,
+    UnlikeStages,
+    divided_like,
+    with_adapters_of,
+    with_stages,
+)
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.quantization.choose_codecs import codec_rules
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
@@ -107,6 +115,7 @@ def build_program(
     read = _read_model(config, mesh, source, loss_fn, saved, other_names)
     if frozen_on is None and not any(leaf.trainable for leaf in read.leaves):
         raise ModelError(_nothing_trained(read.leaves))
+    _check_rollouts(objective_of(loss_fn), batch, read.stack)
     placed = _placed(config, mesh, read, optimizer, codecs)
     table, chosen = placed.table, placed.optimizer
     traced_loss = _traced_loss_of(config, read.model, loss_fn, table, exchange)
@@ -127,6 +136,20 @@ def build_program(
     )
     program = Program(config, batch, traced_loss, gradients, update, source, read.proposal)
     return with_array_phases(program)
+
+
+def _check_rollouts(objective: Objective | None, batch: Batch, stack: Stack | None) -> None:
+    """Raise ConfigError unless a model that is so partitioned can sample such batches."""
+    if objective is None or objective.records != "prompts":
+        return
+    if isinstance(stack, UnlikeStages):
+        raise ConfigError(
+            "mesh.pipe: the objective samples completions, and this model's stages are of unlike "
+            "blocks, which do not sample: write 1, or shard by mesh.tensor or ZeRO stage 3"
+        )
+    problems = rollout_problems(objective.options, batch.train, batch.accumulation)
+    if wrong := list(problems):
+        raise config_error(wrong, "the config")
 
 
 class _ReadModel(NamedTuple):

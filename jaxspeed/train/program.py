@@ -173,7 +173,11 @@ class Program:
         objective = objective_of(self.traced_loss.loss_fn)
         if objective is None:
             return ()
-        if (frozen := getattr(objective.options, "reference_model", None)) is None:
+        frozen = getattr(objective.options, "reference_model", None)
+        model, is_new = self.config.model, not self.config.run.init_from
+        if objective.records == "prompts" and not self.config.lora and model and is_new:
+            frozen = frozen or model.pretrained  # full training changes the model before the run
+        if frozen is None:
             return tuple(objective.computed())
         section = FrozenModelSection.model_validate(frozen)
         return tuple(

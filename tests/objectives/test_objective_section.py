@@ -29,7 +29,7 @@ REFUSED = {
     "misspelt name": (
         {"objective": {"type": "next_tokens"}},
         'objective.type: found "next_tokens". Needs one of next_token, masked, classification, '
-        'span_corruption, dpo, cpo, orpo, kto, reward, distill, or package.module:Name. Did you '
+        'span_corruption, dpo, cpo, orpo, kto, reward, distill, grpo, rloo, or package.module:Name. Did you '
         'mean "next_token"?',
     ),
     "no name": ({"objective": {"beta": 1}}, "objective.type: found nothing."),

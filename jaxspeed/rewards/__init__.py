@@ -1,0 +1,1 @@
+"""Rewards of sampled completions, and what training reads of them."""
