@@ -18,6 +18,7 @@ from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text_row import bucket
 from jaxspeed.hardware.chip import chip_for
 from jaxspeed.objectives import objective_of
+from jaxspeed.placement.paths import counted
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.phases import BATCH, STATE, StepPhase
 from jaxspeed.train.program import Program
@@ -80,6 +81,34 @@ class RolloutPrograms:
         shards = ((math.prod(x.sharding.shard_shape(x.shape)), x.dtype.itemsize) for x in shapes)
         return self.caches * sum(size * itemsize for size, itemsize in shards)
 
+    def figures(self) -> dict[str, Any]:
+        """JSON-serializable figures."""
+        return {
+            "rows": self.rows,
+            "rows_of_group": self.shape.rows,
+            "groups": self.groups,
+            "length": self.shape.length,
+            "caches": self.caches,
+            "cache_bytes": self.cache_bytes,
+            "gathered": bool(self.once.gathered),
+        }
+
+    def __str__(self) -> str:
+        shape, starts = self.shape, self.caches - self.groups
+        rows, ranks = shape.rows // shape.ranks, shape.ranks
+        caches = f"caches of {counted(self.groups, 'group')}"
+        if starts:
+            caches += f" and {counted(starts, 'batch', 'es')} of starts"
+        gathers = "gathered once" if self.once.gathered else "read where they are"
+        if not self.programs.loops:
+            gathers = "gathered for each token"
+        if self.programs.cached is None:
+            caches = "no caches"
+        return (
+            f"sampling: {counted(self.rows, 'completion')} in groups of {rows} rows x {ranks} ranks"
+            f" x {shape.length:,} tokens, {caches}; parameters are {gathers}"
+        )
+
     @cached_property
     def phases(self) -> tuple[StepPhase, ...]:
         """The programs: `prefill`, then those during which what it returns is in memory."""
@@ -89,11 +118,11 @@ class RolloutPrograms:
         if not self.prefills:
             return (decode,)
         prefill = StepPhase("prefill", programs.prefill, (MODEL, STARTS), (STARTED,), (), mesh)
-        read = CACHES, STARTED, AT
+        inserted = CACHES, STARTED, AT
         return (
             prefill,
             decode,
-            StepPhase("refill", programs.insert, read, (CACHES,), (CACHES,), mesh),
+            StepPhase("refill", programs.insert, inserted, (CACHES,), (CACHES,), mesh),
         )
 
     def values(self, batch: Any) -> dict[str, Any]:
