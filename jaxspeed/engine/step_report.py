@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,16 @@ from jax.interpreters import partial_eval
 
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
+from jaxspeed.generation.rollout_programs import RolloutPrograms
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.train.phases import StepPhase, over_programs, shapes_after
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.staged_init import compile_beside
+
+# From a program, its trace and the shapes of all values to its report and its results' shapes.
+Compiled = Callable[[StepPhase, Any, Mapping[str, Any]], tuple[CompiledReport, Any]]
 
 
 def compiled_report(
@@ -26,14 +30,16 @@ def compiled_report(
     extra: Any = None,
     meanwhile: Callable[[], None] | None = None,
     showing: Showing = not_shown,
+    rollout: RolloutPrograms | None = None,
 ) -> CompiledReport:
     """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes.
 
-    Of several phases it is that of the first program, which has the others' reports.
+    Of several phases it is that of the first program, which has the others' reports, and those of
+    a rollout.
     """
     batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
     parameters = _sizes(program)
-    if len(program.phases) > 1:
+    if len(program.phases) > 1 or rollout:
         with program.set_mesh(), showing("compiling the step's programs"):
             return report_of_phases(
                 program,
@@ -44,6 +50,7 @@ def compiled_report(
                     meanwhile if phase is program.phases[0] else None,
                     parameters=parameters,
                 ),
+                rollout,
             )
     (step,) = program.phases
     with showing("tracing the step"):
@@ -70,13 +77,27 @@ def compiled_report(
 def report_of_phases(
     program: Program,
     batch: Any,
-    compiled: Callable[[StepPhase, Any, Mapping[str, Any]], tuple[CompiledReport, Any]],
+    compiled: Compiled,
+    rollout: RolloutPrograms | None = None,
 ) -> CompiledReport:
     """The report of the first program, which has those of the others and the host work.
 
-    `compiled` returns the report of a program and the shapes of its results, for its trace and the
-    shapes of all values.
+    The programs of a rollout are among the others.
     """
+    reports, on_host = _reports(program.phases, program.values(batch), compiled)
+    if rollout:
+        of_rollout, _ = _reports(rollout.phases, rollout.values(batch), compiled)
+        reports |= {f"rollout, {name}": report for name, report in of_rollout.items()}
+    (name, first), *others = reports.items()
+    if not others:
+        return first
+    return replace(first, phase=name, others=dict(others), on_host=on_host)
+
+
+def _reports(
+    phases: Sequence[StepPhase], values: Mapping[str, Any], compiled: Compiled
+) -> tuple[dict[str, CompiledReport], dict[str, tuple[int, int]]]:
+    """({program: its report}, {host work: the bytes that it reads and writes})."""
     reports = dict[str, CompiledReport]()
 
     def results(
@@ -88,11 +109,8 @@ def report_of_phases(
         reports[phase.name] = replace(report, held_bytes=device, held_host_bytes=host)
         return phase.named(written)
 
-    _, on_host = over_programs(program.phases, program.values(batch), results)
-    (name, first), *others = reports.items()
-    if len(program.phases) == 1:
-        return first
-    return replace(first, phase=name, others=dict(others), on_host=on_host)
+    _, on_host = over_programs(phases, values, results)
+    return reports, on_host
 
 
 def _unread(phase: StepPhase, traced: Any, values: Mapping[str, Any]) -> list[Any]:

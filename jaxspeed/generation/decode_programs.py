@@ -209,18 +209,14 @@ class ForwardPrograms:
         return self._jit(decode, in_shardings, shardings, donate_argnums=1)
 
     def check(self, rows: DecodeRows, draws: Draws) -> None:
-        """Raise ModelError if the model cannot be called with its caches.
-
-        `decode` compiles from now on, in the background, for such rows.
-        """
-        assert self.cached is not None
-        fresh = jax.eval_shape(self.cached.fresh)
-        caches = {
-            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._caches[path])
-            for path, x in fresh.items()
-        }
+        """Raise ModelError if the model cannot be called with its caches."""
         (rows,) = rows_for_jit(self._program, rows)
-        arguments = (self._once.shapes, caches, rows, np.int32(1), draws)
+        self._decode.trace(self._once.shapes, self.cache_shapes, rows, np.int32(1), draws)
+
+    def compile_decode(self, rows: DecodeRows, draws: Draws) -> None:
+        """Start to compile `decode` for such rows in the background."""
+        (rows,) = rows_for_jit(self._program, rows)
+        arguments = self._once.shapes, self.cache_shapes, rows, np.int32(1), draws
         self._decode_compiled = compile_ahead(self._program.mesh, self._decode, *arguments)
 
     def fresh(self) -> Arrays:
@@ -274,6 +270,16 @@ class ForwardPrograms:
                 spec[dim] = sample_axes()
             places[path] = NamedSharding(mesh, PartitionSpec(*spec))
         return places
+
+    @functools.cached_property
+    def cache_shapes(self) -> Arrays:
+        """Shapes, dtypes and shardings of the caches."""
+        if self.cached is None:
+            return {}
+        return {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._caches[path])
+            for path, x in jax.eval_shape(self.cached.fresh).items()
+        }
 
     def _next(
         self, state: ModelState, caches: Arrays, rows: DecodeRows, draws: Draws, keys: jax.Array

@@ -329,10 +329,15 @@ class Generator:
     def _programs_for(self, shape: GroupShape, draws: Draws, segment: int) -> ForwardPrograms:
         key = shape.rows, shape.length, segment
         if key not in self._programs:
-            self._programs[key] = self._compilable(shape, draws, segment)
+            self._programs[key] = programs = self.programs_for(shape, draws, segment)
+            if programs.cached is not None:
+                programs.compile_decode(shape.arrays([]), draws)
         return self._programs[key]
 
-    def _compilable(self, shape: GroupShape, draws: Draws, segment: int) -> ForwardPrograms:
+    def programs_for(
+        self, shape: GroupShape, draws: Draws, segment: int = SEGMENT
+    ) -> ForwardPrograms:
+        """The programs for groups of a shape, with a cache if the model can be called with it."""
         params = {
             path: jax.ShapeDtypeStruct(self.program.table.shape_of(path), rows[0].read.dtype)
             for path, rows in self.program.table.parameters.items()

@@ -11,6 +11,7 @@ from jaxspeed.engine import compiled_report
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.offload_check import asks, transfer_in, transfer_of
 from jaxspeed.errors import ConfigError, DataError
+from jaxspeed.generation.rollout_programs import rollout_programs
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile import PATIENCE
@@ -97,8 +98,9 @@ def _here(source: Source, compiling: bool) -> Plan:
     """The plan on the current devices."""
     program, batch = _program(source)
     attention = _attention(program, batch)  # before the step is traced: it refuses all at once
+    rollout = rollout_programs(program, batch)
     if compiling:
-        compiled = compiled_report(program, batch)
+        compiled = compiled_report(program, batch, rollout=rollout)
         if not compiled.others:
             plan = Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
             return replace(plan, attention=attention)
@@ -106,7 +108,7 @@ def _here(source: Source, compiling: bool) -> Plan:
         compiled = None
     transfer = transfer_of(program, batch) if program.on_one_mesh else None
     pipeline, kept = program.pipeline_report(batch), program.kept_report(batch)
-    return Plan(program, pipeline, compiled, transfer, kept, attention=attention)
+    return Plan(program, pipeline, compiled, transfer, kept, attention=attention, rollout=rollout)
 
 
 def _program(source: Source) -> tuple[Program, Mapping[str, Any]]:
@@ -127,6 +129,9 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
         transfer = transfer_in(step)
         if known:
             memory, time = memory_in(step, target.chip), time_in(step, target)
+        rollout = step.rollout.programs if step.rollout else None
+    else:
+        rollout = rollout_programs(program, batch, target.chip.platform)
     if transfer:
         transfer = replace(transfer, device_kind=target.chip.kind)
     return Plan(
@@ -139,6 +144,7 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
         memory=memory,
         time=time,
         attention=attention,
+        rollout=rollout,
     )
 
 

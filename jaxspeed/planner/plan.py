@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from jaxspeed.generation.rollout_programs import RolloutPrograms
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.offload.transfer_report import TransferReport
@@ -46,6 +47,7 @@ class Plan:
     advice: Advice | None = None  # if it does not fit a target
     search: SearchResult | None = None  # among variants of the config
     attention: AttentionReport | None = None  # if an axis shards sequences
+    rollout: RolloutPrograms | None = None  # if the objective samples completions
 
     @property
     def fits(self) -> bool | None:
@@ -61,8 +63,10 @@ class Plan:
         parts: list[Any] = [
             Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
-            Text(memory_line(program, temporary, target)),
+            Text(memory_line(program, temporary, target, self.rollout)),
         ]
+        if self.rollout:
+            parts.append(Text(str(self.rollout)))
         if program.table.owned:
             parts.append(show.owned_matrices(program.table.owned))
         if once := [entry.name for entry in program.computed_arrays if entry.once]:
@@ -118,6 +122,7 @@ class Plan:
             "memory": self.memory
             and chip
             and {**self.memory.figures(), "verdict": self.memory.on(chip.memory)},
+            "rollout": self.rollout and self.rollout.figures(),
             "time": self.time and self._time_figures(self.time),
             "advice": self.advice and self.advice.figures(),
             "search": self.search and self.search.figures(),
@@ -155,6 +160,12 @@ class Plan:
             "does not fit": f"not expected to fit: {of}",
         }
         lines = [verdicts[verdict]]
+        if self.rollout and verdict != "fits":
+            parts = memory.phases.items()
+            sizes = (f"the {n}: {part.on(chip.memory)}" for n, part in parts)
+            of_caches = f"caches are for {self.rollout.shape.length:,} tokens of a row"
+            keys = "data.seq_len and objective.max_completion_length"
+            lines.append(f"{', '.join(sizes)}; {of_caches}: {keys} bound these")
         if self.advice and not self.outcome:
             lines += self.advice.lines()
         compiled = self.outcome.device_bytes if self.outcome else None

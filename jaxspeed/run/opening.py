@@ -6,6 +6,7 @@ import jax
 from rich.console import Console
 
 from jaxspeed.engine.oom_help import device_limit, stored_bytes
+from jaxspeed.generation.rollout_programs import RolloutPrograms, rollout_programs
 from jaxspeed.hardware.targets import Target, memory_of_machine
 from jaxspeed.metrics.start_lines import start_lines
 from jaxspeed.placement.paths import counted
@@ -41,7 +42,8 @@ def show_opening(console: Console, trainer: Trainer, detailed: bool | None = Non
     if detailed:
         console.print(compiled)
     temp_bytes = max(report.temp_bytes for report in (compiled, *compiled.others.values()))
-    console.print(memory_line(program, temp_bytes), highlight=False)
+    rollout = rollout_programs(program, trainer.example())
+    console.print(memory_line(program, temp_bytes, rollout=rollout), highlight=False)
     console.print()
 
 
@@ -66,9 +68,12 @@ def trainable_line(table: PlacementTable) -> str:
 
 
 def memory_line(
-    program: Program, temp_bytes: int | None = None, target: Target | None = None
+    program: Program,
+    temp_bytes: int | None = None,
+    target: Target | None = None,
+    rollout: RolloutPrograms | None = None,
 ) -> str:
-    """Memory of the state, and of temporary values if known; memory of the devices."""
+    """Memory of the state, of temporary values if known, of caches; memory of the devices."""
     tables = [program.table, *(frozen.table for frozen in program.frozen.values())]
     total = sum(total for table in tables for total, _ in table.bytes_by_role().values())
     limit = target.chip.memory if target else device_limit(program)
@@ -87,6 +92,8 @@ def memory_line(
     temp = ""
     if temp_bytes is not None:
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
+    if rollout and rollout.cache_bytes:
+        temp += f", and {bytes_text(rollout.cache_bytes)} of key-value caches while it samples"
     return (
         f"needed: {bytes_text(total)} of state in total, {bytes_text(per_device)} "
         f"per {program.holder}{of_frozen}{host} (from the table){temp}; available: {has}"

@@ -83,7 +83,7 @@ class GatherOnce:
             )
             for adapter in self._traced_loss.measured.values()
         }
-        for path in self._gathered:
+        for path in self.gathered:
             at = table[path].source
             gathered[path] = jax.ShapeDtypeStruct(
                 table[path].shape(at), at.dtype, sharding=table.sharding(at)
@@ -125,7 +125,7 @@ class GatherOnce:
         return self.program.traced_loss.stored_as(self.table)
 
     @cached_property
-    def _gathered(self) -> list[str]:
+    def gathered(self) -> list[str]:
         """The parameters that are gathered once."""
         return [row.path for row in self.program.table if row.source != self.table[row.path].source]
 
@@ -134,7 +134,7 @@ class GatherOnce:
         """The parameters that are gathered or measured."""
         parameters = self.table.parameters
         measured = (row.path for path in self._traced_loss.measured for row in parameters[path])
-        return list(dict.fromkeys((*self._gathered, *measured)))
+        return list(dict.fromkeys((*self.gathered, *measured)))
 
     @cached_property
     def _gather(self) -> Any:
@@ -143,7 +143,7 @@ class GatherOnce:
 
         def gather(sources: Arrays) -> tuple[Arrays, Arrays]:
             gathered = {}
-            for path in self._gathered:
+            for path in self.gathered:
                 row = program.table[path]
                 source = program.traced_loss.given(row, sources[path])
                 gathered[path] = pad(
@@ -151,6 +151,6 @@ class GatherOnce:
                 )
             return gathered, self._traced_loss.with_squares({**sources, **gathered}, {})
 
-        places = {path: table.sharding(table[path].source) for path in self._gathered}
+        places = {path: table.sharding(table[path].source) for path in self.gathered}
         replicated = NamedSharding(program.mesh, PartitionSpec())
         return jax.jit(program.in_mesh(gather), out_shardings=(places, replicated))

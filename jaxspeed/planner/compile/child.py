@@ -18,6 +18,7 @@ import jax
 
 from jaxspeed.engine.step_report import report_of_phases
 from jaxspeed.errors import ConfigError, JaxspeedError
+from jaxspeed.generation.rollout_programs import rollout_programs
 from jaxspeed.hardware.chip import assumed
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport, report
@@ -61,7 +62,8 @@ def _compile(job: Job, devices: Sequence[Any], target: Target, folder: Path, kee
         with as_there, assumed(target.chip):
             program, batch = job(devices)
             compiler = _PhaseCompiler(program, batch, target, folder, keep)
-            figures = report_of_phases(program, batch, compiler)
+            rollout = rollout_programs(program, batch, target.chip.platform)
+            figures = report_of_phases(program, batch, compiler, rollout)
     except jax.errors.JaxRuntimeError as error:
         refused = out_of_memory(str(error))
         if refused is None:

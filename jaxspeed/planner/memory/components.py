@@ -15,6 +15,7 @@ MAY_BE_BELOW = 0.25
 # With parameters in host memory, XLA:TPU unrolls loops to prefetch them, and its memory depends on
 # the loop's length (at worst a fifth above the estimate of what was compiled).
 MAY_BE_BELOW_WITH_TRANSFERS = 0.5
+ROLLOUT = "rollout"
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
@@ -48,7 +49,8 @@ class Memory:
       early: bytes of a pipeline's last round that XLA may allocate when the step begins.
       on_chip: bytes that are assumed in on-chip memory, and are in the device's if XLA decides so.
       assumes: what it takes for granted of the run's data.
-      phases: that of each program, of a step of several; this is then the largest.
+      phases: that of each program, of a step of several; this is then the largest. If a rollout
+        comes before a step: that of the rollout and that of the step.
     """
 
     components: tuple[Component, ...]
@@ -102,21 +104,33 @@ class Memory:
         figures = {**sums, "components": components, "assumes": self.assumes}
         if self.phases:
             figures["phases"] = {name: phase.device for name, phase in self.phases.items()}
+        if ROLLOUT in self.phases:
+            figures["parts"] = {name: phase.figures() for name, phase in self.phases.items()}
         return figures
 
     def __rich__(self) -> Group:
-        table = titled("memory per device (estimate)", "component", ">bytes", "arrays")
-        for c in self.components:
-            where = f"{c.name} (host memory)" if c.host else c.name
-            table.add_row(where, bytes_text(c.bytes), c.formula)
-        table.add_row("sum", bytes_text(self.device), "on the device", style="bold")
-        if self.host:
-            table.add_row("sum", bytes_text(self.host), "in host memory", style="bold")
+        parts: list[Any] = []
+        for name, part in self.phases.items() if ROLLOUT in self.phases else [("", self)]:
+            table = titled(
+                f"memory per device{name and f', {name}'} (estimate)",
+                "component",
+                ">bytes",
+                "arrays",
+            )
+            for c in part.components:
+                where = f"{c.name} (host memory)" if c.host else c.name
+                table.add_row(where, bytes_text(c.bytes), c.formula)
+            table.add_row("sum", bytes_text(part.device), "on the device", style="bold")
+            if part.host:
+                table.add_row("sum", bytes_text(part.host), "in host memory", style="bold")
+            parts.append(table)
+            if part.phases:
+                sizes = (f"{n} {bytes_text(m.device)}" for n, m in part.phases.items())
+                of = name or "step"
+                parts.append(Text(f"the largest of the {of}'s phases: {', '.join(sizes)}"))
+            parts.append(Text())
         lines = ["estimated from the traced step; not compiled", self.assumes]
-        if self.phases:
-            sizes = (f"{name} {bytes_text(m.device)}" for name, m in self.phases.items())
-            lines.append(f"the largest of the step's phases: {', '.join(sizes)}")
-        return Group(table, Text("\n".join(filter(None, lines))))
+        return Group(*parts[:-1], Text("\n".join(filter(None, lines))))
 
     def __str__(self) -> str:
         return as_text(self, 120)

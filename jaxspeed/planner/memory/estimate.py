@@ -1,21 +1,21 @@
 """Estimate of a step's peak memory per device by component, from the traced step, uncompiled."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxspeed.communication import dtype_text
+from jaxspeed.generation.rollout_programs import MODEL
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.show import bytes_text
-from jaxspeed.planner.memory.components import Component, Memory
+from jaxspeed.planner.memory.components import ROLLOUT, Component, Memory
 from jaxspeed.planner.memory.liveness import LiveArray, Peak, peaks
-from jaxspeed.planner.trace.classify import KINDS, Kinds
 from jaxspeed.planner.trace.materialization import ScopeAnalysis
 from jaxspeed.planner.trace.tiles import Sizes, array_text, local_shape, nbytes
 from jaxspeed.planner.trace.trace_ir import Op
@@ -25,7 +25,10 @@ from jaxspeed.train.program import Program
 
 MOST_TERMS = 4  # of a formula; the rest is summed
 # {field of a TrainState: its component's name}.
-FIELDS = {"params": "parameters", "master": "masters", "opt": "optimizer", "ema": "average"}
+FIELDS = {
+    "params": "parameters", "sources": "parameters", "master": "masters", "opt": "optimizer",
+    "ema": "average",
+}  # fmt: skip
 REST, BETWEEN = "other state", "values of earlier phases"
 
 
@@ -43,34 +46,54 @@ def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memo
 def memory_in(step: Step, chip: Chip | None = None) -> Memory:
     """As `memory_of`, for a step that is already traced, and a chip with on-chip memory.
 
-    Of several phases it is the largest, with what the step holds meanwhile.
+    Of several phases it is the largest, with what the step holds meanwhile; so it is of a step and
+    the rollout before it.
     """
-    phases = {phase.name: _of_phase(phase, chip) for phase in step.phases}
+    of_step = _largest({phase.name: _of_phase(phase, chip) for phase in step.phases}, step.assumes)
+    if step.rollout is None:
+        return of_step
+    of_rollout = _largest(
+        {phase.name: _of_phase(phase, chip) for phase in step.rollout.phases}, step.assumes
+    )
+    return _largest({ROLLOUT: of_rollout, "step": of_step}, step.assumes)
+
+
+def _largest(phases: Mapping[str, Memory], assumes: str) -> Memory:
     if len(phases) == 1:
-        return phases.popitem()[1]
+        return next(iter(phases.values()))
     largest = max(phases.values(), key=lambda memory: memory.device)
     with_host = max(phases.values(), key=lambda memory: memory.host)
     components = (
         *(component for component in largest.components if not component.host),
         *(component for component in with_host.components if component.host),
     )
-    return replace(largest, components=components, assumes=step.assumes, phases=phases)
+    return replace(largest, components=components, assumes=assumes, phases=phases)
 
 
 def _of_phase(phase: TracedPhase, chip: Chip | None) -> Memory:
-    scope, kinds = phase.scope, phase.kinds
+    scope = phase.scope
     sizes = replace(phase.sizes, chip=chip)
     device, host = peaks(scope, sizes, phase.donated)
-    components = [
+    components = _joined(
         *_arguments(phase, sizes),
-        *_temporary(device, kinds, sizes, False),
-        *_temporary(host, kinds, sizes, True),
-    ]
+        *_temporary(device, phase, sizes, False),
+        *_temporary(host, phase, sizes, True),
+    )
     ordered = sorted(components, key=lambda c: (c.host, not c.lasting, -c.bytes))
     loops = [op for op in scope.ops if op.name == "scan"]
     recomputed = max((_recomputed(op, sizes) for op in loops), default=0)
     early = sum(_early(op, sizes) for op in loops)
     return Memory(tuple(ordered), recomputed, early, device.chip.bytes, phase.assumes)
+
+
+def _joined(*components: Component) -> Iterator[Component]:
+    """Those of one name in one place together, as the caches that a program reads and returns."""
+    alike: dict[Any, list[Component]] = defaultdict(list)
+    for component in components:
+        alike[component.host, component.name, component.lasting].append(component)
+    for same in alike.values():
+        formula = " + ".join(component.formula for component in same)
+        yield replace(same[0], bytes=sum(c.bytes for c in same), formula=formula)
 
 
 def _early(loop: Op, sizes: Sizes) -> int:
@@ -107,7 +130,7 @@ def _arguments(phase: TracedPhase, sizes: Sizes) -> Iterator[Component]:
 
     def add(owner: str, path: Any, shape: tuple[int, ...], dtype: Any, host: bool) -> None:
         size = nbytes(shape, dtype, sizes.tiled and not host)
-        key = host, _name(owner, path, phase.lasting), owner in phase.lasting
+        key = host, _name(owner, path, phase), owner in phase.lasting
         total[key] += size
         by_dtype[key][f"{dtype_text(dtype)}"] += size
 
@@ -125,22 +148,23 @@ def _arguments(phase: TracedPhase, sizes: Sizes) -> Iterator[Component]:
             yield Component(name, size, formula, host, lasting)
 
 
-def _name(owner: str, path: Sequence[Any], lasting: Collection[str]) -> str:
+def _name(owner: str, path: Sequence[Any], phase: TracedPhase) -> str:
     """The component of an array: a field of the state, or the name of its value."""
-    if owner == STATE:
+    if owner in (STATE, MODEL):
         return FIELDS.get(str(getattr(path[0], "name", None)), REST)
-    return owner if owner in lasting else BETWEEN
+    return owner if owner in phase.lasting else phase.components.get(owner, BETWEEN)
 
 
-def _temporary(peak: Peak, kinds: Kinds, sizes: Sizes, host: bool) -> Iterator[Component]:
+def _temporary(peak: Peak, phase: TracedPhase, sizes: Sizes, host: bool) -> Iterator[Component]:
     """Components alive at the peak."""
     by_kind: dict[str, list[LiveArray]] = defaultdict(list)
+    results = {v: phase.components.get(name) for v, name in zip(phase.scope.outs, phase.outs)}
     for array in peak.arrays:
-        by_kind[kinds.of(array.value, array.op, array.saved)].append(array)
-    for kind in KINDS:
-        size = sum(h.bytes for h in by_kind[kind])
-        if size:
-            yield Component(kind, size, _formula(by_kind[kind], sizes), host)
+        kind = phase.kinds.of(array.value, array.op, array.saved)
+        by_kind[results.get(array.value) or kind].append(array)
+    for kind, arrays in by_kind.items():
+        if size := sum(array.bytes for array in arrays):
+            yield Component(kind, size, _formula(arrays, sizes), host)
 
 
 def _formula(arrays: Sequence[LiveArray], sizes: Sizes) -> str:

@@ -16,12 +16,12 @@ from jaxspeed.planner.time.host_transfers import host_moves
 from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
-from jaxspeed.planner.time.step_time import CommunicationGroup, Time
+from jaxspeed.planner.time.step_time import CommunicationGroup, RolloutTime, Time
 from jaxspeed.planner.trace.materialization import ScopeAnalysis
 from jaxspeed.planner.trace.op_cost import works
 from jaxspeed.planner.trace.tiles import array_text
 from jaxspeed.planner.trace.trace_ir import Scope, Value
-from jaxspeed.planner.trace.traced_step import Step, TracedPhase, on_chip, read_step
+from jaxspeed.planner.trace.traced_step import Step, TracedPhase, TracedRollout, on_chip, read_step
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.config_model import own_objective
 
@@ -47,10 +47,7 @@ def time_in(step: Step, target: Target) -> Time:
     program, several = step.program, len(step.phases) > 1
     clocks = [_Clock(phase, target) for phase in step.phases]
     exchanges = [[*clock.exchanges(named=several)] for clock in clocks]
-    seconds = [
-        clock.compute + clock.memory + clock.bubble + sum(e.exposed for e in exchanged)
-        for clock, exchanged in zip(clocks, exchanges)
-    ]
+    seconds = [clock.total(exchanged) for clock, exchanged in zip(clocks, exchanges)]
     flops, tokens = program_model_flops(program, step.batch), counted_tokens(program, step.batch)
     if tokens is None and (flops.item == "token" or own_objective(program.config) is not None):
         tokens = _predicted(step.batch)
@@ -71,6 +68,22 @@ def time_in(step: Step, target: Target) -> Time:
         assumes=step.assumes,
         phases={phase.name: s for phase, s in zip(step.phases, seconds)} if several else {},
         on_host=step.on_host,
+        rollout=_rollout(step.rollout, target) if step.rollout else None,
+    )
+
+
+def _rollout(rollout: TracedRollout, target: Target) -> RolloutTime:
+    clocks = {phase.name: _Clock(phase, target) for phase in rollout.phases}
+    seconds = {name: clock.total([*clock.exchanges(False)]) for name, clock in clocks.items()}
+    programs = rollout.programs
+    return RolloutTime(
+        seconds["decode"],
+        seconds.get("prefill", 0.0),
+        programs.shape.rows,
+        programs.rows,
+        programs.batches_of_starts,
+        programs.tokens,
+        programs.steps,
     )
 
 
@@ -190,6 +203,10 @@ class _Clock:
         return pipeline.schedule(self.phase.program.batch.accumulation).bubble if ticks else 0.0
 
     # -- the result ------------------------------------------------------------------------------
+
+    def total(self, exchanges: Sequence[CommunicationGroup]) -> float:
+        """Seconds of the program, of a loop of unknown length one trip."""
+        return self.compute + self.memory + self.bubble + sum(e.exposed for e in exchanges)
 
     def exchanges(self, named: bool) -> Iterator[CommunicationGroup]:
         """Its communications by kind, axes and purpose; `named` after the phase."""

@@ -76,6 +76,56 @@ class CommunicationGroup:
 
 
 @dataclass(frozen=True)
+class RolloutTime:
+    """Estimated seconds of a rollout, if all of its completions have the most tokens.
+
+    Attributes:
+      token: seconds in which each row of a group draws a token.
+      prefill: seconds of a batch of starts.
+      group: rows of a group, on all devices.
+      rows: completions of a rollout.
+      starts: batches of starts.
+      tokens: of a completion, at most.
+      steps: that train on a rollout.
+    """
+
+    token: float
+    prefill: float
+    group: int
+    rows: int
+    starts: int
+    tokens: int
+    steps: int
+
+    @property
+    def seconds(self) -> float:
+        drawn = -(-self.rows // self.group) * self.tokens
+        return drawn * self.token + self.starts * self.prefill
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all devices draw, while all completions have an end before them."""
+        return min(self.rows, self.group) / self.token
+
+    def share(self, step: float) -> float:
+        """The share of sampling in a run's time, from the seconds of a step."""
+        return self.seconds / (self.seconds + self.steps * step)
+
+    def figures(self, step: float) -> dict[str, Any]:
+        more = ("seconds", "tokens_per_second")
+        plain = {**vars(self), **{name: getattr(self, name) for name in more}}
+        return {**plain, "share": self.share(step)}
+
+    def line(self, step: float) -> str:
+        return (
+            f"sampling: {self.tokens_per_second:,.0f} tokens/s while all rows draw; "
+            f"a rollout takes at most {seconds_text(self.seconds)}, where all {self.rows:,} "
+            f"completions have {self.tokens:,} tokens, and is then {self.share(step):.0%} of the "
+            "time"
+        )
+
+
+@dataclass(frozen=True)
 class Time:
     """Estimated seconds of a step, by cause.
 
@@ -92,6 +142,7 @@ class Time:
       assumes: what it takes for granted of the run's data.
       phases: seconds of each program, if a step is several.
       on_host: {host work of the step: bytes that it reads, bytes that it writes}.
+      rollout: of what is sampled before steps, if the objective samples.
     """
 
     compute: float
@@ -108,6 +159,7 @@ class Time:
     assumes: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
     on_host: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    rollout: RolloutTime | None = None
 
     @property
     def exchanged(self) -> float:
@@ -137,6 +189,7 @@ class Time:
             "exchanges": [e.figures() for e in self.exchanges],
             **({"phases": dict(self.phases)} if self.phases else {}),
             **({"on_host": dict(self.on_host)} if self.on_host else {}),
+            **({"rollout": self.rollout.figures(self.step)} if self.rollout else {}),
         }
 
     def __rich__(self) -> Group:
@@ -157,6 +210,8 @@ class Time:
             f"{self.tokens_per_second / self.devices:,.0f} per device; MFU {self.mfu:.1%}"
         )
         lines: list[Any] = [parts, Text(rate), Text(f"  MFU by {self.formula}")]
+        if self.rollout:
+            lines.append(Text(self.rollout.line(self.step)))
         if self.assumes:
             lines.append(Text(f"  {self.assumes}"))
         lines += [

@@ -34,7 +34,6 @@ from jaxspeed.planner.trace.trace_ir import (
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
 COPIES = "copies of state"
-KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
 _ENDS = {*PRODUCTS, *GROUPED_PRODUCTS, *PALLAS, "gather"}
 
 

@@ -1,6 +1,6 @@
 """The traced and partitioned step that the estimates of memory and time read."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +10,20 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.config import Config
+from jaxspeed.generation.rollout_programs import (
+    AT,
+    CACHES,
+    DRAWS,
+    EARLIER,
+    MODEL,
+    OTHERS,
+    ROWS,
+    STARTED,
+    STARTS,
+    STEPS,
+    RolloutPrograms,
+    rollout_programs,
+)
 from jaxspeed.hardware.chip import Chip, assumed
 from jaxspeed.jaxpr.primitives import GROUPED_PRODUCTS
 from jaxspeed.ops import gpu, splash
@@ -25,6 +39,11 @@ from jaxspeed.tensor_parallel import best_overlap
 from jaxspeed.train.phases import BATCH, STATE, SUMS, StepPhase, over_programs
 from jaxspeed.train.program import Program
 
+GATHERED = "parameters gathered to sample"
+ROLLOUT_COMPONENTS = {
+    **dict.fromkeys((CACHES, OTHERS, STARTED, EARLIER), "key-value caches"),
+    **dict.fromkeys((ROWS, STARTS, AT, STEPS, DRAWS), "texts"),
+}
 _NEXT = (STATE, SUMS)  # what gradients reach: the next state, or a value for a later phase
 ONE_ROUND = (
     "assumes one round: no device sends another more than "
@@ -48,6 +67,7 @@ class TracedPhase:
       lasting: names of the values that are there when a step begins.
       donates: names of the values whose buffers the results take.
       held: values that are in memory while it runs, and that it does not read: their shapes.
+      components: {value: its component of memory}, of those that are not lasting.
     """
 
     program: Program
@@ -63,6 +83,7 @@ class TracedPhase:
     lasting: frozenset[str] = frozenset({STATE, BATCH})
     donates: tuple[str, ...] = (STATE,)
     held: Mapping[str, Any] = field(default_factory=dict)
+    components: Mapping[str, str] = field(default_factory=dict)
 
     def inputs_of(self, name: str) -> list[Value]:
         """The inputs that are a value of the step."""
@@ -136,17 +157,59 @@ class Step:
     Attributes:
       batch: the shapes of a batch as the loss reads it, with what earlier phases add.
       on_host: {phase: bytes that host work reads, bytes that it writes}.
+      platform: "tpu", "cuda" or "cpu".
     """
 
     program: Program
     batch: Any
     phases: tuple[TracedPhase, ...]
     on_host: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    platform: str = ""
 
     @property
     def assumes(self) -> str:
         """What the estimates take for granted of the run's data; "" if nothing."""
         return next(filter(None, (phase.assumes for phase in self.phases)), "")
+
+    @cached_property
+    def rollout(self) -> "TracedRollout | None":
+        """The programs that sample what it trains on, if its objective does."""
+        programs = rollout_programs(self.program, self.batch, self.platform)
+        if programs is None:
+            return None
+        values = programs.values(self.batch)
+        phases, *_ = _traced(self.program, programs.phases, values, self.platform)
+        gathered = frozenset(programs.once.gathered)
+        return TracedRollout(programs, tuple(_of_rollout(phase, gathered) for phase in phases))
+
+
+@dataclass(frozen=True, eq=False)
+class TracedRollout:
+    """The programs of a rollout, traced."""
+
+    programs: RolloutPrograms
+    phases: tuple[TracedPhase, ...]
+
+
+def _of_rollout(phase: TracedPhase, gathered: Collection[str]) -> TracedPhase:
+    """With the component of each value: what a model's call reads is stored, or gathered once."""
+
+    def owner(name: str, path: Any) -> str:
+        is_gathered = name == MODEL and getattr(path[-1], "key", None) in gathered
+        return GATHERED if is_gathered else name
+
+    held = dict(phase.held)
+    if model := held.get(MODEL):
+        sources = model.sources
+        held[GATHERED] = {path: x for path, x in sources.items() if path in gathered}
+        held[MODEL] = model._replace(sources={p: sources[p] for p in sources if p not in gathered})
+    return replace(
+        phase,
+        ins=[*map(owner, phase.ins, phase.paths)],
+        held=held,
+        lasting=phase.lasting - ROLLOUT_COMPONENTS.keys() | {GATHERED},
+        components=ROLLOUT_COMPONENTS,
+    )
 
 
 def read_step(program: Program, batch: Any, platform: str | None = None) -> Step:
@@ -156,11 +219,17 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
       batch: arrays or their shapes, of an entire step.
       platform: by default that of the devices.
     """
-    program_platform = _platform(program)
-    platform = platform or program_platform
+    platform = platform or _platform(program)
+    phases, values, on_host = _traced(program, program.phases, program.values(batch), platform)
+    return Step(program, values[BATCH], phases, on_host, platform)
+
+
+def _traced(
+    program: Program, phases: Sequence[StepPhase], values: Mapping[str, Any], platform: str
+) -> tuple[tuple[TracedPhase, ...], dict[str, Any], dict[str, tuple[int, int]]]:
+    """(the programs of phases, the values after them, bytes of host work)."""
     # JAX caches the trace for the first step on these devices: it must choose kernels that run.
-    chosen = "" if platform == program_platform else platform
-    values = program.values(batch)
+    chosen = "" if platform == _platform(program) else platform
     traced_phases: list[TracedPhase] = []
 
     def results(
@@ -173,11 +242,11 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
         )
         traced_phases.append(traced_phase)
         written = phase.named(traced.out_info)
-        return written if phase is program.phases[-1] else _placed(written, traced_phase, phase)
+        return written if phase is phases[-1] else _placed(written, traced_phase, phase)
 
     lasting = frozenset(values)
-    values, on_host = over_programs(program.phases, values, results)
-    return Step(program, values[BATCH], tuple(traced_phases), on_host)
+    values, on_host = over_programs(phases, values, results)
+    return tuple(traced_phases), values, on_host
 
 
 def _traced_phase(
