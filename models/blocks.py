@@ -130,7 +130,7 @@ class Attention(CachedAttention):
         form: dict[str, Any] = {"scale": self.scale, "soft_cap": self.cap}
         if self.sinks is not None:
             form["sinks"] = self.sinks[...]
-        if self.cached_key is not None:
+        if self.key_cache is not None:
             reach: Any = self.windows[0]
             if len(self.windows) > 1:
                 everything = jnp.iinfo(jnp.int32).max

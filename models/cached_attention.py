@@ -21,14 +21,15 @@ class CachedAttention(nnx.Module):
     """
 
     k_proj: Linear
-    cached_key: nnx.Cache[jax.Array] | None = None  # [..., rows, length, kv_heads, head_dim]
-    cached_value: nnx.Cache[jax.Array] | None = None
+    # [..., rows, kv_heads, length, head_dim]: products of a head's keys need no transpose.
+    key_cache: nnx.Cache[jax.Array] | None = None
+    value_cache: nnx.Cache[jax.Array] | None = None
 
     def init_cache(self, rows: int, length: int, dtype: Any) -> None:
         """An empty cache of `length` slots for each sequence, stacked as the parameters are."""
         *stack, _, kv_heads, head_dim = self.k_proj.kernel.shape
-        empty = jnp.zeros((*stack, rows, length, kv_heads, head_dim), dtype)
-        self.cached_key, self.cached_value = nnx.Cache(empty), nnx.Cache(empty)
+        shape = *stack, rows, kv_heads, length, head_dim
+        self.key_cache, self.value_cache = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
 
     def attend_cached(
         self,
@@ -43,18 +44,15 @@ class CachedAttention(nnx.Module):
 
         None for more tokens, which are the start of a sequence: their keys and values are stored.
         """
-        if self.cached_key is None or self.cached_value is None:
+        if self.key_cache is None or self.value_cache is None:
             return None
-        keys, values = _read(self.cached_key), _read(self.cached_value)
         if q.shape[1] > 1:
-            _write(self.cached_key, keys.at[:, : k.shape[1]].set(k))
-            _write(self.cached_value, values.at[:, : v.shape[1]].set(v))
+            self.stored(k, v)
             return None
         assert positions is not None
+        keys = _write_slots(self.key_cache, k, positions)
+        values = _write_slots(self.value_cache, v, positions)
         slots = jnp.arange(keys.shape[1])
-        here = (slots == positions)[..., None, None]  # not a scatter: each device has its rows
-        keys = _write(self.cached_key, jnp.where(here, k, keys))
-        values = _write(self.cached_value, jnp.where(here, v, values))
         seen = slots <= positions
         if window is not None:
             seen &= slots > positions - window
@@ -71,22 +69,33 @@ class CachedAttention(nnx.Module):
 
     def stored(self, *new: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of another sequence: the new ones, or those of the cache."""
-        if self.cached_key is None or self.cached_value is None or new:
-            for cache, x in zip((self.cached_key, self.cached_value), new):
+        if self.key_cache is None or self.value_cache is None or new:
+            for cache, x in zip((self.key_cache, self.value_cache), new):
                 if cache is not None:
-                    _write(cache, _read(cache).at[:, : x.shape[1]].set(x))
+                    _write(cache, x)
             k, v = new
             return k, v
-        return _read(self.cached_key), _read(self.cached_value)
+        return _by_slot(self.key_cache), _by_slot(self.value_cache)
 
 
-def _read(cache: nnx.Cache) -> jax.Array:
+def _by_slot(cache: nnx.Cache) -> jax.Array:
+    """What is stored, [rows, length, kv_heads, head_dim]."""
     value = cache.get_value()
-    return value.read() if isinstance(value, LayerCache) else value
+    return jnp.swapaxes(value.read() if isinstance(value, LayerCache) else value, 1, 2)
 
 
-def _write(cache: nnx.Cache, value: jax.Array) -> jax.Array:
-    """The cache's value after it."""
+def _write(cache: nnx.Cache, new: jax.Array) -> None:
+    """Write the first slots of all rows."""
     old = cache.get_value()
+    before = old.read() if isinstance(old, LayerCache) else old
+    value = before.at[:, :, : new.shape[1]].set(jnp.swapaxes(new, 1, 2))
     cache.set_value(old.write(value) if isinstance(old, LayerCache) else value)
-    return _read(cache)
+
+
+def _write_slots(cache: nnx.Cache, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """What is stored, after one slot of each row was written in place."""
+    old = cache.get_value()
+    layer = old if isinstance(old, LayerCache) else LayerCache(old[None], jnp.zeros((), jnp.int32))
+    written = layer.write_slots(new[:, 0], positions[:, 0])
+    cache.set_value(written if isinstance(old, LayerCache) else written.stack[0])
+    return _by_slot(cache)

@@ -191,9 +191,9 @@ class LatentAttention(CachedAttention):
 
     def init_cache(self, rows: int, length: int, dtype: Any) -> None:
         *stack, _, heads, _ = self.kv_up.kernel.shape
-        slots = (*stack, rows, length, heads)
-        self.cached_key = nnx.Cache(jnp.zeros((*slots, self.config.size_of_head), dtype))
-        self.cached_value = nnx.Cache(jnp.zeros((*slots, self.config.v_head_dim), dtype))
+        slots = (*stack, rows, heads, length)
+        self.key_cache = nnx.Cache(jnp.zeros((*slots, self.config.size_of_head), dtype))
+        self.value_cache = nnx.Cache(jnp.zeros((*slots, self.config.v_head_dim), dtype))
 
     def __call__(
         self,

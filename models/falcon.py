@@ -78,11 +78,11 @@ class BiasedAttention(Attention):
 
     def init_cache(self, rows: int, length: int, dtype: Any) -> None:
         super().init_cache(rows, length, dtype)
-        assert self.cached_key is not None
-        keys = self.cached_key.get_value()
+        assert self.key_cache is not None
+        keys = self.key_cache.get_value()
         *stack, _, kv_heads, _ = self.k_proj.kernel.shape
         group = self.q_proj.kernel.shape[len(stack) + 1] // kv_heads
-        self.cached_key = nnx.Cache(jnp.zeros((*keys.shape[:-1], keys.shape[-1] + group), dtype))
+        self.key_cache = nnx.Cache(jnp.zeros((*keys.shape[:-1], keys.shape[-1] + group), dtype))
 
     def attend(
         self,

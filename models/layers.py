@@ -167,6 +167,22 @@ class LayerCache:
         # What is read next depends on the write; otherwise XLA:CPU copies the stack to read it.
         return LayerCache(lax.optimization_barrier(stack), self.layer)
 
+    def write_slots(self, new: jax.Array, slots: jax.Array) -> LayerCache:
+        """Write new[i] in slot slots[i] of each row i of a stack [layers, rows, heads, slots, ...].
+
+        Rows are a batch of the scatter: each device has its own.
+        """
+        numbers = lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2),
+            inserted_window_dims=(0, 3),
+            scatter_dims_to_operand_dims=(0, 3),
+            operand_batching_dims=(1,),
+            scatter_indices_batching_dims=(0,),
+        )
+        at = jnp.stack([jnp.full_like(slots, self.layer), slots], axis=-1)
+        stack = lax.scatter(self.stack, at, new.astype(self.stack.dtype), numbers, mode="drop")
+        return LayerCache(lax.optimization_barrier(stack), self.layer)
+
 
 def scan_blocks[Carry](
     blocks: nnx.Module,

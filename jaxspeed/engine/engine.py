@@ -560,9 +560,9 @@ class Engine(DeepSpeedHabits):
           repetition_penalty: refused, unless it is 1.
           seed, step: tokens are drawn from `fold_in` of the seed's key with the step, the numbers
             of prompt and generation, and that of the token; by default the run's.
-          layout: `segment`, the tokens after which texts are looked at (32); `block`, the rows that
-            a device computes together (8 on CPUs, 64 elsewhere), on which bits depend; `groups` of
-            such rows with caches of their own (1 on CPUs, 2 elsewhere).
+          layout: `segment`, the tokens after which texts are looked at (8 on CPUs, 32 elsewhere);
+            `block`, the rows that a device computes together (8 on CPUs, 64 elsewhere), on which
+            bits depend; `groups` of such rows with caches of their own (1 on CPUs, 2 elsewhere).
 
         Raises:
           ConfigError: an argument that is not allowed, or no prompt fits into the context.

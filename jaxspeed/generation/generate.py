@@ -27,10 +27,11 @@ from jaxspeed.user_models.protocol import CachedModel
 
 log = logging.getLogger("jaxspeed")
 
-# (rows of a group on each data rank, groups) of rollouts, by platform. The rows are the same on any
-# number of ranks, so that each is computed by the same products. Larger groups use accelerators
-# better, and a second one computes while the host looks at the first; on CPUs both share the cores.
-ROWS_AND_GROUPS, OF_OTHERS = {"cpu": (8, 1)}, (64, 2)
+# (rows of a group on each data rank, groups, tokens of a segment) of rollouts, by platform. The rows
+# are the same on any number of ranks, so that each is computed by the same products. Larger groups
+# use accelerators better, and a second one computes while the host looks at the first; on CPUs both
+# share the cores, and a look costs little next to rows that wait for one.
+LAYOUTS, OF_OTHERS = {"cpu": (8, 1, 8)}, (64, 2, SEGMENT)
 WIDE = np.float32
 
 
@@ -213,7 +214,7 @@ class Generator:
         step: int = 0,
         block: int | None = None,
         groups: int | None = None,
-        segment: int = SEGMENT,
+        segment: int | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Rollout:
         """Completions of all prompts, with what trains on them; see `Engine.rollout`."""
@@ -247,9 +248,10 @@ class Generator:
                 row.bucket = bucket(len(prompts[i]), limit)
                 rows.append(row)
         ordered = sorted(rows, key=lambda row: row.bucket)
-        size, most = ROWS_AND_GROUPS.get(self.program.mesh.devices.flat[0].platform, OF_OTHERS)
+        platform = self.program.mesh.devices.flat[0].platform
+        size, most, steps = LAYOUTS.get(platform, OF_OTHERS)
         length = min(ordered[-1].bucket + request.tokens, limit)
-        options: dict[str, Any] = {"steps": segment, "short": 1, "groups": groups or most}
+        options: dict[str, Any] = {"short": 1, "steps": segment or steps, "groups": groups or most}
         with around():
             batching = self._batching(
                 state, request, ordered, block or size, length, length, all_ends, **options

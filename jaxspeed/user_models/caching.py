@@ -14,10 +14,16 @@ from flax import nnx
 
 from jaxspeed.objectives.model_logprobs import call_parameters
 
-# Dims of a cache's keys and values, the last ones of their arrays, by the names that Flax gives
-# these arrays. Other arrays of a cache are replicated.
-DIMS = ("batch", "pos", "kv_heads", "head_dim")
-CACHE_DIMS = {"cached_key": DIMS, "cached_value": DIMS}
+# Dims of a cache's keys and values, the last ones of their arrays, by the names that Flax and our
+# families give these arrays. Other arrays of a cache are replicated.
+OF_FLAX = ("batch", "pos", "kv_heads", "head_dim")
+OF_FAMILIES = ("batch", "kv_heads", "pos", "head_dim")
+CACHE_DIMS = {
+    "cached_key": OF_FLAX,
+    "cached_value": OF_FLAX,
+    "key_cache": OF_FAMILIES,
+    "value_cache": OF_FAMILIES,
+}
 
 
 def cache_names(path: str, dims: int) -> tuple[str | None, ...]:

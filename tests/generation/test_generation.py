@@ -306,10 +306,10 @@ def test_the_cache_is_sharded_as_the_model_is():
     generation = generator.start(engine.state, Request(PROMPTS, 4, Sampling(0)))
     next(iter(generation))
     caches = generation.batching._groups[0].caches
-    assert set(caches) == {"blocks/attn/cached_key", "blocks/attn/cached_value"}
-    for cache in caches.values():  # [layers, sequences, length, key heads, head_dim]
-        assert cache.shape == (2, 4, 64, 2, 16)
-        assert cache.sharding.shard_shape(cache.shape) == (2, 1, 64, 1, 16)
+    assert set(caches) == {"blocks/attn/key_cache", "blocks/attn/value_cache"}
+    for cache in caches.values():  # [layers, sequences, key heads, length, head_dim]
+        assert cache.shape == (2, 4, 2, 64, 16)
+        assert cache.sharding.shard_shape(cache.shape) == (2, 1, 1, 64, 16)
     bf16 = engine_of("qwen3", "ZeRO 3, bf16")
     generation = Generator(bf16.program).start(bf16.state, Request(PROMPTS, 4, Sampling(0)))
     next(iter(generation))
