@@ -98,6 +98,11 @@ class SamplingOptions(ObjectiveOptions):
         description="Completions of a prompt in evaluation: the most likely one, and further ones "
         "that are sampled, for pass@k.",
     )
+    rollout_block: Count | None = Field(
+        None,
+        description="Completions that a device samples together, on which bits depend: by default "
+        "8 on a CPU, else 64.",
+    )
     rollout: Text | None = Field(
         None, description="A function package.module:name that samples instead of the model."
     )

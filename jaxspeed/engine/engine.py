@@ -545,7 +545,7 @@ class Engine(DeepSpeedHabits):
         step: int | None = None,
         context: int | None = None,
         tokenizer: TextTokenizer | None = None,
-        **layout: int,
+        **layout: int | None,
     ) -> Rollout:
         """Sample completions of many prompts, with log-probabilities, from the current parameters.
 

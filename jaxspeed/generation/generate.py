@@ -27,9 +27,9 @@ from jaxspeed.user_models.protocol import CachedModel
 
 log = logging.getLogger("jaxspeed")
 
-# (rows of a group on each data rank, groups, tokens of a segment) of rollouts, by platform. The rows
-# are the same on any number of ranks, so that each is computed by the same products. Larger groups
-# use accelerators better, and a second one computes while the host looks at the first; on CPUs both
+# (rows of a group on each data rank, groups, tokens of a segment) of rollouts, by platform. Rows are
+# the same on any number of ranks, so that each is computed by the same products. Larger groups use
+# accelerators better, and a second one computes while the host looks at the first; on CPUs both
 # share the cores, and a look costs little next to rows that wait for one.
 LAYOUTS, OF_OTHERS = {"cpu": (8, 1, 8)}, (64, 2, SEGMENT)
 WIDE = np.float32

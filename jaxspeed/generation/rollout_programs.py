@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.config.rollout_options import SamplingOptions
 from jaxspeed.generation.continuous_batching import GroupShape
 from jaxspeed.generation.decode_programs import UNDRAWN, Draws, ForwardPrograms
-from jaxspeed.generation.generate import OF_OTHERS, ROWS_AND_GROUPS, Generator
+from jaxspeed.generation.generate import LAYOUTS, OF_OTHERS, Generator
 from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text_row import bucket
 from jaxspeed.hardware.chip import chip_for
@@ -191,7 +191,8 @@ def rollout_programs(
     slices = (options.steps_per_generation or accumulation) / accumulation
     rows = round(program.batch.train * slices)
     here = program.mesh.devices.flat[0].platform
-    block, groups = ROWS_AND_GROUPS.get(platform or here, OF_OTHERS)
+    block, groups, _ = LAYOUTS.get(platform or here, OF_OTHERS)
+    block = options.rollout_block or block
     shape = GroupShape(block * program.ranks, program.ranks, length, length, folds=3)
     rules = Sampling(options.temperature, options.top_k or None, options.top_p, options.min_p).rules
     key = np.asarray(jax.random.key_data(jax.random.key(0)))

@@ -269,6 +269,7 @@ class Completer:
             stop_tokens=turn.tokens,
             step=step,
             tokenizer=self._tokenizer,
+            block=o.rollout_block,
             **{**by_default, "top_k": o.top_k or None, **how},
         )
 
