@@ -211,6 +211,21 @@ def test_the_first_error_leaves_out_the_calls_behind_it(workers, tmp_path):
     assert not file.exists() or gone(*processes_in(file))
 
 
+def test_an_interrupted_call_answers_no_later_one(workers):
+    wait_for_all(workers)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    of = {name: FUNCTIONS.index(name) for name in ("environment", "naps")}
+    calls = [
+        RewardCall(of[name], {}, {"prompts": ["x"] * 3}, {}) for name in ("naps", "environment")
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(calls, False, interrupt)  # after the answer of the second
+    assert ran(workers, "environment")[0]["values"][1:] == [1.0, 1.0]
+
+
 # -- before the run --------------------------------------------------------------------------------
 
 
