@@ -137,7 +137,7 @@ def shown(error: BaseException) -> str:
     if isinstance(error, _Refused):
         return str(error)
     lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {lines[0]:.300}" if lines else type(error).__name__
     libraries = *(f"{x}/lib" for x in (sys.prefix, sys.base_prefix)), "<", __file__
     frames = traceback.extract_tb(error.__traceback__)
     if ours := [frame for frame in frames if not frame.filename.startswith(libraries)]:

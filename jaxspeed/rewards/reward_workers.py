@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,8 +116,8 @@ class RewardWorkers:
                 for worker in self._arrived():
                     if problem := self._started(worker):
                         raise ConfigError(f"objective.rewards: {problem}")
-                if late := [x for x in self._workers if x.limit < time.monotonic()]:
-                    raise ConfigError(f"objective.rewards: {self._slow_import(late[0])}")
+                if self._late():
+                    raise ConfigError(f"objective.rewards: {self._slow_import()}")
         except BaseException:
             self.close()
             raise
@@ -135,34 +135,50 @@ class RewardWorkers:
           RunError: a worker does not start any more.
         """
         answers, waiting = dict[int, dict[str, Any]](), deque(range(len(calls)))
-        while waiting or any(worker.call is not None for worker in self._workers):
-            for worker in self._workers:
-                if waiting and worker.is_ready and worker.call is None:
-                    worker.call = waiting.popleft()
-                    function, *arguments = calls[worker.call]
-                    worker.send((function, pickle.dumps(arguments)), self._seconds)
-            for worker in self._arrived():
-                if not worker.is_ready:
-                    if problem := self._started(worker):
-                        raise RunError(f"objective.rewards: {problem}")
-                    continue
-                number, answer = worker.call, worker.answer()
-                assert number is not None
-                answers[number], worker.call = answer, None
-                if worker.process.returncode is not None:
-                    self._replace(worker)
-            for worker in self._late():
-                if worker.call is None:
-                    raise RunError(f"objective.rewards: {self._slow_import(worker)}")
-                limit = f"{self._seconds:g} s (objective.reward_timeout)"
-                answers[worker.call] = {"error": f"took more than {limit}"}
+        try:
+            while waiting or any(worker.call is not None for worker in self._workers):
+                self._send(calls, waiting)
+                for number, answer in self._answers():
+                    answers[number] = answer
+                    if stop_at_error and "error" in answer:
+                        return answers
+                tick()
+            return answers
+        finally:  # also of an interrupt: later calls are not to get these answers
+            for worker in [x for x in self._workers if x.call is not None]:
                 self._replace(worker)
-            tick()
-            if stop_at_error and any("error" in answer for answer in answers.values()):
-                for worker in [x for x in self._workers if x.call is not None]:
-                    self._replace(worker)
-                break
-        return answers
+
+    def _send(self, calls: Sequence[RewardCall], waiting: "deque[int]") -> None:
+        """Send the next calls to the workers that have none."""
+        for worker in self._workers:
+            if waiting and worker.is_ready and worker.call is None:
+                worker.call = waiting.popleft()
+                function, *arguments = calls[worker.call]
+                worker.send((function, pickle.dumps(arguments)), self._seconds)
+
+    def _answers(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The answers that have arrived, and errors of the calls whose time is over."""
+        for worker in self._arrived():
+            if not worker.is_ready:
+                if problem := self._started(worker):
+                    raise RunError(f"objective.rewards: {problem}")
+                continue
+            number, answer = worker.call, worker.answer()
+            assert number is not None
+            worker.call = None
+            if worker.process.returncode is not None:
+                self._replace(worker)
+            yield number, answer
+        for worker in self._late():
+            if not worker.is_ready:
+                raise RunError(f"objective.rewards: {self._slow_import()}")
+            number = worker.call
+            assert number is not None
+            self._replace(worker)
+            yield (
+                number,
+                {"error": f"took more than {self._seconds:g} s (objective.reward_timeout)"},
+            )
 
     def _arrived(self) -> list[_Worker]:
         """Workers with a message, once there is one or the time of one is over."""
@@ -187,7 +203,7 @@ class RewardWorkers:
         self.names, worker.is_ready = answer["names"], True
         return ""
 
-    def _slow_import(self, worker: _Worker) -> str:
+    def _slow_import(self) -> str:
         return f"importing {', '.join(self._paths)} took more than {IMPORT_SECONDS:g} s"
 
     def _replace(self, worker: _Worker) -> None:

@@ -35,7 +35,9 @@ PROGRESS = TrainerProgress(3, 10, 0.5)
 @pytest.fixture(scope="module")
 def workers():
     """Two of all functions, shared by the tests of this file."""
-    pool = RewardWorkers([f"{HERE}:{name}" for name in FUNCTIONS], 2, LIMIT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "tpu")  # as of a run on devices
+        pool = RewardWorkers([f"{HERE}:{name}" for name in FUNCTIONS], 2, LIMIT)
     yield pool
     pool.close()
 
@@ -209,6 +211,21 @@ def test_the_first_error_leaves_out_the_calls_behind_it(workers, tmp_path):
     assert not file.exists() or gone(*processes_in(file))
 
 
+def test_an_interrupted_call_answers_no_later_one(workers):
+    wait_for_all(workers)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    of = {name: FUNCTIONS.index(name) for name in ("environment", "naps")}
+    calls = [
+        RewardCall(of[name], {}, {"prompts": ["x"] * 3}, {}) for name in ("naps", "environment")
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(calls, False, interrupt)  # after the answer of the second
+    assert ran(workers, "environment")[0]["values"][1:] == [1.0, 1.0]
+
+
 # -- before the run --------------------------------------------------------------------------------
 
 
@@ -260,10 +277,13 @@ def test_nothing_is_left_of_workers_whose_parent_ends(number, name, tmp_path):
     file = tmp_path / "processes"
     words = [sys.executable, "-m", "tests.rewards.waiting", name, str(file)]
     with subprocess.Popen(words, cwd=ROOT, start_new_session=True) as parent:
-        processes = processes_in(file)
-        group = os.getpgid(processes[0])
-        os.killpg(parent.pid, number)  # as a terminal does, to its group
-        assert parent.wait(10) == (130 if number == signal.SIGINT else -number)
+        try:
+            processes = processes_in(file)
+            group = os.getpgid(processes[0])
+            os.killpg(parent.pid, number)  # as a terminal does, to its group
+            assert parent.wait(10) == (130 if number == signal.SIGINT else -number)
+        finally:
+            parent.kill()
     assert gone(*processes)
     every = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     assert gone(*(process for process in every if group_of(process) == group))
