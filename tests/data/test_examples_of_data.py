@@ -15,7 +15,7 @@ import yaml
 
 import jaxspeed
 from jaxspeed.data.chat_template import BUILT_IN
-from jaxspeed.data.model_limits import PairForm
+from jaxspeed.data.model_limits import PairForm, PromptForm
 from tests.data import chat_examples
 from tests.data.chat_examples import chat, write_lines
 from tests.data.corpora import opened
@@ -82,6 +82,16 @@ def test_preferences(here):
     given = yaml.safe_load(block("Preferences"))
     c = opened({**given["data"], "tokenizer": "bytes"}, pairs=PairForm("preference"), seq_len=None)
     assert "8 pairs" in c.summary
+
+
+def test_prompts(here):
+    record = json.loads(block("Prompts"))
+    file = write_lines(here / "prompts.jsonl", [record] * 2)
+    data = {"source": "jsonl", "path": str(file), "chat_template": "chatml", "held_out": 0.0}
+    form = PromptForm(("tokens", "targets"), 8)
+    c = opened({**data, "seq_len": 200}, prompts=form, seq_len=None)
+    (prompt,) = c.train.prompts(np.array([1]))
+    assert (prompt.prompt, prompt.columns) == (record["prompt"], {"answer": 4})
 
 
 def test_raw_files_of_tokens(here):

@@ -5,16 +5,20 @@ import json
 import sys
 import types
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from jaxspeed.config import Config
+from jaxspeed.config.rollout_options import SamplingOptions
 from jaxspeed.data import ByteTokenizer, ModelLimits, known_shapes
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import PromptForm, limits_of_run
 from jaxspeed.engine import memory_precheck
 from jaxspeed.errors import DataError
+from jaxspeed.objectives import Objective
+from jaxspeed.objectives.named import NextToken
 from jaxspeed.run import opening
 from jaxspeed.run.start import Source, in_steps
 from tests.data.chat_examples import message, write_lines
@@ -232,6 +236,24 @@ def test_the_arrays_follow_from_the_objective():
     assert {*form_of().arrays} == {*ARRAYS}
     assert {*form_of(top_p=0.8).arrays} == {*ARRAYS, "thresholds"}
     assert {*form_of(top_k=8, mirror_sampling=False).arrays} == {*ARRAYS}
+
+
+class OnPolicy(Objective):
+    """Reads what the model samples, without rewards."""
+
+    Options: ClassVar = SamplingOptions
+    records: ClassVar = "prompts"
+    arrays: ClassVar = NextToken.arrays
+
+    def loss(self, model, batch):
+        raise NotImplementedError
+
+
+def test_an_objective_without_rewards_reads_tokens_and_targets():
+    gpt2 = Config(model={"family": "gpt2", "preset": "tiny"})
+    objective = OnPolicy(SamplingOptions(max_completion_length=8))
+    form = limits_of_run(gpt2, None, objective).prompts
+    assert form == PromptForm(("tokens", "targets"), 8)
 
 
 def test_old_logprobs_are_those_of_a_rollout_of_several_steps():
