@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jaxspeed.models import build
 
 import jaxspeed
@@ -15,7 +16,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.train import build_program
 from jaxspeed.user_models.config_model import resolve_model
 from tests.adapters.lora_loop import merged
-from tests.moe.small_models import DEEPSEEK, MIXTRAL
+from tests.moe.small_models import MIXTRAL
 from tests.objectives.plain_policy import (
     IGNORED,
     Batch,
@@ -223,12 +224,33 @@ def test_a_step_holds_the_sampler_against_the_trainer():
     assert difference(top_p=None)[0] <= 1e-5  # thresholds come with the tokens
 
 
+class Block(nnx.Module):
+    def __init__(self, wide: int, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(8, wide, rngs=rngs), nnx.Linear(wide, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class UnlikeBlocks(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCAB, 8, rngs=rngs)
+        self.narrow = nnx.List([Block(8, rngs) for _ in range(2)])
+        self.wide = nnx.List([Block(16, rngs) for _ in range(2)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in (*self.narrow, *self.wide):
+            x = block(x)
+        return self.embed.attend(x)
+
+
 @pytest.mark.sampled
 def test_stages_of_unlike_blocks_are_refused():
-    keys = {"mesh": {"pipe": 3}, "model": DEEPSEEK, "gradient_accumulation_steps": 4}
-    loaded = Config.load(config({"type": "grpo", "num_generations": 4}, **keys))
+    keys = config({"type": "grpo"}, mesh={"pipe": 2}, gradient_accumulation_steps=2)
+    del keys["model"]
     with pytest.raises(ConfigError, match=r"mesh\.pipe: .*unlike blocks"):
-        build_program(loaded, *resolve_model(loaded), devices=jax.devices()[:3])
+        jaxspeed.initialize(UnlikeBlocks, config=keys, example_batch=recorded(ROWS, SEQ, VOCAB))
 
 
 def test_models_that_do_not_sample_are_refused():
