@@ -144,7 +144,8 @@ def route(
             experts, x.shape[1], k=k, factor=capacity_factor, min_capacity=min_capacity
         )
         order = jnp.cumsum(chooses, axis=1, dtype=jnp.int32)  # from 1
-        taken = checkpoint_name(of_chosen(order) <= capacity, TAKEN)
+        taken = of_chosen(order) <= capacity
+        taken = checkpoint_name(taken, TAKEN)
         sent, weights = jnp.where(taken, chosen, experts), jnp.where(taken, weights, 0)
         dropped = jnp.sum(~taken, axis=(1, 2), dtype=jnp.int32)
     return Routing(
