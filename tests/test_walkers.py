@@ -18,6 +18,7 @@ OPENING = {
 REASONS = {
     "adapters/adapt_loss.py": "a Rewriter, whose programs get further inputs",
     "engine/diagnose.py": "evaluates programs with flags beside their values",
+    "traced_loss/router_choices.py": "a Rewriter, whose programs get further inputs or results",
     "traced_loss/autocast.py": "a Rewriter, which asks for what a loop carries",
     "pipeline/scanned_stack.py": "a stage's program is the body of one scan",
     "remat/unit_jaxprs.py": "units are cut out of programs by the segments of each",

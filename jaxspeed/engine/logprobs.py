@@ -7,7 +7,7 @@ import jax
 
 from jaxspeed.engine.calls import Calls
 from jaxspeed.errors import BatchError, ConfigError
-from jaxspeed.objectives.model_logprobs import THRESHOLDS, model_logprobs
+from jaxspeed.objectives.model_logprobs import ROUTING, THRESHOLDS, model_logprobs
 from jaxspeed.train.array_program import array_program, refuse_unknown_base
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Program
@@ -15,7 +15,7 @@ from jaxspeed.user_models.batch_checks import shapes_text
 from jaxspeed.user_models.config_model import family_objective
 
 # As in models/language.py.
-ARRAYS = "tokens", "targets", "segment_ids", "positions", "mask", THRESHOLDS
+ARRAYS = "tokens", "targets", "segment_ids", "positions", "mask", THRESHOLDS, ROUTING
 
 
 class Logprobs(NamedTuple):

@@ -55,7 +55,10 @@ def check_rollout(rollout: Rollout, logprobs: Callable[..., Any], program: Progr
     for start in range(0, len(sampled), size):
         rows = {name: x[start : start + size] for name, x in batch.items()}
         more = size - len(rows["tokens"])
-        rows = {name: np.pad(x, ((0, more), (0, 0)), mode="edge") for name, x in rows.items()}
+        rows = {
+            name: np.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)), mode="edge")
+            for name, x in rows.items()
+        }
         values = logprobs(rows, temperature=rollout.sampling.temperature or 1.0).logprobs
         trained.append(np.asarray(process_allgather(values, tiled=True))[: size - more])
     counted = batch["targets"] != IGNORED

@@ -132,7 +132,7 @@ class RowGroup:
 
     rows: list[TextRow | None]
     caches: Any = None
-    drawn: list[tuple[Drawn, Any]] = field(default_factory=list)
+    drawn: list[tuple[Drawn, Any, Any]] = field(default_factory=list)  # as of `Decoded`
 
     def free(self, rank: int, ranks: int) -> list[int]:
         """The free rows of a data rank."""
@@ -146,6 +146,7 @@ class Starts:
     """Caches of prompts, from which rows that wait for a place are continued."""
 
     caches: Any
+    routing: Any = None  # [rows, seq, routers, k]
     waiting: int = 0
 
 
@@ -206,12 +207,15 @@ class ContinuousBatching:
                 with self.around():
                     self._fill(group)
                     self._send(group)
-                    drawn, count = self._collected(following)
+                    drawn, count, routing = self._collected(following)
                 for number, row in enumerate(following.rows):
                     if drawn is None or row is None:
                         continue
                     is_drawn = drawn.tokens[number] != UNDRAWN
-                    row.place = min(row.place + count, len(row.visible) - 1 + int(is_drawn.sum()))
+                    place = min(row.place + count, len(row.visible) - 1 + int(is_drawn.sum()))
+                    if routing is not None:
+                        row.routing.append(routing[number, : place - row.place])
+                    row.place = place
                     if is_drawn.any():
                         yield row, Drawn(*(x[number][is_drawn] for x in drawn))
                     if row.ended_by is not None:
@@ -225,14 +229,18 @@ class ContinuousBatching:
                 if not any(following.rows):
                     following.caches = None  # freed
 
-    def _collected(self, group: RowGroup) -> tuple[Drawn | None, int]:
-        """(what the group's last segment has drawn, tokens that its rows have read)."""
+    def _collected(self, group: RowGroup) -> tuple[Drawn | None, int, np.ndarray | None]:
+        """(what the group's last segment has drawn, the tokens it has read, routers' choices)."""
         if not group.drawn:
-            return None, 0
-        drawn, counts = zip(*group.drawn, strict=True)
+            return None, 0, None
+        drawn, counts, routing = zip(*group.drawn, strict=True)
         group.drawn = []
-        arrays: Any = [np.concatenate([*map(np.asarray, parts)], 1) for parts in zip(*drawn)]
-        return Drawn(*arrays), sum(map(int, counts))
+
+        def joined(parts: Sequence[Any]) -> np.ndarray:
+            return np.concatenate([*map(np.asarray, parts)], 1)
+
+        arrays: Any = map(joined, zip(*drawn))
+        return Drawn(*arrays), sum(map(int, counts)), None if None in routing else joined(routing)
 
     def _send(self, group: RowGroup) -> None:
         """Start to compute the group's next segment."""
@@ -245,10 +253,10 @@ class ContinuousBatching:
         (rows,) = rows_for_jit(self._runs._once.program, rows)
         calls, steps = (1, self._steps) if self._programs.loops else (self._steps, 1)
         for _ in range(calls):
-            group.caches, rows, drawn, count = self._runs(
+            group.caches, rows, *results = self._runs(
                 self._programs.decode, group.caches, rows, np.int32(steps), self._draws
             )
-            group.drawn.append((drawn, count))
+            group.drawn.append(tuple(results))
 
     def _width(self, rows: Sequence[TextRow]) -> int:
         """Of a text that is computed anew for each token."""
@@ -272,6 +280,9 @@ class ContinuousBatching:
                 if waiting:
                     row, starts, source = waiting.popleft()
                     row.place = len(row.visible) - 1
+                    if starts.routing is not None:
+                        choices = np.asarray(starts.routing)[rank * size + source]
+                        row.routing = [choices[: row.place]]
                     at = np.full(self._shape.rows, -1, np.int32)
                     at = sources.setdefault(id(starts), (starts, at))[1]
                     at[number] = source
@@ -315,4 +326,4 @@ class ContinuousBatching:
             self._waiting[rank].append((row, starts, used[rank] - 1))
             starts.waiting += 1
         (placed,) = rows_for_jit(self._runs._once.program, self._shape.starts(batch))
-        starts.caches = self._runs(self._programs.prefill, placed)
+        starts.caches, starts.routing = self._runs(self._programs.prefill, placed)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.axes import sample_axes
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.sampling_rules import Drawn, draw
-from jaxspeed.objectives.model_logprobs import call_parameters
+from jaxspeed.objectives.model_logprobs import ROUTING, call_parameters
 from jaxspeed.placement.batch_dims import sample_specs
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.placement.xla_options import without_ynnpack
@@ -76,6 +76,22 @@ class Draws(NamedTuple):
     rules: Mapping[str, Any]
 
 
+class Decoded(NamedTuple):
+    """What `decode` returns.
+
+    Attributes:
+      drawn: of [rows, segment].
+      reads: the number of tokens that were read of each row.
+      routing: [rows, segment, routers, k], the choices of a mixture's routers for these.
+    """
+
+    caches: Any
+    rows: Any
+    drawn: Any
+    reads: Any
+    routing: Any
+
+
 class ForwardPrograms:
     """The programs for batches of one number of sequences, and caches of one length.
 
@@ -85,6 +101,7 @@ class ForwardPrograms:
     Args:
       rows_of: the dim of sequences of each array of the caches, where it has one.
       segment: tokens of a row that a call of `decode` draws at most.
+      records: whether the choices of a mixture's routers are returned.
     """
 
     def __init__(
@@ -93,6 +110,7 @@ class ForwardPrograms:
         cached: CachedModel | None,
         rows_of: Mapping[str, int | None],
         segment: int = SEGMENT,
+        records: bool = False,
     ) -> None:
         self._once, self._program, self.cached = once, once.program, cached
         traced_loss = self._program.traced_loss
@@ -100,7 +118,12 @@ class ForwardPrograms:
         table = replace(once.table, stack=None)  # no stages run here
         sequence = replace(traced_loss.sequence, shards=False)
         self._traced_loss = replace(
-            traced_loss, table=table, loss_fn=_logits, model=model, sequence=sequence
+            traced_loss,
+            table=table,
+            loss_fn=_logits,
+            model=model,
+            sequence=sequence,
+            records_routing=records,
         )
         self._rows_of, self.segment = rows_of, segment
         # Each waits until the program is compiled.
@@ -118,13 +141,13 @@ class ForwardPrograms:
 
     @functools.cached_property
     def prefill(self) -> Any:
-        """`prefill(state, batch)`: caches of all tokens of the starts."""
+        """`prefill(state, batch)`: (caches of all tokens of the starts, the choices of routers)."""
 
-        def prefill(state: ModelState, batch: Any) -> Arrays:
+        def prefill(state: ModelState, batch: Any) -> tuple[Arrays, jax.Array | None]:
             assert self.cached is not None
-            return self._call(state, self.cached.fresh(), batch)[1]
+            return self._call(state, self.cached.fresh(), batch)[1:]
 
-        return self._jit(prefill, (None, self._rows), self._caches)
+        return self._jit(prefill, (None, self._rows), (self._caches, self._replicated))
 
     @functools.cached_property
     def insert(self) -> Any:
@@ -157,16 +180,13 @@ class ForwardPrograms:
         in_shardings = (self._caches, self._caches, self._rows)
         return self._jit(insert, in_shardings, self._caches, donate_argnums=0)
 
-    def decode(self, *args: Any) -> tuple[Arrays, DecodeRows, Drawn, jax.Array]:
+    def decode(self, *args: Any) -> "Decoded":
         """`decode(state, caches, rows, steps, draws)`: up to `steps` more tokens of each row.
 
         Without `loops` it is one. Donates the caches.
-
-        Returns:
-          (caches, rows, what was drawn [rows, segment], the number of tokens that were read)
         """
         self._decode_compiled()
-        outputs: tuple[Arrays, DecodeRows, Drawn, jax.Array] = self._decode(*args)
+        outputs: Decoded = self._decode(*args)
         return outputs
 
     @functools.cached_property
@@ -180,32 +200,34 @@ class ForwardPrograms:
             for fold in rows.folds.T:
                 keys = jax.vmap(jax.random.fold_in)(keys, fold)
             if not self.loops:
-                caches, rows, drawn = self._next(state, caches, rows, draws, keys)
-                return caches, rows, jax.tree.map(lambda x: x[:, None], drawn), jnp.ones((), int)
+                caches, rows, *results = self._next(state, caches, rows, draws, keys)
+                drawn, routing = jax.tree.map(lambda x: x[:, None], results)
+                return Decoded(caches, rows, drawn, jnp.ones((), int), routing)
 
             def goes_on(carry: Any) -> jax.Array:
                 count, _, rows, _ = carry
                 return (count < steps) & jnp.any(rows.left > 0)
 
             def body(carry: Any) -> Any:
-                count, caches, rows, all_drawn = carry
-                caches, rows, drawn = self._next(state, caches, rows, draws, keys)
-                all_drawn = jax.tree.map(
+                count, caches, rows, all_results = carry
+                caches, rows, *results = self._next(state, caches, rows, draws, keys)
+                all_results = jax.tree.map(
                     lambda all_x, x: lax.dynamic_update_slice_in_dim(all_x, x[:, None], count, 1),
-                    all_drawn,
-                    drawn,
+                    all_results,
+                    results,
                 )
-                return count + 1, caches, rows, all_drawn
+                return count + 1, caches, rows, all_results
 
             shape = len(rows.place), self.segment
             zeros = jnp.zeros(shape, jnp.float32)
             undrawn = Drawn(jnp.full(shape, UNDRAWN, jnp.int32), zeros, zeros)
-            start = jnp.zeros((), jnp.int32), caches, rows, undrawn
-            count, caches, rows, drawn = lax.while_loop(goes_on, body, start)
-            return caches, rows, drawn, count
+            routing = self._no_choices(state, caches, rows)
+            start = jnp.zeros((), jnp.int32), caches, rows, [undrawn, routing]
+            count, caches, rows, (drawn, routing) = lax.while_loop(goes_on, body, start)
+            return Decoded(caches, rows, drawn, count, routing)
 
         in_shardings = (None, self._caches, self._rows, None, None)
-        shardings = (self._caches, self._rows, self._replicated, self._replicated)
+        shardings = Decoded(self._caches, self._rows, *[self._replicated] * 3)
         return self._jit(decode, in_shardings, shardings, donate_argnums=1)
 
     def check(self, rows: DecodeRows, draws: Draws) -> None:
@@ -283,17 +305,10 @@ class ForwardPrograms:
 
     def _next(
         self, state: ModelState, caches: Arrays, rows: DecodeRows, draws: Draws, keys: jax.Array
-    ) -> tuple[Arrays, DecodeRows, Drawn]:
+    ) -> tuple[Arrays, DecodeRows, Drawn, jax.Array | None]:
         """Read one token of each row, and draw one where the next is not known."""
         place, active = rows.place, rows.left > 0
-        if self.cached is None:
-            tokens = rows.text
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-            batch = {"tokens": tokens, "positions": positions, "at": place}
-        else:
-            tokens = jnp.take_along_axis(rows.text, place[:, None], axis=1, mode="clip")
-            batch = {"tokens": tokens, "positions": place[:, None], "at": jnp.zeros_like(place)}
-        logits, caches = self._call(state, caches, batch)
+        logits, caches, routing = self._call(state, caches, self._read(rows))
         seen, columns = None, jnp.arange(len(logits))[:, None]
         if rows.seen is not None:
             seen = jnp.zeros(logits.shape, bool).at[columns, rows.seen].set(True, mode="drop")
@@ -319,14 +334,37 @@ class ForwardPrograms:
                 seen=None if rows.seen is None else written(rows.seen, rows.prompt + rows.drawn),
             ),
             drawn,
+            None if routing is None else routing[:, 0],
         )
 
-    def _call(self, state: ModelState, caches: Arrays, batch: Any) -> tuple[jax.Array, Arrays]:
-        """(logits [rows, vocab], the caches after the call)."""
+    def _read(self, rows: DecodeRows) -> dict[str, jax.Array]:
+        """The batch of the tokens that are read next; of the entire texts without a cache."""
+        place = rows.place
+        if self.cached is None:
+            tokens = rows.text
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            return {"tokens": tokens, "positions": positions, "at": place}
+        tokens = jnp.take_along_axis(rows.text, place[:, None], axis=1, mode="clip")
+        return {"tokens": tokens, "positions": place[:, None], "at": jnp.zeros_like(place)}
+
+    def _no_choices(self, state: ModelState, caches: Arrays, rows: DecodeRows) -> jax.Array | None:
+        """Space for the choices of routers [rows, segment, routers, k], if any are recorded."""
+        inputs = {**state.variables, **caches}, self._read(rows), state.step, state.step
+        program = self._traced_loss.trace(inputs, False)
+        _, written = jax.tree.unflatten(program.out_tree, program.closed.out_avals)
+        if ROUTING not in written:
+            return None
+        count, _, *choices = written[ROUTING].shape
+        return jnp.full((count, self.segment, *choices), -1, jnp.int32)
+
+    def _call(
+        self, state: ModelState, caches: Arrays, batch: Any
+    ) -> tuple[jax.Array, Arrays, jax.Array | None]:
+        """(logits [rows, vocab], the caches after the call, the choices of routers)."""
         variables = {**state.variables, **caches}
         loss, written = self._traced_loss(state.sources, variables, batch, state.step, 0, False)
         after = {path: written.get(path, caches[path]) for path in caches}
-        return loss.metrics["logits"].value, after
+        return loss.metrics["logits"].value, after, written.get(ROUTING)
 
 
 def rows_for_jit(program: Program, *rows: Any) -> Any:

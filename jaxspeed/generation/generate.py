@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspeed.axes import PIPE
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation.continuous_batching import ContinuousBatching, GroupShape, Runs
 from jaxspeed.generation.decode_programs import SEGMENT, UNDRAWN, Draws, ForwardPrograms
@@ -27,10 +28,10 @@ from jaxspeed.user_models.protocol import CachedModel
 
 log = logging.getLogger("jaxspeed")
 
-# (rows of a group on each data rank, groups, tokens of a segment) of rollouts, by platform. Rows are
-# the same on any number of ranks, so that each is computed by the same products. Larger groups use
-# accelerators better, and a second one computes while the host looks at the first; on CPUs both
-# share the cores, and a look costs little next to rows that wait for one.
+# (rows of a group on each data rank, groups, tokens of a segment) of rollouts, by platform. The
+# rows are the same on any number of ranks, so that each is computed by the same products. Larger
+# groups use accelerators better, and a second one computes while the host looks at the first; on
+# CPUs both share the cores, and a look costs little next to rows that wait for one.
 LAYOUTS, OF_OTHERS = {"cpu": (8, 1, 8)}, (64, 2, SEGMENT)
 WIDE = np.float32
 
@@ -170,7 +171,7 @@ class Generator:
     program: Program
     cache: bool = True  # False: recompute, as for a model without a cache
     once: GatherOnce | None = None  # how parameters are gathered; None: as on this machine
-    _programs: dict[tuple[int, int, int], ForwardPrograms] = field(default_factory=dict)
+    _programs: dict[tuple[int, int, int, bool], ForwardPrograms] = field(default_factory=dict)
     _noted: set[str] = field(default_factory=set)
 
     def start(self, state: TrainState, request: Request, steps: int = 1) -> Generation:
@@ -254,7 +255,15 @@ class Generator:
         options: dict[str, Any] = {"short": 1, "steps": segment or steps, "groups": groups or most}
         with around():
             batching = self._batching(
-                state, request, ordered, block or size, length, length, all_ends, **options
+                state,
+                request,
+                ordered,
+                block or size,
+                length,
+                length,
+                all_ends,
+                records=self.program.mesh.shape.get(PIPE, 1) == 1,
+                **options,
             )
         batching.around = around
         for row, drawn in batching.run():
@@ -270,6 +279,9 @@ class Generator:
                 np.asarray(row.logprobs, np.float32),
                 np.asarray(row.thresholds, np.float32),
                 row.ended_by or "tokens",
+                np.concatenate(row.routing)[: len(row.ids) - (row.end is None)]
+                if row.routing
+                else None,
             )
             for row in rows
         ]
@@ -311,6 +323,7 @@ class Generator:
         ends: frozenset[int],
         *,
         steps: int,
+        records: bool = False,
         **options: Any,
     ) -> ContinuousBatching:
         """The batching of rows, in groups of `size` rows of each data rank."""
@@ -323,21 +336,27 @@ class Generator:
         padded[: len(ends)] = sorted(ends)
         key = np.asarray(jax.random.key_data(jax.random.key(request.seed)))
         draws = Draws(key, padded, rules)
-        programs = self._programs_for(shape, draws, max(steps, SEGMENT))
+        programs = self._programs_for(shape, draws, max(steps, SEGMENT), records)
         runs = Runs(self._once, state)
         unfinished = [row for row in rows if row.ended_by is None]
         return ContinuousBatching(programs, runs, draws, shape, unfinished, steps=steps, **options)
 
-    def _programs_for(self, shape: GroupShape, draws: Draws, segment: int) -> ForwardPrograms:
-        key = shape.rows, shape.length, segment
+    def _programs_for(
+        self, shape: GroupShape, draws: Draws, segment: int, records: bool
+    ) -> ForwardPrograms:
+        key = shape.rows, shape.length, segment, records
         if key not in self._programs:
-            self._programs[key] = programs = self.programs_for(shape, draws, segment)
+            self._programs[key] = programs = self.programs_for(shape, draws, segment, records)
             if programs.cached is not None:
                 programs.compile_decode(shape.arrays([]), draws)
         return self._programs[key]
 
     def programs_for(
-        self, shape: GroupShape, draws: Draws, segment: int = SEGMENT
+        self,
+        shape: GroupShape,
+        draws: Draws,
+        segment: int = SEGMENT,
+        records: bool = False,
     ) -> ForwardPrograms:
         """The programs for groups of a shape, with a cache if the model can be called with it."""
         params = {
@@ -357,7 +376,7 @@ class Generator:
                 if cached is None:
                     break
                 rows_of = dims_of_rows(cached, partial(sized, 2 * shape.rows))
-                programs = ForwardPrograms(self._once, cached, rows_of, segment)
+                programs = ForwardPrograms(self._once, cached, rows_of, segment, records)
                 programs.check(shape.arrays([]), draws)
                 if cached.one_by_one and shape.folds > 1:
                     self._note(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspeed.generation.sampling_rules import Sampling
-from jaxspeed.objectives.model_logprobs import THRESHOLDS
+from jaxspeed.objectives.model_logprobs import ROUTING, THRESHOLDS
 from jaxspeed.objectives.padding import bucket
 from jaxspeed.objectives.policy_gradient import SAMPLED
 from jaxspeed.ops.next_tokens import IGNORED
@@ -25,6 +25,8 @@ class SampledCompletion(NamedTuple):
       logprobs: fp32 [tokens], in the distributions that the tokens were drawn from.
       thresholds: fp32 [tokens], which describe these: see `ops.token_logprobs`.
       ended_by: "end" (a token), "stop" (a stop string) or "tokens" (their number: truncated).
+      routing: of a mixture, int32 [tokens of prompt and completion but the last, routers, k]: the
+        experts that its routers chose for each.
     """
 
     prompt: int
@@ -34,6 +36,7 @@ class SampledCompletion(NamedTuple):
     logprobs: np.ndarray
     thresholds: np.ndarray
     ended_by: str
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Rollout:
         """A batch of a language model, a row for each completion, whose tokens are the targets.
 
         Rows are padded to one of a few lengths, of at most `most`. `sampled_logprobs` and
-        `thresholds` [rows, seq] are those of the targets.
+        `thresholds` [rows, seq] are those of the targets. `routing` [rows, seq, routers, k] of a
+        mixture are the choices of its routers, which the loss takes; -1 where there is none.
         """
         texts = [(*self.prompts[row.prompt], *row.tokens) for row in self.completions]
         shape = len(texts), bucket(max(map(len, texts)) - 1, most)
@@ -67,4 +71,11 @@ class Rollout:
             here = slice(len(text) - 1 - len(row.tokens), len(text) - 1)
             targets[i, here], sampled[i, here] = row.tokens, row.logprobs
             thresholds[i, here] = row.thresholds
-        return {"tokens": tokens, "targets": targets, SAMPLED: sampled, THRESHOLDS: thresholds}
+        batch = {"tokens": tokens, "targets": targets, SAMPLED: sampled, THRESHOLDS: thresholds}
+        choices = [row.routing for row in self.completions]
+        if some := [x for x in choices if x is not None]:
+            batch[ROUTING] = np.full((*shape, *some[0].shape[1:]), -1, np.int32)
+            for of_row, x in zip(batch[ROUTING], choices, strict=True):
+                if x is not None:
+                    of_row[: len(x)] = x
+        return batch

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxspeed.generation.sampling_rules import Drawn
 from jaxspeed.generation.text import TextStream, TextTokenizer
 from jaxspeed.objectives.padding import bucket
@@ -22,6 +24,7 @@ class TextRow:
       ids: the tokens of the prompt and those after it, without one that ends the text.
       end: the token that was drawn and ended the text.
       logprobs, thresholds: of each drawn token, with that of the end; see `Drawn`.
+      routing: of a mixture, the choices of its routers for the tokens that were read, in parts.
       ended_by: "tokens" (their number), "stop" (a stop string) or "end" (a token), once it has.
       start: in `ids`, of what the model sees.
       place: in what it sees, of the token that is read next.
@@ -48,6 +51,7 @@ class TextRow:
         self.end: int | None = None
         self.logprobs: list[float] = []
         self.thresholds: list[float] = []
+        self.routing: list[np.ndarray] = []
         self.ended_by = None if tokens else "tokens"
         self.start = self.place = self.bucket = 0
         self.start_of: tuple[int, int] = number, 0

@@ -14,6 +14,8 @@ from jaxspeed.ops.next_tokens import IGNORED
 
 # The batch's array of the distributions that tokens were drawn from: see `ops.token_logprobs`.
 THRESHOLDS = "thresholds"
+# That of a mixture's choices: int32 [batch, seq, routers, k]; see `traced_loss/router_choices.py`.
+ROUTING = "routing"
 
 
 class ModelLogprobs(NamedTuple):

@@ -17,16 +17,18 @@ import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objectives import objective_of
+from jaxspeed.objectives.model_logprobs import ROUTING
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to, over_sequences
 from jaxspeed.placement.batch_dims import sequence_dims
-from jaxspeed.placement.paths import listed
+from jaxspeed.placement.paths import flat_with_paths, listed
 from jaxspeed.sequence_parallel import SequenceSettings
 from jaxspeed.traced_loss.autocast import Autocast, asks_for_full_precision
 from jaxspeed.traced_loss.by_parts import ByParts, by_parts
 from jaxspeed.traced_loss.loss import Loss, parse_loss
 from jaxspeed.traced_loss.loss_program import LossProgram
 from jaxspeed.traced_loss.passes import TraceContext, before_split
+from jaxspeed.traced_loss.router_choices import with_choices_recorded, with_choices_replayed
 from jaxspeed.train_state.state import Arrays
 from jaxspeed.user_models.batches import EXTRA, call_loss
 from jaxspeed.user_models.own_axes import OwnAxes, with_own_axes
@@ -77,13 +79,14 @@ class LossTraces:
         ranges: Mapping[str, Sequence[tuple[str, int]]] | None = None,  # as in `TraceContext`
         sequence: SequenceSettings | None = None,
         trained: Collection[str] = (),  # as in `TraceContext`
+        records_routing: bool = False,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._params, self._unit_patterns = params, unit_patterns
         self._autocast, self._cast_to = autocast, cast_to
         self._ranges = ranges or {}
         self._sequence = sequence or SequenceSettings()
-        self._trained = trained
+        self._trained, self._records_routing = trained, records_routing
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, LossProgram] = WeakKeyDictionary()
         self._by_parts: WeakKeyDictionary[Any, dict[int, ByParts]] = WeakKeyDictionary()
@@ -228,6 +231,11 @@ class LossTraces:
             form.own_axes,
             {v: dim for v, dim in dims if dim is not None and self._sequence.shards},
         )
+        if self._records_routing:
+            program = with_choices_recorded(program)
+        elif isinstance(batch, Mapping) and ROUTING in batch:
+            number = [*flat_with_paths(batch)].index(ROUTING)
+            program = with_choices_replayed(program, arrays[number])
         adapters = getattr(self._model, "adapters", {})
         context = TraceContext(
             self._autocast,

@@ -72,6 +72,7 @@ class MicroBatchLoss:
     autocast: Autocast | None = None  # of the traced loss, operation by operation
     sequence: SequenceSettings = field(default_factory=SequenceSettings)
     in_fp32: Sequence[str] = ()  # the batch's arrays that are not converted
+    records_routing: bool = False  # the choices of a mixture's routers are written, as ROUTING
 
     def with_exchange(self, exchange: Exchange) -> "MicroBatchLoss":
         """Copy with another exchange, and the same traces."""
@@ -109,7 +110,15 @@ class MicroBatchLoss:
             for name in (path, row.path)
         }
         return LossTraces(
-            self.model, self.loss_fn, params, patterns, *casts, ranges, self.sequence, trained
+            self.model,
+            self.loss_fn,
+            params,
+            patterns,
+            *casts,
+            ranges,
+            self.sequence,
+            trained,
+            self.records_routing,
         )
 
     def __call__(

@@ -6,16 +6,19 @@ import re
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspeed
 from jaxspeed.data.tokenizer import ByteTokenizer
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation import Generator, Request, Sampling
 from jaxspeed.generation.continuous_batching import GroupShape, Runs
 from jaxspeed.generation.decode_programs import Draws, ForwardPrograms
 from jaxspeed.generation.rollout import SAMPLED
+from jaxspeed.objectives.model_logprobs import ROUTING
+from jaxspeed.ops.moe import routing as routing_of_ops
 from jaxspeed.train.gather_once import GatherOnce
 from tests.generation import plain
 from tests.generation.test_generation import PLACEMENTS, SIZES, ZERO3
@@ -131,7 +134,10 @@ def difference_of(engine, rollout, temperature=0.7, **other):
     sampled = batch.pop(SAMPLED)
     counted = batch["targets"] >= 0
     more = -len(sampled) % 8
-    batch = {name: np.pad(x, ((0, more), (0, 0))) for name, x in (batch | other).items()}
+    batch = {
+        name: np.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)))
+        for name, x in (batch | other).items()
+    }
     trained = np.asarray(engine.logprobs(batch, temperature=temperature).logprobs)
     trained = trained[: len(sampled)]
     return (np.abs(trained - sampled) / np.maximum(1, np.abs(sampled)))[counted]
@@ -409,3 +415,93 @@ def test_caches_that_take_one_token_of_all_rows_start_together(name, caplog):
     for row, wanted in zip(found.completions, other.completions, strict=True):
         assert row.tokens == wanted.tokens
         np.testing.assert_allclose(row.logprobs, wanted.logprobs, atol=2e-5)
+
+
+MIXTURES = {  # how it is placed, devices, and how far the trainer may be from the sampler
+    "bf16": ({"bf16": {"enabled": True}}, 1, 0.05),
+    "one device": ({}, 1, 1e-5),
+    "expert 2": ({"mesh": {"expert": 2}}, 2, 1e-5),
+    "ZeRO 3, tensor 2, NF4": (STRATEGIES["ZeRO 3, tensor 2, NF4"], 8, 1e-5),
+}
+
+
+def mixture(placement="one device", devices=1, **sizes):
+    config = {
+        "model": {"family": "mixtral", "preset": "tiny", "config": {**MODEL, **sizes}},
+        "train_batch_size": 16,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "run": {"seed": 1, "compilation_cache": False},
+        **(MIXTURES[placement][0] if isinstance(placement, str) else placement),
+    }
+    return jaxspeed.initialize(config=config, devices=jax.devices()[:devices])
+
+
+@pytest.mark.default_cases("bf16")
+@pytest.mark.parametrize("placement", list(MIXTURES))
+def test_the_sampler_s_experts_are_those_of_training(placement):
+    _, devices, bound = MIXTURES[placement]
+    engine = mixture(placement, devices)
+    rollout = engine.rollout(PROMPTS, 40, generations=3, stop_tokens=ENDS, seed=0, **RULES)
+    routing = rollout.batch()[ROUTING]
+    assert routing.dtype == np.int32 and routing.shape[2:] == (2, 2)
+    for row, choices in zip(rollout.completions, routing, strict=True):
+        read = len(rollout.prompts[row.prompt]) + len(row.tokens) - 1
+        assert ((choices >= 0).all((1, 2)) == (np.arange(len(choices)) < read)).all()
+    apart = difference_of(engine, rollout)
+    assert apart.max() < bound
+    if placement == "bf16":  # another expert of some tokens
+        free = replace(
+            rollout, completions=[row._replace(routing=None) for row in rollout.completions]
+        )
+        assert difference_of(engine, free).max() > 3 * apart.max()
+    other = np.where(routing < 0, -1, (routing + 1) % 4)
+    assert difference_of(engine, rollout, **{ROUTING: other}).mean() > 0.1
+
+
+def random_choices(rows, seq, routers, k=2):
+    draws = np.argsort(np.random.default_rng(3).random((rows, seq, routers, 4)), axis=-1)
+    return draws[..., :k].astype(np.int32)
+
+
+def losses_after_a_step(engine, **arrays):
+    tokens = np.random.default_rng(4).integers(1, 256, (16, 17)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **arrays}
+    return [float(engine.train_batch(batch)["loss"]) for _ in range(2)]
+
+
+@pytest.mark.sampled
+def test_a_step_has_the_gradient_of_the_choices_of_its_batch(monkeypatch):
+    choices = random_choices(16, 16, 1)
+    found = losses_after_a_step(mixture(num_hidden_layers=1), **{ROUTING: choices})
+    own = losses_after_a_step(mixture(num_hidden_layers=1))
+    monkeypatch.setattr(routing_of_ops, "_largest", lambda values, k: jnp.asarray(choices[:, :, 0]))
+    wanted = losses_after_a_step(mixture(num_hidden_layers=1))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert abs(found[0] - own[0]) > 1e-3 and abs(found[1] - own[1]) > 1e-3
+
+
+@pytest.mark.sampled
+def test_choices_are_replayed_wherever_a_step_runs():
+    arrays = {ROUTING: random_choices(16, 16, 2)}
+    wanted = losses_after_a_step(mixture(), **arrays)
+    recomputed = {"parallel": {"remat": "full"}}
+    for more, devices in (
+        ({"gradient_accumulation_steps": 2}, 2),
+        (ZERO3 | {"mesh": {"expert": 2}}, 8),
+        ({"mesh": {"seq": 2}}, 2),
+        (recomputed, 1),
+    ):
+        found = losses_after_a_step(mixture(more, devices), **arrays)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, err_msg=str(more))
+
+
+@pytest.mark.sampled
+def test_choices_that_cannot_be_replayed_are_refused():
+    with pytest.raises(ConfigError, match="a router has a capacity_factor"):
+        mixture(capacity_factor=1.5).rollout(PROMPTS, 8)
+    with pytest.raises(ModelError, match=r"routing is \(16, 16, 1, 2\), and the model's routers"):
+        losses_after_a_step(mixture(), **{ROUTING: random_choices(16, 16, 1)})
+    engine = mixture({"mesh": {"pipe": 2}, "gradient_accumulation_steps": 2}, 2)
+    assert ROUTING not in engine.rollout(PROMPTS[:2], 8).batch()
+    with pytest.raises(ConfigError, match="routing, which is not replayed over an axis pipe"):
+        losses_after_a_step(engine, **{ROUTING: random_choices(16, 16, 2)})

@@ -30,8 +30,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxspeed.errors import ModelError
 
 # Names of values: what rematerialization can save, so that the recomputed pass takes the same
-# route, and what `engine.diagnose` looks for NaNs in.
-DECISION, LOGITS = "router_experts", "router_logits"
+# route, and what `engine.diagnose` looks for NaNs in. With a capacity, which pairs are not dropped.
+DECISION, LOGITS, TAKEN = "router_experts", "router_logits", "router_taken"
 
 type Scores = Literal["softmax", "sigmoid", "softmax_of_top"]
 type GroupScore = Literal["max", "top2"]
@@ -145,6 +145,7 @@ def route(
         )
         order = jnp.cumsum(chooses, axis=1, dtype=jnp.int32)  # from 1
         taken = of_chosen(order) <= capacity
+        taken = checkpoint_name(taken, TAKEN)
         sent, weights = jnp.where(taken, chosen, experts), jnp.where(taken, weights, 0)
         dropped = jnp.sum(~taken, axis=(1, 2), dtype=jnp.int32)
     return Routing(
