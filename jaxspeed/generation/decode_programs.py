@@ -160,16 +160,26 @@ class ForwardPrograms:
 
         def insert(caches: Arrays, others: Arrays, sources: jax.Array) -> Arrays:
             sources = sources.reshape(ranks, -1)
+            size = sources.shape[1]
 
             def inserted(x: jax.Array, other: jax.Array, dim: int) -> jax.Array:
+                shape = x.shape
                 x, other = (
-                    jnp.moveaxis(a, dim, 0).reshape(*sources.shape, *np.delete(a.shape, dim))
-                    for a in (x, other)
+                    a.reshape(*shape[:dim], ranks, size, *shape[dim + 1 :]) for a in (x, other)
                 )
-                taken = jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))(other, sources)
-                stays = jnp.expand_dims(sources < 0, range(2, x.ndim))
-                x = jnp.where(stays, x, taken)
-                return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, dim)
+                take = jax.vmap(
+                    functools.partial(lax.dynamic_index_in_dim, axis=dim), (dim, 0), dim
+                )
+
+                def with_row(row: Any, x: jax.Array) -> jax.Array:
+                    source = lax.dynamic_index_in_dim(sources, row, 1, keepdims=False)
+                    before = lax.dynamic_slice_in_dim(x, row, 1, dim + 1)
+                    stays = (source < 0).reshape(-1, *[1] * (x.ndim - dim - 1))
+                    after = jnp.where(stays, before, take(other, jnp.maximum(source, 0)))
+                    return lax.dynamic_update_slice_in_dim(x, after, row, dim + 1)
+
+                # Row by row, so that XLA writes in place and copies no array.
+                return lax.fori_loop(0, size, with_row, x).reshape(shape)
 
             dims = self._rows_of
             return {

@@ -216,4 +216,6 @@ def test_programs_of_rollouts_are_compiled_for_a_target(target):
     for report in reports.values():
         returned = report.output_bytes - report.alias_bytes
         assert report.argument_bytes + report.held_bytes + returned >= rollout.cache_bytes
+    refill = reports["rollout, refill"]  # writes a row at a time, in place
+    assert refill.temp_bytes < rollout.cache_bytes // rollout.caches // 4
     assert outcome.device_bytes == outcome.report.step_bytes
