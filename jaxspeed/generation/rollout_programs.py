@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.axes import PIPE
 from jaxspeed.config.rollout_options import SamplingOptions
 from jaxspeed.generation.continuous_batching import GroupShape
 from jaxspeed.generation.decode_programs import UNDRAWN, Draws, ForwardPrograms
@@ -26,6 +27,7 @@ from jaxspeed.train.program import Program
 # Values of the programs: the model as they read it, caches (those of a group, of the other groups,
 # of starts, and of starts before these), and what is small.
 MODEL, CACHES, OTHERS, STARTED, EARLIER = "model", "caches", "others", "started", "earlier"
+CHOICES = "choices"  # of routers
 ROWS, STARTS, AT, STEPS, DRAWS = "rows", "starts", "at", "steps", "draws"
 ENDS = 4  # tokens at which texts end, at most
 
@@ -113,11 +115,16 @@ class RolloutPrograms:
     def phases(self) -> tuple[StepPhase, ...]:
         """The programs: `prefill`, then those during which what it returns is in memory."""
         programs, mesh = self.programs, self.once.program.mesh
-        read, written = (MODEL, CACHES, ROWS, STEPS, DRAWS), (CACHES, ROWS, "drawn", "count")
+        read, written = (
+            (MODEL, CACHES, ROWS, STEPS, DRAWS),
+            (CACHES, ROWS, "drawn", "reads", CHOICES),
+        )
         decode = StepPhase("decode", programs._decode, read, written, (CACHES,), mesh)
         if not self.prefills:
             return (decode,)
-        prefill = StepPhase("prefill", programs.prefill, (MODEL, STARTS), (STARTED,), (), mesh)
+        prefill = StepPhase(
+            "prefill", programs.prefill, (MODEL, STARTS), (STARTED, CHOICES), (), mesh
+        )
         inserted = CACHES, STARTED, AT
         return (
             prefill,
@@ -199,7 +206,7 @@ def rollout_programs(
     draws = Draws(key, np.full(ENDS, UNDRAWN, np.int32), rules)
     return RolloutPrograms(
         once,
-        generator.programs_for(shape, draws),
+        generator.programs_for(shape, draws, records=program.mesh.shape.get(PIPE, 1) == 1),
         shape,
         draws,
         rows,
