@@ -11,15 +11,17 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from rich.text import Text
 
+from jaxspeed.axes import PIPE
 from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.config.batch import Batch
 from jaxspeed.data import Split, Tokenizer, placer
@@ -34,7 +36,7 @@ from jaxspeed.generation.text import end_of
 from jaxspeed.interop.pretrained import ends_of
 from jaxspeed.metrics.sinks import JsonlSink
 from jaxspeed.objectives import Objective, objective_of
-from jaxspeed.objectives.model_logprobs import THRESHOLDS
+from jaxspeed.objectives.model_logprobs import ROUTING, THRESHOLDS
 from jaxspeed.objectives.policy_gradient import ADVANTAGES, OLD, REFERENCE, SAMPLED, WEIGHTS, Rloo
 from jaxspeed.objectives.terms_and_metrics import TOTALS, Mean
 from jaxspeed.ops.next_tokens import IGNORED
@@ -157,7 +159,9 @@ class RolloutRows:
     @property
     def read(self) -> Arrays:
         """The arrays that a step reads, as far as they are known."""
-        return {name: x for name, x in self.arrays.items() if name in self.names}
+        return {
+            name: x for name, x in self.arrays.items() if name in {*self.names, ROUTING, REFERENCE}
+        }
 
     @property
     def lengths(self) -> np.ndarray:
@@ -225,6 +229,21 @@ class Completer:
         if (path := self.options.rollout) is not None:
             most, sizes = self.options.max_completion_length, sizes_of(engine.program.source.model)
             self._function = RolloutFunction(path, most, context, limits_of(sizes).vocab_size)
+
+    def example(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """The shapes of a step's batch: those of the data, and of routers' choices in a mixture."""
+        program, sizes = self.engine.program, sizes_of(self.engine.program.source.model)
+        is_dense = sizes is not None and not hasattr(sizes, "num_experts_per_tok")
+        if is_dense or self._function is not None or program.mesh.shape.get(PIPE, 1) > 1:
+            return dict(shapes)
+        loss = replace(program.traced_loss, records_routing=True)
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        batch = program.read_batch(shapes, None, abstract=True)
+        traced = loss.trace((*program.loss_inputs(batch), step, step), train=False)
+        _, written = jax.tree.unflatten(traced.out_tree, traced.closed.out_avals)
+        if ROUTING not in written:
+            return dict(shapes)
+        return {**shapes, ROUTING: jax.ShapeDtypeStruct(written[ROUTING].shape, jnp.int32)}
 
     def sample(
         self, split: Split, ids: np.ndarray, step: int, generations: int, **how: Any
@@ -357,7 +376,7 @@ class Completer:
 
     def _old(self, arrays: Arrays) -> np.ndarray:
         """The log-probabilities of the parameters as they are."""
-        read = {n: x for n, x in arrays.items() if n in ("tokens", "targets", THRESHOLDS)}
+        read = {n: x for n, x in arrays.items() if n in ("tokens", "targets", THRESHOLDS, ROUTING)}
 
         def compute(batch: Any) -> Any:
             return self.engine.logprobs(batch, temperature=self.options.temperature).logprobs

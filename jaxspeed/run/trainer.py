@@ -378,4 +378,5 @@ class Trainer:
 
     def example(self) -> Any:
         """The shapes of a batch."""
-        return self.corpus.train.shapes(self.engine.program.batch.train)
+        shapes = self.corpus.train.shapes(self.engine.program.batch.train)
+        return shapes if self.completer is None else self.completer.example(shapes)

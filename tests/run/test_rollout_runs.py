@@ -59,7 +59,11 @@ def test_a_run_that_resumes_within_a_rollout_ends_bitwise_as_one_without_a_pause
     assert trainer.reached.tokens == sum(counted)
 
 
-ADAPTER = {"rank": 2, "target_modules": "all-linear"}
+MIXTURE = {
+    "family": "mixtral",
+    "config": {**rewarded.MODEL, "num_experts": 4, "num_experts_per_tok": 2},
+}
+ADAPTER = {"r": 2, "target_modules": "all-linear"}
 KINDS = {
     "KL, mixed precision": (
         {"beta": 0.1, "loss_type": "sapo", "mask_truncated_completions": True},
@@ -67,6 +71,7 @@ KINDS = {
     ),
     "RLOO": ({"type": "rloo", "normalize_advantages": True}, {"lora": ADAPTER}),
     "two turns": ({"rollout": "tests.run.rewarded:turns", "num_generations_eval": 3}, {}),
+    "mixture": ({"num_iterations": 2}, {"model": MIXTURE, "mesh": {"expert": 2}}),
     "tensor": ({"top_k": 20}, {"mesh": {"tensor": 2}}),
     "distillation": (
         {"type": "distill", "on_policy": True, "rewards": None, "num_generations": None},
