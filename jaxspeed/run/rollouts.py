@@ -159,9 +159,8 @@ class RolloutRows:
     @property
     def read(self) -> Arrays:
         """The arrays that a step reads, as far as they are known."""
-        return {
-            name: x for name, x in self.arrays.items() if name in {*self.names, ROUTING, REFERENCE}
-        }
+        names = {*self.names, ROUTING, REFERENCE}
+        return {name: x for name, x in self.arrays.items() if name in names}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -334,7 +333,8 @@ class Completer:
         place = placer(engine.program.batch_shardings, rows + more)
         values = jax.device_get(engine.eval_totals(place(reader(padded))))
         losses.join(values.pop(TOTALS, {}), 1)
-        losses.add({n: float(x) for n, x in values.items() if n != "weight"}, values["weight"])
+        metrics = {name: float(x) for name, x in values.items()}
+        losses.add(metrics, metrics.pop("weight"))
 
     def of_steps(self, step: int) -> tuple[ScoredRollout, list[dict[str, Any]]]:
         """The rollout of the steps that follow `step`, and a record of each completion."""

@@ -17,7 +17,7 @@ def held_out(name, metric, folder, **run):
     config["run"] |= {"output": str(folder), "checkpoint_every": 1000, **run}
     train(config)
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record[metric] for record in records if "eval_loss" in record]
+    return [record[metric] for record in records if metric in record]
 
 
 @pytest.mark.full
@@ -29,6 +29,13 @@ def held_out(name, metric, folder, **run):
 def test_most_pairs_that_are_held_out_are_in_order(name, metric, seed, tmp_path):
     accuracies = held_out(name, metric, tmp_path, seed=seed)
     assert accuracies[-1] > 0.9, accuracies
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_learns_to_count_on_from_rewards(seed, tmp_path):
+    rewards = held_out("grpo_tiny.yaml", "eval_reward", tmp_path, seed=seed)
+    assert rewards[-1] > 0.8, rewards
 
 
 @pytest.mark.full
