@@ -51,7 +51,9 @@ COMPOSED = {  # of the parts in models/blocks.py
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": False}),
     "cohere2": ("cohere", {"preset": "tiny2", "sliding_window": 8, "tie_word_embeddings": False}),
     "starcoder2": ("starcoder2", {"sliding_window": 8, "tie_word_embeddings": False}),
-    "exaone4": ("exaone4", {"sliding_window": 8, "global_layers": (1,)}),
+    "exaone4": (
+        "exaone4", {"sliding_window": 8, "global_layers": (1,), "tie_word_embeddings": False},
+    ),
     "olmo3": ("olmo2", {"sliding_window": 8, "global_layers": (1,)}),
     "seed_oss": ("seed_oss", {}),
     "arcee": ("arcee", {}),
