@@ -206,6 +206,8 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
     rewards = rewards_of(source, corpus.tokenizer, showing)
     if rewards is not None:
         until_open.enter_context(rewards)
+        if rewards.options.rollout is None:  # a function that samples adds columns
+            rewards.check_columns(corpus.train.columns)
     stored = source.stored_config()
     source = in_steps(source, corpus)
     config = source.config
