@@ -20,7 +20,7 @@ from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
 from jaxspeed.config.before_start import check_start
 from jaxspeed.config.parse import PASSED
-from jaxspeed.config.rollout_options import PolicyOptions
+from jaxspeed.config.rollout_options import CHANGEABLE, PolicyOptions
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -211,9 +211,10 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
     stored = source.stored_config()
     source = in_steps(source, corpus)
     config = source.config
+    objective: Any = config.given.get("objective")
     whose = {
         "model": config.given.get("model"),
-        "objective": config.given.get("objective"),
+        "objective": objective and {k: x for k, x in objective.items() if k not in CHANGEABLE},
         "data": corpus.fingerprint,
         "tokenizer": config.data.tokenizer,
         "vocab_size": config.data.vocab_size,

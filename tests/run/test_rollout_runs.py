@@ -39,7 +39,8 @@ def test_a_run_that_resumes_within_a_rollout_ends_bitwise_as_one_without_a_pause
     trainer = small.trained(config, entire)
     small.trained(config, paused, steps=3)
     assert len(completions(paused)) == (32 if objective else 48)
-    small.trained(config, paused)
+    changed = {**objective, "reward_timeout": 30.0, "reward_error": "drop", "reward_workers": 1}
+    small.trained(rewarded.write(tmp_path, changed), paused)  # as after a reward that failed
     small.assert_bitwise_equal(small.kept(config, entire), small.kept(config, paused))
     assert completions(entire) == completions(paused)
     assert losses(entire) == losses(paused) and [*losses(entire)] == [*range(1, 7)]
