@@ -57,19 +57,23 @@ def _state_of(entry: ComputedArrays) -> str:
 def refuse_unknown_reference(program: Program, entry: ComputedArrays) -> None:
     """Raise ConfigError unless the model's own reference is known in each step."""
     objective = objective_of(program.traced_loss.loss_fn)
-    once = ', compute it once before the run (reference: "precompute")'
-    once *= hasattr(getattr(objective, "options", None), "reference")
+    options, otherwise = getattr(objective, "options", None), ""
+    if hasattr(options, "reference"):
+        otherwise = ', compute it once before the run (reference: "precompute")'
+    elif hasattr(options, "beta"):
+        otherwise = ", train without it (beta: 0)"
     if not isinstance(program.model, AdaptedModel):
         raise ConfigError(
             f"objective: {entry.name} is computed in each step, and full training changes the "
-            f"model of which it is: name a folder (reference_model){once}, or train adapters (lora)"
+            f"model of which it is: name a folder (reference_model){otherwise}, or train adapters "
+            "(lora)"
         )
     leaves = program.model.leaves
     if changed := [leaf.path for leaf in leaves if leaf.trainable and not leaf.adapts]:
         raise ConfigError(
             f"objective: {entry.name} is computed in each step, and {listed(changed)} are trained "
             "beside the adapters (lora.modules_to_save, lora.bias), of which the reference's own "
-            f"values are not kept: name a folder (reference_model){once}"
+            f"values are not kept: name a folder (reference_model){otherwise}"
         )
 
 

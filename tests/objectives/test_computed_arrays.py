@@ -263,6 +263,9 @@ def test_what_has_no_reference_is_refused(folder, tmp_path):
     full = config() | {"objective": {"type": HERE}}
     with pytest.raises(ConfigError, match="full training changes the model"):
         jaxspeed.initialize(config=full)
+    by_rewards = {"type": "rloo", "rewards": "a:b", "max_completion_length": 4}
+    with pytest.raises(ConfigError, match=r"train without it \(beta: 0\), or train adapters"):
+        jaxspeed.initialize(config=full | {"objective": by_rewards})
     saved = {"lora": {**LORA["lora"], "modules_to_save": ["wte"]}}
     with pytest.raises(ConfigError, match="modules_to_save"):
         jaxspeed.initialize(config=full | saved)
