@@ -107,8 +107,9 @@ class RolloutPrograms:
         if self.programs.cached is None:
             caches = "no caches"
         return (
-            f"sampling: {counted(self.rows, 'completion')} in groups of {rows} rows x {ranks} ranks"
-            f" x {shape.length:,} tokens, {caches}; parameters are {gathers}"
+            f"sampling: {counted(self.rows, 'completion')} in groups of {rows} rows x "
+            f"{counted(ranks, 'rank')} x {shape.length:,} tokens, {caches}; "
+            f"parameters are {gathers}"
         )
 
     @cached_property
