@@ -26,6 +26,10 @@ def early(completion_ids: Any, wanted: Any, log_extra: Any, log_metric: Any, **_
     ]
 
 
+def low(completion_ids: Any, **_: Any) -> list[float]:
+    return [-sum(ids) / len(ids) for ids in completion_ids]
+
+
 def sleeps(completion_ids: Any, wanted: Any, **_: Any) -> list[float]:
     if wanted[0] == 30:
         time.sleep(600)
