@@ -30,7 +30,7 @@ from jaxspeed.data.prompts import PromptRecord
 from jaxspeed.engine import Engine
 from jaxspeed.errors import CheckpointError, RunError
 from jaxspeed.generation import Rollout, Sampling
-from jaxspeed.generation.messages import encoded_messages
+from jaxspeed.generation.messages import EndOfTurn, encoded_messages
 from jaxspeed.generation.rollout import SampledCompletion
 from jaxspeed.generation.text import end_of
 from jaxspeed.interop.pretrained import ends_of
@@ -260,7 +260,8 @@ class Completer:
                         self.engine, self._tokenizer, self.options, self._progress(step)
                     ),
                 )
-                rollout, columns = self._as_rollout(sampled), [row.columns for row in sampled]
+                rollout = self._as_rollout(sampled, self._turn(records))
+                columns = [row.columns for row in sampled]
                 masks = [row.is_model for row in sampled]
             else:
                 rollout = self._drawn(records, step, generations, **how)
@@ -275,9 +276,7 @@ class Completer:
         self, records: Sequence[PromptRecord], step: int, generations: int, **how: Any
     ) -> Rollout:
         """Completions that the engine samples."""
-        o, config = self.options, self.engine.config
-        talks = [record.prompt for record in records if not isinstance(record.prompt, str)]
-        turn = encoded_messages(talks[:1], self._tokenizer, config.data)[1]
+        o, turn = self.options, self._turn(records)
         by_default = {"temperature": o.temperature, "top_p": o.top_p, "min_p": o.min_p}
         return self.engine.rollout(
             [record.tokens for record in records],
@@ -291,10 +290,15 @@ class Completer:
             **{**by_default, "top_k": o.top_k or None, **how},
         )
 
-    def _as_rollout(self, sampled: Sequence[SampledRow]) -> Rollout:
+    def _turn(self, records: Sequence[PromptRecord]) -> EndOfTurn:
+        """What ends the answers to messages."""
+        talks = [record.prompt for record in records if not isinstance(record.prompt, str)]
+        return encoded_messages(talks[:1], self._tokenizer, self.engine.config.data)[1]
+
+    def _as_rollout(self, sampled: Sequence[SampledRow], turn: EndOfTurn) -> Rollout:
         """The completions of a user's function."""
         tokenizer: Any = self._tokenizer
-        ends = {end_of(tokenizer), *ends_of(self.engine.program.model.weights)}
+        ends = {end_of(tokenizer), *ends_of(self.engine.program.model.weights), *turn.tokens}
         rows = [
             SampledCompletion(
                 i,
@@ -359,12 +363,13 @@ class Completer:
             advantage = advantages(table.values, o, kl=kl, names=table.names)
             arrays[ADVANTAGES] = advantage.values
             arrays[WEIGHTS] = row_weights(sampled.lengths, o)
-            metrics |= advantage.metrics | table.metrics
+            metrics = {**table.metrics, **metrics, **advantage.metrics}
             for i, record in enumerate(records):
                 rewards = dict(zip(table.names, map(_number, table.values[i])))
                 logged = {name: x[i] for name, x in table.logged.items()}
                 record |= {"reward": _number(advantage.totals[i]), "rewards": rewards}
-                record |= {"advantage": float(advantage.values[i]), **logged}
+                record |= {"advantage": float(advantage.values[i])}
+                records[i] = {**record, **logged, **record}
         if OLD in sampled.names and OLD not in arrays:
             arrays[OLD] = self._old(arrays)
         arrays = sampled.read
@@ -376,7 +381,10 @@ class Completer:
 
     def _old(self, arrays: Arrays) -> np.ndarray:
         """The log-probabilities of the parameters as they are."""
-        read = {n: x for n, x in arrays.items() if n in ("tokens", "targets", THRESHOLDS, ROUTING)}
+        names = {"tokens", "targets", ROUTING}
+        if self.options.mirror_sampling:
+            names.add(THRESHOLDS)
+        read = {name: x for name, x in arrays.items() if name in names}
 
         def compute(batch: Any) -> Any:
             return self.engine.logprobs(batch, temperature=self.options.temperature).logprobs
@@ -474,10 +482,13 @@ class RolloutFeeder:
         """Whether the next step needs another rollout."""
         return self._step % self._completer.steps.steps == 0
 
-    @property
-    def in_use(self) -> bytes | None:
-        """The rollout that later steps need, which older parameters have drawn."""
-        return None if self._rollout is None or self.is_used_up else self._rollout.to_bytes()
+    def in_use(self, step: int) -> bytes | None:
+        """The rollout that the steps after `step` need, which older parameters have drawn.
+
+        The step may be the one before this feeder's, whose batch has not been trained on.
+        """
+        done = step % self._completer.steps.steps
+        return self._rollout.to_bytes() if self._rollout is not None and done else None
 
     def __enter__(self) -> Self:
         return self

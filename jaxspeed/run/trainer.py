@@ -238,7 +238,7 @@ class Trainer:
             values = jax.device_get([step.metrics for step in steps])
         paces = self.recorder.arrived([step.tokens_here for step in steps])
         for (step, _, tokens, _, more), metrics, pace in zip(steps, values, paces, strict=True):
-            numbers = {name: float(x) for name, x in metrics.items()} | {**more}
+            numbers = {**more} | {name: float(x) for name, x in metrics.items()}
             self.reached.nonfinite_losses += took_nonfinite_loss(numbers)
             numbers["nonfinite_losses"] = self.reached.nonfinite_losses
             self.recorder.record(step, numbers, tokens, pace)
@@ -312,7 +312,8 @@ class Trainer:
         self._read_all()  # the records of all earlier steps must be written
         self.reached.seconds = self.recorder.seconds
         self.reached.plain_prompts = self.corpus.plain_prompts
-        self.reached.rollout = self._rollouts.in_use if self._rollouts else None
+        at = self.reached.step
+        self.reached.rollout = self._rollouts.in_use(at) if self._rollouts else None
         progress, files = asdict(self.reached), self.files
         if (rollout := progress.pop("rollout")) is not None:
             files = files | {ROLLOUT: rollout}

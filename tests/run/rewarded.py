@@ -19,7 +19,10 @@ MODEL = {
 def early(completion_ids: Any, wanted: Any, log_extra: Any, log_metric: Any, **_: Any) -> list[Any]:
     """A reward that a model without training can have: how near tokens are to a number."""
     log_extra("wanted", wanted)
+    log_extra("step", wanted)  # what the run says of completions and steps stays
     log_metric("distance", sum(map(len, completion_ids)))
+    log_metric("reward", 99.0)
+    log_metric("loss", 99.0)
     return [
         -sum(abs(token - number) for token in ids) / (256 * len(ids)) - len(ids)
         for ids, number in zip(completion_ids, wanted, strict=True)
