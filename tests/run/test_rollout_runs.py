@@ -46,7 +46,7 @@ def test_a_run_that_resumes_within_a_rollout_ends_bitwise_as_one_without_a_pause
     if objective:  # the last step of the first rollout fails, whose batch has been read
         with monkeypatch.context() as patch, pytest.raises(ValueError, match="step 4"):
             patch.setattr(Engine, "train_batch", failing(Engine.train_batch, 4))
-            small.trained(config, paused)
+            small.trained(config, paused, checkpoint_every=6)
     else:
         small.trained(config, paused, steps=3)
     assert len(completions(paused)) == (32 if objective else 48)
