@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -51,6 +51,10 @@ ROLLOUT = "rollout.npz"  # a file of a checkpoint
 COMPLETIONS = "completions.jsonl"
 SAY_SECONDS = 60.0
 Arrays = dict[str, np.ndarray]
+
+
+class Stopped(Exception):
+    """A rollout was given up because the run is to stop."""
 
 
 class StepBatch(NamedTuple):
@@ -207,6 +211,8 @@ class Completer:
 
     Attributes:
       phase: a context of a run's time.
+      stop: whether to give up, a question that all processes ask at the same places.
+      stop_here: whether this process is to; of rewards, whose calls each has its own of.
     """
 
     def __init__(
@@ -219,6 +225,8 @@ class Completer:
     ) -> None:
         self.engine, self.rewards, self._tokenizer, self._train = engine, rewards, tokenizer, train
         self.phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.stop: Callable[[], bool] = lambda: False
+        self.stop_here: Callable[[], bool] = lambda: False
         objective = rollout_objective(engine.program.traced_loss.loss_fn)
         assert objective is not None
         self.objective: Any = objective
@@ -247,10 +255,15 @@ class Completer:
     def sample(
         self, split: Split, ids: np.ndarray, step: int, generations: int, **how: Any
     ) -> RolloutRows:
-        """Completions of prompts, so many of each in a row; by default drawn as for training."""
+        """Completions of prompts, so many of each in a row; by default drawn as for training.
+
+        Raises:
+          Stopped: `stop()` was true.
+        """
         records = split.prompts(ids)
         at = [i // generations for i in range(len(records) * generations)]
         repeated, columns = [records[i] for i in at], list[Mapping[str, Any]]()
+        rollout, masks = None, list[np.ndarray]()
         with self.phase("rollout"):
             if self._function is not None and not how:
                 sampled = self._function(
@@ -264,11 +277,13 @@ class Completer:
                 columns = [row.columns for row in sampled]
                 masks = [row.is_model for row in sampled]
             else:
-                rollout = self._drawn(records, step, generations, **how)
-                masks = [np.ones(len(row.tokens), bool) for row in rollout.completions]
+                with suppress(Stopped):
+                    rollout = self._drawn(records, step, generations, **how)
+        if rollout is None:  # outside of the phase, whose section of the watchdog ends
+            raise Stopped
         shapes = split.shapes(1)
         arrays = rollout.batch(shapes["tokens"].shape[1])
-        for targets, is_model in zip(arrays["targets"], masks, strict=True):
+        for targets, is_model in zip(arrays["targets"], masks):
             targets[np.flatnonzero(targets != IGNORED)[~is_model]] = IGNORED
         return RolloutRows(rollout, repeated, at, arrays, {*shapes}, columns)
 
@@ -286,6 +301,7 @@ class Completer:
             stop_tokens=turn.tokens,
             step=step,
             tokenizer=self._tokenizer,
+            tick=self._check,
             block=o.rollout_block,
             **{**by_default, "top_k": o.top_k or None, **how},
         )
@@ -321,10 +337,21 @@ class Completer:
         return TrainerProgress(step, run.steps or 0, epoch)
 
     def score(self, sampled: RolloutRows, step: int) -> RewardTable:
-        """What the rewards say of completions, as of this step."""
+        """What the rewards say of completions, as of this step.
+
+        Raises:
+          Stopped: `stop_here()` was true on one of the processes.
+        """
         assert self.rewards is not None
         with self.phase("rewards"):
-            return self.rewards.score(sampled.rows(), self._progress(step))
+            table = self.rewards.score(sampled.rows(), self._progress(step), self.stop_here)
+        if table is None:
+            raise Stopped
+        return table
+
+    def _check(self) -> None:
+        if self.stop():
+            raise Stopped
 
     def add_losses(self, losses: Evaluated, sampled: RolloutRows) -> None:
         """Add the loss of completions, of an objective without rewards."""

@@ -1,6 +1,8 @@
 """Rewards and rollout functions of runs in tests, and a config of such a run."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,14 @@ def early(completion_ids: Any, wanted: Any, log_extra: Any, log_metric: Any, **_
 
 def sleeps(completion_ids: Any, wanted: Any, **_: Any) -> list[float]:
     if wanted[0] == 30:
+        time.sleep(600)
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def waits(completion_ids: Any, wanted: Any, trainer_state: Any, **_: Any) -> list[float]:
+    """The request to stop comes while rewards of the third step are computed."""
+    if trainer_state.global_step == 2:
+        os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(600)
     return [float(len(ids)) for ids in completion_ids]
 

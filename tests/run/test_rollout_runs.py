@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -165,3 +168,32 @@ def test_a_reward_that_hangs_is_named_and_the_run_goes_on_or_ends_as_told(tmp_pa
     rows = completions(tmp_path / "run")
     late = [i for i, row in enumerate(rows) if row["rewards"]["sleeps"] is None]
     assert late == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("during", ["rewards", pytest.param("rollout", marks=pytest.mark.sampled)])
+def test_a_signal_during_a_rollout_stops_the_run_at_once_with_a_checkpoint(
+    tmp_path, during, monkeypatch
+):
+    """Before the third step; checkpoints are due at other ones."""
+    objective = {"rewards": "tests.run.rewarded:waits", "reward_workers": 1}  # a single signal
+    config = rewarded.write(tmp_path, objective)
+    if during == "rollout":
+        rollout, segments = Engine.rollout, []
+
+        def interrupted(engine, *prompts, tick, **how):
+            def at_segment():
+                segments.append(int(engine.state.step))
+                if segments.count(2) == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                tick()
+
+            return rollout(engine, *prompts, tick=at_segment, **how)
+
+        monkeypatch.setattr(Engine, "rollout", interrupted)
+    begun = time.monotonic()
+    trainer = small.trained(config, tmp_path / "run")
+    assert time.monotonic() - begun < 60  # the limit of a call
+    assert (trainer.stopped_by, trainer.reached.step) == ("SIGTERM", 2)
+    assert {row["step"] for row in completions(tmp_path / "run")} == {1, 2}
+    assert trainer.checkpointer.latest().endswith("2")
+    assert during == "rewards" or segments.count(2) == 2
