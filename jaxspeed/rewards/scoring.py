@@ -93,7 +93,7 @@ class Rewards:
       tokenizer: of the model that trains, which reward models have to share.
       program: of the model that trains, beside which reward models are; see `add_models`.
       start: whether functions are imported and workers started.
-      tick: called whenever a call has ended.
+      tick: called whenever a call has ended, and each second.
 
     Raises:
       ConfigError: a reward is not there, or cannot be called.
@@ -146,8 +146,15 @@ class Rewards:
             RewardModel(program, self.options.rewards[i], self._tokenizer) for i in self._folders
         ]
 
-    def score(self, rows: Sequence[RewardRow], state: TrainerProgress) -> RewardTable:
+    def score(
+        self,
+        rows: Sequence[RewardRow],
+        state: TrainerProgress,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> RewardTable | None:
         """The rewards of completions; all processes pass the same ones.
+
+        None if `stop()` was true on one of the processes before all calls had ended.
 
         Raises:
           RunError: a reward failed, and `reward_error` is "error".
@@ -155,24 +162,26 @@ class Rewards:
         assert len(self.models) == len(self._folders), "add_models is missing"
         sent = [model.send(rows) for model in self.models]
         failure: BaseException | None = None
-        results: list[_Scored] = []
+        results: list[_Scored] | None = []
         try:
-            results = self._local(rows, state)
+            results = self._local(rows, state, stop)
         except Exception as error:
             failure = error
 
-        def local_results() -> list[_Scored]:
+        def local_results() -> list[_Scored] | None:
             if failure is not None:
                 raise failure
             return results
 
         # Calls of another process may take longer than an exchange waits for.
         self._processes.wait("waiting for the rewards of all processes")
-        scored: list[Any] = self._processes.all(
+        scored: list[Any] | None = self._processes.all(
             "computing rewards",
             local_results,
-            lambda received: [x for part in received for x in part],
+            lambda received: None if None in received else [x for part in received for x in part],
         )
+        if scored is None:
+            return None
         table = self._table(rows, [_Scored(*x) for x in scored])
         for i, name, scores in zip(self._folders, (self.names[i] for i in self._folders), sent):
             table.values[:, i] = scores()
@@ -186,7 +195,9 @@ class Rewards:
     def _of_failure(self) -> float:
         return 0.0 if self.options.reward_error == "zero" else np.nan
 
-    def _local(self, rows: Sequence[RewardRow], state: TrainerProgress) -> list[_Scored]:
+    def _local(
+        self, rows: Sequence[RewardRow], state: TrainerProgress, stop: Callable[[], bool]
+    ) -> list[_Scored] | None:
         """The calls of this process, which are those of a contiguous part of the groups."""
         if self._pool is None:
             return []
@@ -200,7 +211,9 @@ class Rewards:
             for reward, (first, stop) in spans
         ]
         is_last = self.options.reward_error == "error"
-        answers = self._pool.run(calls, is_last, self._tick)
+        answers = self._pool.run(calls, is_last, lambda: self._tick() or stop())
+        if len(answers) < len(calls) and not any("error" in x for x in answers.values()):
+            return None
         return [
             _Scored(self._functions[spans[i][0]], *spans[i][1], answer)
             for i, answer in sorted(answers.items())

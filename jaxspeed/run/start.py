@@ -301,7 +301,7 @@ def rewards_of(
         return None
     options: Any = objective.Options.model_validate(section.own_keys)
     with showing("importing the rewards"):
-        return Rewards(options, tokenizer=tokenizer, tick=source.watchdog.progressed)
+        return Rewards(options, tokenizer=tokenizer, tick=source.watchdog.waits)
 
 
 def completer_of(engine: Engine, rewards: Rewards | None, *of_data: Any) -> Completer | None:
