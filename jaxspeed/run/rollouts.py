@@ -473,7 +473,8 @@ class RolloutFeeder:
         rollout = self._rollout
         if rollout is None or rollout.first != self._step - done:
             raise CheckpointError(
-                f"step {self._step} is within a rollout that its checkpoint does not have"
+                f"step {self._step} is within a rollout that its checkpoint does not have: "
+                "it was saved with another gradient_accumulation_steps, or not by a run"
             )
         self._step += 1
         start = done % steps.slices * steps.rows

@@ -43,7 +43,7 @@ from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.placement.paths import listed
-from jaxspeed.rewards.scoring import Rewards
+from jaxspeed.rewards.scoring import RESERVED, Rewards
 from jaxspeed.run.computed_once import BeforeStep0, checkpoints_in
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.rollouts import ROLLOUT, Completer, rollout_objective
@@ -206,6 +206,12 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
     rewards = rewards_of(source, corpus.tokenizer, showing)
     if rewards is not None:
         until_open.enter_context(rewards)
+        parts: list[Any] = corpus.train.parts
+        if taken := sorted(RESERVED & {name for part in parts for name in part.columns}):
+            raise DataError(
+                f"data: the column {taken[0]!r} has the name of another argument of rewards; "
+                "rename it"
+            )
     stored = source.stored_config()
     source = in_steps(source, corpus)
     config = source.config

@@ -11,7 +11,7 @@ import pytest
 
 import jaxspeed
 from jaxspeed.engine import Engine
-from jaxspeed.errors import RunError
+from jaxspeed.errors import DataError, RunError
 from jaxspeed.metrics import read_records
 from jaxspeed.run import evaluate_run, source_of
 from tests.run import rewarded, small
@@ -197,3 +197,12 @@ def test_a_signal_during_a_rollout_stops_the_run_at_once_with_a_checkpoint(
     assert {row["step"] for row in completions(tmp_path / "run")} == {1, 2}
     assert trainer.checkpointer.latest().endswith("2")
     assert during == "rewards" or segments.count(2) == 2
+
+
+def test_a_column_with_the_name_of_an_argument_is_an_error_before_the_run(tmp_path):
+    config = rewarded.write(tmp_path, {})
+    records = (tmp_path / "prompts.jsonl").read_text().replace("wanted", "completions")
+    (tmp_path / "prompts.jsonl").write_text(records)
+    with pytest.raises(DataError, match="the column 'completions' has the name of another"):
+        small.trained(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
