@@ -110,7 +110,6 @@ _NEEDS = {
     "dict_type": "a mapping of keys",
     "model_type": "a mapping of keys",
     "string_too_short": "text that is not empty",
-    "too_short": "a list of more items",
     "missing": "a value: it has no default",
 }
 _BOUNDS = {
@@ -141,6 +140,9 @@ def from_pydantic(
     if kind in _BOUNDS:
         bound, relation = _BOUNDS[kind]
         needs = f"a number that is {relation} {context[bound]}"
+    elif kind == "too_short":
+        least = context["min_length"]
+        needs = f"a list of at least {least} item{'' if least == 1 else 's'}"
     elif kind == "literal_error":
         choices = re.findall(r"'([^']*)'|(-?\d+)", context["expected"])
         choices = [text or int(number) for text, number in choices]

@@ -159,6 +159,13 @@ def rollout_problems(
             yield Problem("train_batch_size", actual, works, ("objective.num_generations",))
 
 
+# Keys that a run may change when it continues: how rewards are called, and evaluation.
+CHANGEABLE = (
+    *("reward_timeout", "reward_workers", "reward_error"),
+    *("num_generations_eval", "pass_reward"),
+)
+
+
 class PolicyOptions(SamplingOptions):
     """What GRPO and RLOO share."""
 

@@ -183,9 +183,9 @@ class ObjectiveSection(Section):
 
     type: Text = honoured(
         ...,
-        "next_token, masked, classification or span_corruption, of which each family has one, or "
-        "the import path of an objective of your own, package.module:Name. Its other keys are "
-        "beside it.",
+        "next_token, masked, classification or span_corruption, of which each family has one; dpo, "
+        "cpo, orpo, kto, reward, grpo, rloo or distill; or the import path of an objective of your "
+        "own, package.module:Name. Its other keys are beside it.",
     )
 
     @property

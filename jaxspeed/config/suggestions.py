@@ -46,6 +46,8 @@ _MEANT = {
     "eval_steps": "run.eval_every",
     "save_steps": "run.checkpoint_every",
     "ref_model": "objective.reference_model",
+    "reward_funcs": "objective.rewards",
+    "rollout_func": "objective.rollout",
 } | dict.fromkeys(
     ("per_device_batch_size", "per_device_train_batch_size", "micro_batch_per_gpu"),
     "train_micro_batch_size_per_gpu",
@@ -72,6 +74,8 @@ _REMOVED = {
     "data.assistant_only_loss": _OF_ASSISTANT,
     "data.completion_only_loss": _OF_ASSISTANT,
     "data.train_on_inputs": _OF_ASSISTANT,
+    "objective.use_vllm": "The model that trains samples itself: remove the key.",
+    "objective.max_prompt_length": "Prompts longer than data.seq_len are dropped: remove it.",
     "flash_attention": "The model calls its attention itself: remove the key.",
     "fp16.opt_level": "It is Apex's, which has no other setting here: remove the key.",
 } | {
@@ -88,6 +92,7 @@ _WRITTEN = {
     "precision": _ENABLED,
     "mixed_precision": _ENABLED,
     "gradient_checkpointing": 'Write "parallel": {"remat": "full"}.',
+    "objective.generation_batch_size": "Write train_batch_size, which counts completions.",
     "mesh.fsdp": "Write mesh.data, and zero_optimization.stage 3.",
     "run.evaluation_strategy": _EVERY,
     "run.eval_strategy": _EVERY,

@@ -161,7 +161,9 @@ def chats_in(
         return Chats(name, record_files, source.format, True)
     there = first_names(record_files[0]) if names is None else [*names]
     if form is not None:
-        return Chats(name, record_files, _format(name, there or [], source, form), True)
+        if there is None:
+            raise DataError(f"data: {_without_fields(record_files[0])}")
+        return Chats(name, record_files, _format(name, there, source, form), True)
     kind = None if there is None else format_of(there)
     if there is None or kind is None:
         return None
@@ -175,6 +177,15 @@ def chats_in(
         )
         return None
     return Chats(name, record_files, kind, False)
+
+
+def _without_fields(file: RecordFile) -> str:
+    """Why none of a file's records has fields."""
+    first = next(file.read(), None)
+    if first is None:
+        return f"{file.name} has no records"
+    kind = f"a {type(first.value).__name__}, not an object"
+    return f"{file.name}, {first.where}: {first.problem or kind}"
 
 
 def _format(

@@ -176,14 +176,19 @@ class Split:
             batch |= computed.read(ids, positions)
         return batch
 
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns that prompts have."""
+        parts: list[Any] = self.parts
+        return [*dict.fromkeys(name for part in parts for name in part.columns)]
+
     def prompts(self, ids: np.ndarray) -> list[PromptRecord]:
         """The prompts with these numbers, as of `sample_ids`.
 
         All have the same columns: one that a record lacks is None, as the library datasets has it.
         """
         parts: list[Any] = self.parts
-        names = dict.fromkeys(name for part in parts for name in part.columns)
-        records = []
+        names, records = self.columns, []
         for i in ids.tolist():
             part = int(np.searchsorted(self._chain.edges, i, "right")) - 1
             record = parts[part].records[i - int(self._chain.edges[part])]

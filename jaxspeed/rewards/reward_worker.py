@@ -1,8 +1,8 @@
 """A process that calls reward functions: `python -u reward_worker.py`, without jaxspeed.
 
 It answers the messages of its stdin, pickles, with lines of JSON: the first, (sys.path, paths of
-functions), with their names; each other one, (number of a function, its arguments as a pickle),
-with `answer`. What functions print goes to stderr.
+functions), with their names and the arguments that each needs; each other one, (number of a
+function, its arguments as a pickle), with `answer`. What functions print goes to stderr.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class RewardFunction:
         module, _, name = path.partition(":")
         self.call: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module))
         if not callable(self.call):
-            raise _Refused(f"{type(self.call).__name__} is not callable")
+            raise _Refused(f"{name} is no function, but of type {type(self.call).__name__}")
         self.name = getattr(self.call, "__name__", type(self.call).__name__)
         parameters: Mapping[str, inspect.Parameter] = {}
         with contextlib.suppress(ValueError):  # of some functions in C
@@ -72,7 +72,7 @@ class RewardFunction:
         kinds = {parameter.kind for parameter in parameters.values()}
         self._takes_all = not parameters or inspect.Parameter.VAR_KEYWORD in kinds
         self._takes = set(parameters)
-        self._needs = [
+        self.needs = [
             name
             for name, x in parameters.items()
             if x.default is x.empty and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)
@@ -80,7 +80,7 @@ class RewardFunction:
 
     def __call__(self, columns: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
         passed = {**columns, **arguments}
-        if missing := [name for name in self._needs if name not in passed]:
+        if missing := [name for name in self.needs if name not in passed]:
             there = ", ".join(columns) or "none"
             raise _Refused(f"needs {', '.join(missing)}; the columns of the records are {there}")
         if not self._takes_all:
@@ -167,7 +167,7 @@ def main() -> None:
         except BaseException as error:
             say({"path": path, "error": shown(error)})
             return
-    say({"names": [function.name for function in functions]})
+    say({"names": [x.name for x in functions], "needs": [x.needs for x in functions]})
     while True:
         try:
             chosen, request = pickle.load(requests)

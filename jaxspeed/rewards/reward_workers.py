@@ -111,6 +111,7 @@ class RewardWorkers:
             )
         self._paths, self._seconds = [*paths], seconds
         self.names: list[str] = []
+        self.needs: list[list[str]] = []  # arguments of each function that have no default
         self._workers = [_Worker(self._paths) for _ in range(count)]
         try:
             while not self.names:  # the other workers have the same modules
@@ -203,7 +204,7 @@ class RewardWorkers:
         if "error" in answer:
             path = answer.get("path", ", ".join(self._paths))
             return f"{path} cannot be imported: {answer['error']}"
-        self.names, worker.is_ready = answer["names"], True
+        self.names, self.needs, worker.is_ready = answer["names"], answer["needs"], True
         return ""
 
     def _slow_import(self) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config.rollout_options import PolicyOptions
 from jaxspeed.data.tokenizer import Tokenizer
-from jaxspeed.errors import RunError
+from jaxspeed.errors import ConfigError, DataError, RunError
 from jaxspeed.rewards.reward_model import RewardModel, check_reward_model
 from jaxspeed.rewards.reward_workers import RewardCall, RewardWorkers
 from jaxspeed.train.program import Program
@@ -136,6 +136,27 @@ class Rewards:
         paths = [self.options.rewards[i] for i in self._functions]
         self._pool = RewardWorkers(paths, workers, self.options.reward_timeout)
 
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise an error before the run for columns that a function could not get.
+
+        Raises:
+          DataError: one has the name of another argument.
+          ConfigError: a function needs one that no record has.
+        """
+        if taken := sorted(RESERVED.intersection(columns)):
+            raise DataError(
+                f"data: the column {taken[0]!r} has the name of another argument of rewards; "
+                "rename it"
+            )
+        if self.options.rollout is not None:  # whose function adds columns
+            return
+        for i, needs in zip(self._functions, self._pool.needs if self._pool else ()):
+            if absent := [name for name in needs if name not in {*columns, *RESERVED}]:
+                raise ConfigError(
+                    f"objective.rewards: {self.options.rewards[i]} needs {', '.join(absent)}; the "
+                    f"columns of the records are {', '.join(columns) or 'none'}"
+                )
+
     def add_models(self, program: Program) -> None:
         """Read the reward models, beside the model of this program.
 
@@ -189,6 +210,12 @@ class Rewards:
                 table.failures.append(f"reward {name}, {rows[row].where}: the score is not finite")
                 table.values[row, i] = self._of_failure
         self._report(table.failures)
+        if not table.failures and np.isnan(table.values).all() and is_first():
+            log.warning(
+                "none of %d completions has a reward, so nothing is learned from them: each "
+                "function returned None for all",
+                len(rows),
+            )
         return table
 
     @property

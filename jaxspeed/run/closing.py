@@ -52,7 +52,8 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     summary["picture"] = _drawn(trainer, train, held_out, name)
     console.print()
     console.print(f"{name}  {sparkline([value for _, value in train], 60)}", highlight=False)
-    console.print(_result(trainer), highlight=False)
+    of_rewards = (train, held_out) if has_rewards else None
+    console.print(_result(trainer, of_rewards), highlight=False)
     if text is not None:
         console.print(Panel(Text(text), title="a sample", title_align="left", expand=False))
     console.print(trainer.recorder.ledger.table())
@@ -101,9 +102,14 @@ def _drawn(trainer: Trainer, train: Curve, held_out: Curve, name: str) -> str | 
     return str(folder.picture)
 
 
-def _result(trainer: Trainer) -> str:
+def _result(trainer: Trainer, of_rewards: tuple[Curve, Curve] | None) -> str:
+    """The last reward and held-out reward of a run by rewards; of any other its losses."""
     reached, entropy = trainer.reached, trainer.corpus.unigram_entropy
     parts = [f"step {reached.step}"]
+    if of_rewards is not None:
+        names = ("reward", "held-out reward")
+        parts += [f"{name} {curve[-1][1]:.3f}" for name, curve in zip(names, of_rewards) if curve]
+        return ", ".join(parts)
     if reached.train_loss is not None:
         parts.append(f"training loss {reached.train_loss:.4f}")
     if reached.eval_loss is not None:

@@ -575,6 +575,9 @@ def evaluate_prompts(
             evaluated.weight += len(ids)
         if stop():
             return None
+    if completer.rewards is not None:  # which no completion may have
+        absent = Mean(np.nan, 1.0)
+        evaluated.declared = {n: x if x.weight else absent for n, x in evaluated.declared.items()}
     return evaluated
 
 

@@ -1,6 +1,7 @@
 """Stop requests: SIGTERM or SIGUSR1 (from a scheduler), SIGINT (Ctrl-C), agreed by processes."""
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -9,13 +10,16 @@ from typing import Any, Self
 
 import jax
 
-from jaxspeed.checkpoint.process_agreement import HOURS
+from jaxspeed.checkpoint.process_agreement import HOURS, is_first
 from jaxspeed.launch.variables import report_stops
 from jaxspeed.run.heartbeats import Heartbeats
 from jaxspeed.run.watchdog import Watchdog
 
 # The last one is what mpirun passes on; a site's rule for SLURM jobs may send it, too.
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAY_SECONDS = 2.0  # of a step after a signal, before a line says what is waited for
+
+log = logging.getLogger("jaxspeed")
 
 
 class StopRequest:
@@ -33,6 +37,7 @@ class StopRequest:
     def __init__(self, watchdog: Watchdog | None = None) -> None:
         self.signal: signal.Signals | None = None  # of this process, or another's
         self._was_sent = False
+        self._waiting: threading.Timer | None = None
         self._beats: Heartbeats | None = watchdog.beats if watchdog is not None else None
         self._calls = 0
         self._stop_at: int | None = None
@@ -54,12 +59,23 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         report_stops(False)
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if self._was_sent:  # the second: the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._was_sent = True
+        if is_first():
+            text = (
+                "%s: the run ends once its current step is done and saved; a second one ends it now"
+            )
+            self._waiting = threading.Timer(
+                SAY_SECONDS, log.warning, (text, signal.Signals(number).name)
+            )
+            self._waiting.daemon = True
+            self._waiting.start()
         if self.signal is not None:
             return
         self.signal = signal.Signals(number)

@@ -20,7 +20,7 @@ from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
 from jaxspeed.config.before_start import check_start
 from jaxspeed.config.parse import PASSED
-from jaxspeed.config.rollout_options import PolicyOptions
+from jaxspeed.config.rollout_options import CHANGEABLE, PolicyOptions
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -43,7 +43,7 @@ from jaxspeed.parameter_server.engine import engine_of
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.placement.paths import listed
-from jaxspeed.rewards.scoring import RESERVED, Rewards
+from jaxspeed.rewards.scoring import Rewards
 from jaxspeed.run.computed_once import BeforeStep0, checkpoints_in
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.rollouts import ROLLOUT, Completer, rollout_objective
@@ -206,18 +206,14 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
     rewards = rewards_of(source, corpus.tokenizer, showing)
     if rewards is not None:
         until_open.enter_context(rewards)
-        parts: list[Any] = corpus.train.parts
-        if taken := sorted(RESERVED & {name for part in parts for name in part.columns}):
-            raise DataError(
-                f"data: the column {taken[0]!r} has the name of another argument of rewards; "
-                "rename it"
-            )
+        rewards.check_columns(corpus.train.columns)
     stored = source.stored_config()
     source = in_steps(source, corpus)
     config = source.config
+    objective: Any = config.given.get("objective")
     whose = {
         "model": config.given.get("model"),
-        "objective": config.given.get("objective"),
+        "objective": objective and {k: x for k, x in objective.items() if k not in CHANGEABLE},
         "data": corpus.fingerprint,
         "tokenizer": config.data.tokenizer,
         "vocab_size": config.data.vocab_size,

@@ -25,7 +25,20 @@ def accumulation(steps):
 
 
 REFUSED = {
-    "no reward": ({"rewards": []}, {}, "objective.rewards"),
+    "no reward": (
+        {"rewards": []}, {},
+        "objective.rewards: found the list []. Needs a list of at least 1 item.",
+    ),
+    "TRL's name of rewards": (
+        {"reward_funcs": "a:b"}, {},
+        'objective.reward_funcs: found an unknown key, set to "a:b". Did you mean "rewards"?',
+    ),
+    "TRL's name of rollouts": ({"rollout_func": "a:b"}, {}, 'Did you mean "rollout"?'),
+    "TRL's batch of a rollout": (
+        {"generation_batch_size": 8}, {}, "Write train_batch_size, which counts completions.",
+    ),
+    "another engine": ({"use_vllm": True}, {}, "The model that trains samples itself"),
+    "a limit of prompts": ({"max_prompt_length": 8}, {}, "Prompts longer than data.seq_len are"),
     "a group of 1": ({"num_generations": 1}, {}, "objective.num_generations"),
     "a group that does not divide": (
         {"num_generations": 6}, {},

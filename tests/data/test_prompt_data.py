@@ -318,6 +318,21 @@ def test_a_bad_record_is_an_error_with_its_place(tmp_path, record, problem):
     assert problem in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", " has no records"),
+        ("[3]", ", record 0: a int, not an object"),
+        ('{"prompt": "a', ", line 1: not JSON: .*: the file ends within this line"),
+    ],
+)
+def test_a_file_without_a_record_that_has_fields_is_named(tmp_path, content, problem):
+    (tmp_path / "a.jsonl").write_text(content)
+    section = {"source": "jsonl", "path": str(tmp_path / "a.jsonl"), "seq_len": 64}
+    with pytest.raises(DataError, match=rf"^data: .*a\.jsonl{problem}"):
+        opened(section, prompts=FORM)
+
+
 def test_data_of_another_kind_is_one_error(tmp_path):
     talk = {"messages": [message("user", "a"), message("assistant", "b")]}
     with pytest.raises(DataError, match=r"no prompts.*messages before the answer.*: messages"):

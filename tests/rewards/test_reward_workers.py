@@ -245,6 +245,14 @@ def test_calls_are_left_out_at_a_request_to_stop_that_comes_while_one_hangs(
     assert len(ran(workers, "environment")[0]["values"]) == 3
 
 
+def test_completions_of_which_none_has_a_reward_are_named(workers, caplog):
+    line = "none of 4 completions has a reward"
+    rewards_of(workers, "answered").score(rows_of(2, answer=[None, "c"]), PROGRESS)
+    assert line not in caplog.text
+    rewards_of(workers, "answered").score(rows_of(2, answer=[None] * 2), PROGRESS)
+    assert line in caplog.text
+
+
 # -- before the run --------------------------------------------------------------------------------
 
 
@@ -252,7 +260,7 @@ def test_calls_are_left_out_at_a_request_to_stop_that_comes_while_one_hangs(
     ("path", "why"),
     [
         (f"{HERE}:absent", "cannot be imported: AttributeError: module .* has no attribute"),
-        (f"{HERE}:number", "cannot be imported: int is not callable"),
+        (f"{HERE}:number", "cannot be imported: number is no function, but of type int"),
         ("no_module:length", "cannot be imported: ModuleNotFoundError: No module named"),
         ("length", "is neither a function package.module:name nor the folder of a reward model"),
     ],
@@ -261,6 +269,14 @@ def test_a_reward_that_is_not_there_is_an_error_before_the_run(path, why):
     options = GrpoOptions(rewards=[path], reward_workers=1)
     with pytest.raises(ConfigError, match=f"objective.rewards: {path} {why}"):
         Rewards(options, tokenizer=None)
+
+
+def test_a_column_that_a_function_needs_and_no_record_has_is_an_error_before_the_run():
+    paths = [f"{HERE}:{name}" for name in ("length", "answered", "keywords")]
+    with Rewards(GrpoOptions(rewards=paths, reward_workers=1), tokenizer=None) as rewards:
+        rewards.check_columns(["answer", "level"])  # the others are TRL's arguments
+        with pytest.raises(ConfigError, match=f"{HERE}:answered needs answer; .* are level"):
+            rewards.check_columns(["level"])
 
 
 def test_a_module_of_the_current_folder_is_imported_and_one_that_trains_is_named(

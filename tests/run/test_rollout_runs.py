@@ -1,19 +1,25 @@
 """Runs that sample completions, score them and train on them."""
 
+import io
 import json
 import math
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jaxspeed
+from jaxspeed.config.rollout_options import GrpoOptions
 from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError, RunError
 from jaxspeed.metrics import read_records
-from jaxspeed.run import evaluate_run, source_of
+from jaxspeed.rewards.scoring import RewardTable
+from jaxspeed.run import evaluate_run, show_ending, source_of
+from jaxspeed.run.rollouts import evaluate_prompts
 from tests.run import rewarded, small
 
 # A rollout serves four steps, in two passes over two of them.
@@ -53,7 +59,8 @@ def test_a_run_that_resumes_within_a_rollout_ends_bitwise_as_one_without_a_pause
     else:
         small.trained(config, paused, steps=3)
     assert len(completions(paused)) == (32 if objective else 48)
-    small.trained(config, paused)
+    changed = {**objective, "reward_timeout": 30.0, "reward_error": "drop", "reward_workers": 1}
+    small.trained(rewarded.write(tmp_path, changed), paused)  # as after a reward that failed
     small.assert_bitwise_equal(small.kept(config, entire), small.kept(config, paused))
     assert completions(entire) == completions(paused)
     assert losses(entire) == losses(paused) and [*losses(entire)] == [*range(1, 7)]
@@ -77,6 +84,27 @@ def test_a_run_that_resumes_within_a_rollout_ends_bitwise_as_one_without_a_pause
         passes[row["step"]] * (row["tokens"] + len(row["prompt"])) for row in completions(entire)
     ]
     assert trainer.reached.tokens == sum(counted)
+    last = {k: x for r in read_records(entire / "metrics.jsonl") for k, x in r.items()}
+    show_ending(Console(file=(said := io.StringIO())), trainer, again="")
+    line = f"step 6, reward {last['reward']:.3f}, held-out reward {last['eval_reward']:.3f}\n"
+    assert line in said.getvalue()
+
+
+def test_held_out_prompts_of_which_none_has_a_reward_have_no_mean_reward():
+    def score(sampled, step):
+        return RewardTable(["a", "b"], np.array([[np.nan, 1.0]] * 2 + [[np.nan] * 2]), {}, {}, [])
+
+    options = GrpoOptions(rewards=["m:a", "m:b"])
+    program = SimpleNamespace(batch=SimpleNamespace(train=8, accumulation=1))
+    completer = SimpleNamespace(
+        options=options,
+        engine=SimpleNamespace(program=program),
+        rewards="there",
+        sample=lambda *_, **how: SimpleNamespace(lengths=np.ones(3), ended=np.ones(3, bool)),
+        score=score,
+    )
+    means = evaluate_prompts(completer, SimpleNamespace(samples=3), 0).means
+    assert math.isnan(means["rewards/a/mean"]) and means["rewards/b/mean"] == means["reward"] == 1
 
 
 MIXTURE = {

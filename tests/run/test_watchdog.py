@@ -17,6 +17,7 @@ from jaxspeed.errors import (
     PeerError,
     exit_code,
 )
+from jaxspeed.run import signals
 from jaxspeed.run.ending import message
 from jaxspeed.run.heartbeats import Heartbeats, shown
 from jaxspeed.run.sections import FACTOR, FIRST, FLOORS, TimeOuts
@@ -295,6 +296,18 @@ def test_a_signal_after_another_process_has_passed_its_own_on_is_the_first(monke
     assert not ended and request.signal is signal.SIGINT and run.notice() is None
     request._asked(2, None)
     assert ended == [2]
+
+
+def test_a_step_that_takes_long_after_a_signal_is_what_a_line_names(monkeypatch, caplog):
+    for seconds, wait, lines in ((60.0, 0.0, 0), (0.01, 60.0, 1)):
+        monkeypatch.setattr(signals, "SAY_SECONDS", seconds)
+        with StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert request.agreed()
+            request._waiting.join(wait)
+        request._waiting.join(5)
+        assert not request._waiting.is_alive()
+        assert caplog.text.count("SIGUSR1: the run ends once its current step is done") == lines
 
 
 def test_all_processes_stop_at_the_same_call_whichever_is_ahead():
