@@ -10,7 +10,7 @@ from jaxspeed.config.run_sections import Data
 from jaxspeed.errors import DataError
 from jaxspeed.objectives import Objective
 from jaxspeed.objectives.model_logprobs import THRESHOLDS
-from jaxspeed.objectives.policy_gradient import OLD
+from jaxspeed.objectives.policy_gradient import OLD, REFERENCE
 from jaxspeed.user_models.config_model import family_sizes
 
 Kind = Literal["tokens", "images"]
@@ -167,7 +167,7 @@ def _prompt_form(config: Config, objective: Objective, positions: int | None) ->
             f"prompt fits; less than {context:,} would do"
         )
     counts = {name: getattr(options, name, 1) for name in ("num_generations", "num_iterations")}
-    without = {"segment_ids", "positions", "mask"}  # a row is one completion
+    without = {"segment_ids", "positions", "mask", REFERENCE}  # a row is one completion
     if not options.draws_from_some:
         without.add(THRESHOLDS)
     steps = options.steps_per_generation

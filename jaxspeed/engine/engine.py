@@ -545,6 +545,7 @@ class Engine(DeepSpeedHabits):
         step: int | None = None,
         context: int | None = None,
         tokenizer: TextTokenizer | None = None,
+        tick: Callable[[], Any] = lambda: None,
         **layout: int | None,
     ) -> Rollout:
         """Sample completions of many prompts, with log-probabilities, from the current parameters.
@@ -560,6 +561,7 @@ class Engine(DeepSpeedHabits):
           repetition_penalty: refused, unless it is 1.
           seed, step: tokens are drawn from `fold_in` of the seed's key with the step, the numbers
             of prompt and generation, and that of the token; by default the run's.
+          tick: called before each segment, on all processes alike; it may raise.
           layout: `segment`, the tokens after which texts are looked at (8 on CPUs, 32 elsewhere);
             `block`, the rows that a device computes together (8 on CPUs, 64 elsewhere), on which
             bits depend; `groups` of such rows with caches of their own (1 on CPUs, 2 elsewhere).
@@ -575,13 +577,18 @@ class Engine(DeepSpeedHabits):
         encoded, turn = encoded_messages(prompts, tokenizer, self.config.data)
         stop, stop_tokens = [*stop, *turn.texts], [*stop_tokens, *turn.tokens]
         request = Request(encoded, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
+
+        def around() -> AbstractContextManager[Any]:
+            tick()
+            return self.watching("rollout")
+
         return generator.rollout(
             state,
             request,
             ends_of(weights),
             generations=generations,
             step=self._reporter.step if step is None else step,
-            around=partial(self.watching, "rollout"),
+            around=around,
             **layout,
         )
 

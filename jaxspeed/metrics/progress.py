@@ -215,6 +215,7 @@ _NUMBERS: dict[str, Callable[[Any], tuple[str, str]]] = {
     "eval_reward": lambda value: (f"held-out reward {float(value):.3f}", "yellow"),
     "completions/mean_length": _named("length"),
     "kl": _named("KL"),
+    "entropy": _named("entropy"),
     "eval_loss": _held_out,
     "tokens_per_second": lambda value: (f"{count_text(value)} tokens/s", "green"),
     "samples_per_second": lambda value: (f"{count_text(value)} samples/s", "green"),

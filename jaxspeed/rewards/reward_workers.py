@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jaxspeed.errors import ConfigError, RunError
 
 PROGRAM = Path(__file__).with_name("reward_worker.py")
+LOOK_SECONDS = 1.0
 IMPORT_SECONDS = 300.0  # at most, of the functions' modules
 
 
@@ -130,7 +131,8 @@ class RewardWorkers:
 
         Args:
           stop_at_error: whether calls are left out after the first error.
-          tick: called after each answer.
+          tick: called after each answer, and each second; if it returns True the others are left
+            out.
 
         Raises:
           RunError: a worker does not start any more.
@@ -143,7 +145,8 @@ class RewardWorkers:
                     answers[number] = answer
                     if stop_at_error and "error" in answer:
                         return answers
-                tick()
+                if tick():
+                    return answers
             return answers
         finally:  # also of an interrupt: later calls are not to get these answers
             for worker in [x for x in self._workers if x.call is not None]:
@@ -182,10 +185,10 @@ class RewardWorkers:
             )
 
     def _arrived(self) -> list[_Worker]:
-        """Workers with a message, once there is one or the time of one is over."""
+        """Workers with a message, once there is one, the time of one is over, or after a while."""
         busy = [x for x in self._workers if x.call is not None or not x.is_ready]
         seconds = min(x.limit for x in busy) - time.monotonic()
-        return wait(busy, max(seconds, 0))  # type: ignore[arg-type, return-value]
+        return wait(busy, min(max(seconds, 0), LOOK_SECONDS))  # type: ignore[arg-type, return-value]
 
     def _late(self) -> list[_Worker]:
         """Workers whose time is over, without a message that has arrived since."""

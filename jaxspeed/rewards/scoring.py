@@ -13,7 +13,7 @@ import numpy as np
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config.rollout_options import PolicyOptions
 from jaxspeed.data.tokenizer import Tokenizer
-from jaxspeed.errors import ConfigError, RunError
+from jaxspeed.errors import ConfigError, DataError, RunError
 from jaxspeed.rewards.reward_model import RewardModel, check_reward_model
 from jaxspeed.rewards.reward_workers import RewardCall, RewardWorkers
 from jaxspeed.train.program import Program
@@ -93,7 +93,7 @@ class Rewards:
       tokenizer: of the model that trains, which reward models have to share.
       program: of the model that trains, beside which reward models are; see `add_models`.
       start: whether functions are imported and workers started.
-      tick: called whenever a call has ended.
+      tick: called whenever a call has ended, and each second.
 
     Raises:
       ConfigError: a reward is not there, or cannot be called.
@@ -137,7 +137,19 @@ class Rewards:
         self._pool = RewardWorkers(paths, workers, self.options.reward_timeout)
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ConfigError for a function that needs a column which no record has."""
+        """Raise an error before the run for columns that a function could not get.
+
+        Raises:
+          DataError: one has the name of another argument.
+          ConfigError: a function needs one that no record has.
+        """
+        if taken := sorted(RESERVED.intersection(columns)):
+            raise DataError(
+                f"data: the column {taken[0]!r} has the name of another argument of rewards; "
+                "rename it"
+            )
+        if self.options.rollout is not None:  # whose function adds columns
+            return
         for i, needs in zip(self._functions, self._pool.needs if self._pool else ()):
             if absent := [name for name in needs if name not in {*columns, *RESERVED}]:
                 raise ConfigError(
@@ -155,8 +167,15 @@ class Rewards:
             RewardModel(program, self.options.rewards[i], self._tokenizer) for i in self._folders
         ]
 
-    def score(self, rows: Sequence[RewardRow], state: TrainerProgress) -> RewardTable:
+    def score(
+        self,
+        rows: Sequence[RewardRow],
+        state: TrainerProgress,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> RewardTable | None:
         """The rewards of completions; all processes pass the same ones.
+
+        None if `stop()` was true on one of the processes before all calls had ended.
 
         Raises:
           RunError: a reward failed, and `reward_error` is "error".
@@ -164,24 +183,26 @@ class Rewards:
         assert len(self.models) == len(self._folders), "add_models is missing"
         sent = [model.send(rows) for model in self.models]
         failure: BaseException | None = None
-        results: list[_Scored] = []
+        results: list[_Scored] | None = []
         try:
-            results = self._local(rows, state)
+            results = self._local(rows, state, stop)
         except Exception as error:
             failure = error
 
-        def local_results() -> list[_Scored]:
+        def local_results() -> list[_Scored] | None:
             if failure is not None:
                 raise failure
             return results
 
         # Calls of another process may take longer than an exchange waits for.
         self._processes.wait("waiting for the rewards of all processes")
-        scored: list[Any] = self._processes.all(
+        scored: list[Any] | None = self._processes.all(
             "computing rewards",
             local_results,
-            lambda received: [x for part in received for x in part],
+            lambda received: None if None in received else [x for part in received for x in part],
         )
+        if scored is None:
+            return None
         table = self._table(rows, [_Scored(*x) for x in scored])
         for i, name, scores in zip(self._folders, (self.names[i] for i in self._folders), sent):
             table.values[:, i] = scores()
@@ -201,7 +222,9 @@ class Rewards:
     def _of_failure(self) -> float:
         return 0.0 if self.options.reward_error == "zero" else np.nan
 
-    def _local(self, rows: Sequence[RewardRow], state: TrainerProgress) -> list[_Scored]:
+    def _local(
+        self, rows: Sequence[RewardRow], state: TrainerProgress, stop: Callable[[], bool]
+    ) -> list[_Scored] | None:
         """The calls of this process, which are those of a contiguous part of the groups."""
         if self._pool is None:
             return []
@@ -215,7 +238,9 @@ class Rewards:
             for reward, (first, stop) in spans
         ]
         is_last = self.options.reward_error == "error"
-        answers = self._pool.run(calls, is_last, self._tick)
+        answers = self._pool.run(calls, is_last, lambda: self._tick() or stop())
+        if len(answers) < len(calls) and not any("error" in x for x in answers.values()):
+            return None
         return [
             _Scored(self._functions[spans[i][0]], *spans[i][1], answer)
             for i, answer in sorted(answers.items())

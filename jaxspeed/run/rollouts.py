@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,7 +30,7 @@ from jaxspeed.data.prompts import PromptRecord
 from jaxspeed.engine import Engine
 from jaxspeed.errors import CheckpointError, RunError
 from jaxspeed.generation import Rollout, Sampling
-from jaxspeed.generation.messages import encoded_messages
+from jaxspeed.generation.messages import EndOfTurn, encoded_messages
 from jaxspeed.generation.rollout import SampledCompletion
 from jaxspeed.generation.text import end_of
 from jaxspeed.interop.pretrained import ends_of
@@ -51,6 +51,10 @@ ROLLOUT = "rollout.npz"  # a file of a checkpoint
 COMPLETIONS = "completions.jsonl"
 SAY_SECONDS = 60.0
 Arrays = dict[str, np.ndarray]
+
+
+class Stopped(Exception):
+    """A rollout was given up because the run is to stop."""
 
 
 class StepBatch(NamedTuple):
@@ -207,6 +211,8 @@ class Completer:
 
     Attributes:
       phase: a context of a run's time.
+      stop: whether to give up, a question that all processes ask at the same places.
+      stop_here: whether this process is to; of rewards, whose calls each has its own of.
     """
 
     def __init__(
@@ -219,6 +225,8 @@ class Completer:
     ) -> None:
         self.engine, self.rewards, self._tokenizer, self._train = engine, rewards, tokenizer, train
         self.phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.stop: Callable[[], bool] = lambda: False
+        self.stop_here: Callable[[], bool] = lambda: False
         objective = rollout_objective(engine.program.traced_loss.loss_fn)
         assert objective is not None
         self.objective: Any = objective
@@ -247,10 +255,15 @@ class Completer:
     def sample(
         self, split: Split, ids: np.ndarray, step: int, generations: int, **how: Any
     ) -> RolloutRows:
-        """Completions of prompts, so many of each in a row; by default drawn as for training."""
+        """Completions of prompts, so many of each in a row; by default drawn as for training.
+
+        Raises:
+          Stopped: `stop()` was true.
+        """
         records = split.prompts(ids)
         at = [i // generations for i in range(len(records) * generations)]
         repeated, columns = [records[i] for i in at], list[Mapping[str, Any]]()
+        rollout, masks = None, list[np.ndarray]()
         with self.phase("rollout"):
             if self._function is not None and not how:
                 sampled = self._function(
@@ -260,14 +273,17 @@ class Completer:
                         self.engine, self._tokenizer, self.options, self._progress(step)
                     ),
                 )
-                rollout, columns = self._as_rollout(sampled), [row.columns for row in sampled]
+                rollout = self._as_rollout(sampled, self._turn(records))
+                columns = [row.columns for row in sampled]
                 masks = [row.is_model for row in sampled]
             else:
-                rollout = self._drawn(records, step, generations, **how)
-                masks = [np.ones(len(row.tokens), bool) for row in rollout.completions]
+                with suppress(Stopped):
+                    rollout = self._drawn(records, step, generations, **how)
+        if rollout is None:  # outside of the phase, whose section of the watchdog ends
+            raise Stopped
         shapes = split.shapes(1)
         arrays = rollout.batch(shapes["tokens"].shape[1])
-        for targets, is_model in zip(arrays["targets"], masks, strict=True):
+        for targets, is_model in zip(arrays["targets"], masks):
             targets[np.flatnonzero(targets != IGNORED)[~is_model]] = IGNORED
         return RolloutRows(rollout, repeated, at, arrays, {*shapes}, columns)
 
@@ -275,9 +291,7 @@ class Completer:
         self, records: Sequence[PromptRecord], step: int, generations: int, **how: Any
     ) -> Rollout:
         """Completions that the engine samples."""
-        o, config = self.options, self.engine.config
-        talks = [record.prompt for record in records if not isinstance(record.prompt, str)]
-        turn = encoded_messages(talks[:1], self._tokenizer, config.data)[1]
+        o, turn = self.options, self._turn(records)
         by_default = {"temperature": o.temperature, "top_p": o.top_p, "min_p": o.min_p}
         return self.engine.rollout(
             [record.tokens for record in records],
@@ -287,14 +301,20 @@ class Completer:
             stop_tokens=turn.tokens,
             step=step,
             tokenizer=self._tokenizer,
+            tick=self._check,
             block=o.rollout_block,
             **{**by_default, "top_k": o.top_k or None, **how},
         )
 
-    def _as_rollout(self, sampled: Sequence[SampledRow]) -> Rollout:
+    def _turn(self, records: Sequence[PromptRecord]) -> EndOfTurn:
+        """What ends the answers to messages."""
+        talks = [record.prompt for record in records if not isinstance(record.prompt, str)]
+        return encoded_messages(talks[:1], self._tokenizer, self.engine.config.data)[1]
+
+    def _as_rollout(self, sampled: Sequence[SampledRow], turn: EndOfTurn) -> Rollout:
         """The completions of a user's function."""
         tokenizer: Any = self._tokenizer
-        ends = {end_of(tokenizer), *ends_of(self.engine.program.model.weights)}
+        ends = {end_of(tokenizer), *ends_of(self.engine.program.model.weights), *turn.tokens}
         rows = [
             SampledCompletion(
                 i,
@@ -317,10 +337,21 @@ class Completer:
         return TrainerProgress(step, run.steps or 0, epoch)
 
     def score(self, sampled: RolloutRows, step: int) -> RewardTable:
-        """What the rewards say of completions, as of this step."""
+        """What the rewards say of completions, as of this step.
+
+        Raises:
+          Stopped: `stop_here()` was true on one of the processes.
+        """
         assert self.rewards is not None
         with self.phase("rewards"):
-            return self.rewards.score(sampled.rows(), self._progress(step))
+            table = self.rewards.score(sampled.rows(), self._progress(step), self.stop_here)
+        if table is None:
+            raise Stopped
+        return table
+
+    def _check(self) -> None:
+        if self.stop():
+            raise Stopped
 
     def add_losses(self, losses: Evaluated, sampled: RolloutRows) -> None:
         """Add the loss of completions, of an objective without rewards."""
@@ -359,12 +390,13 @@ class Completer:
             advantage = advantages(table.values, o, kl=kl, names=table.names)
             arrays[ADVANTAGES] = advantage.values
             arrays[WEIGHTS] = row_weights(sampled.lengths, o)
-            metrics |= advantage.metrics | table.metrics
+            metrics = {**table.metrics, **metrics, **advantage.metrics}
             for i, record in enumerate(records):
                 rewards = dict(zip(table.names, map(_number, table.values[i])))
                 logged = {name: x[i] for name, x in table.logged.items()}
                 record |= {"reward": _number(advantage.totals[i]), "rewards": rewards}
-                record |= {"advantage": float(advantage.values[i]), **logged}
+                record |= {"advantage": float(advantage.values[i])}
+                records[i] = {**record, **logged, **record}
         if OLD in sampled.names and OLD not in arrays:
             arrays[OLD] = self._old(arrays)
         arrays = sampled.read
@@ -376,7 +408,10 @@ class Completer:
 
     def _old(self, arrays: Arrays) -> np.ndarray:
         """The log-probabilities of the parameters as they are."""
-        read = {n: x for n, x in arrays.items() if n in ("tokens", "targets", THRESHOLDS, ROUTING)}
+        names = {"tokens", "targets", ROUTING}
+        if self.options.mirror_sampling:
+            names.add(THRESHOLDS)
+        read = {name: x for name, x in arrays.items() if name in names}
 
         def compute(batch: Any) -> Any:
             return self.engine.logprobs(batch, temperature=self.options.temperature).logprobs
@@ -438,7 +473,8 @@ class RolloutFeeder:
         rollout = self._rollout
         if rollout is None or rollout.first != self._step - done:
             raise CheckpointError(
-                f"step {self._step} is within a rollout that its checkpoint does not have"
+                f"step {self._step} is within a rollout that its checkpoint does not have: "
+                "it was saved with another gradient_accumulation_steps, or not by a run"
             )
         self._step += 1
         start = done % steps.slices * steps.rows
@@ -474,10 +510,13 @@ class RolloutFeeder:
         """Whether the next step needs another rollout."""
         return self._step % self._completer.steps.steps == 0
 
-    @property
-    def in_use(self) -> bytes | None:
-        """The rollout that later steps need, which older parameters have drawn."""
-        return None if self._rollout is None or self.is_used_up else self._rollout.to_bytes()
+    def in_use(self, step: int) -> bytes | None:
+        """The rollout that the steps after `step` need, which older parameters have drawn.
+
+        The step may be the one before this feeder's, whose batch has not been trained on.
+        """
+        done = step % self._completer.steps.steps
+        return self._rollout.to_bytes() if self._rollout is not None and done else None
 
     def __enter__(self) -> Self:
         return self
@@ -511,6 +550,7 @@ def evaluate_prompts(
     o, batch = completer.options, completer.engine.program.batch
     size, k, evaluated = batch.train // batch.accumulation, o.num_generations_eval, Evaluated()
     is_own = o.rollout is not None  # the user's function samples
+    seed = completer.engine.config.run.seed + 1  # other draws than those of training
     count = -(-held_out.samples // size)
     for index in range(count if most is None else min(count, most)):
         ids = np.arange(index * size, min((index + 1) * size, held_out.samples))
@@ -526,7 +566,7 @@ def evaluate_prompts(
             of_rows["completions/clipped_ratio"] = ~sampled.ended
             if k > 1:
                 if not is_own:
-                    several = completer.sample(held_out, ids, step, k)
+                    several = completer.sample(held_out, ids, step, k, seed=(seed + index) % 2**31)
                     table = completer.score(several, step)
                 passes = totals_of(table.values, o).reshape(-1, k) >= o.pass_reward
                 of_rows[f"pass@{k}"] = passes.any(1)

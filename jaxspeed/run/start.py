@@ -206,8 +206,7 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
     rewards = rewards_of(source, corpus.tokenizer, showing)
     if rewards is not None:
         until_open.enter_context(rewards)
-        if rewards.options.rollout is None:  # a function that samples adds columns
-            rewards.check_columns(corpus.train.columns)
+        rewards.check_columns(corpus.train.columns)
     stored = source.stored_config()
     source = in_steps(source, corpus)
     config = source.config
@@ -304,7 +303,7 @@ def rewards_of(
         return None
     options: Any = objective.Options.model_validate(section.own_keys)
     with showing("importing the rewards"):
-        return Rewards(options, tokenizer=tokenizer, tick=source.watchdog.progressed)
+        return Rewards(options, tokenizer=tokenizer, tick=source.watchdog.waits)
 
 
 def completer_of(engine: Engine, rewards: Rewards | None, *of_data: Any) -> Completer | None:

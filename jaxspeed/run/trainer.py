@@ -26,7 +26,7 @@ from jaxspeed.metrics import counted_tokens
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.lm_eval_tasks import evaluate_tasks
-from jaxspeed.run.rollouts import ROLLOUT, Completer, RolloutFeeder, evaluate_prompts
+from jaxspeed.run.rollouts import ROLLOUT, Completer, RolloutFeeder, Stopped, evaluate_prompts
 from jaxspeed.run.sampling import FinalSample
 from jaxspeed.run.signals import StopRequest
 from jaxspeed.run.step_records import Recorder
@@ -95,6 +95,9 @@ class Trainer:
             assert self.corpus.held_out is not None
             self._evaluation_compiled = compile_evaluation(self.engine, self.corpus.held_out)
         self._stop = StopRequest()
+        if self.completer is not None:
+            self.completer.stop = self._asked_to_stop
+            self.completer.stop_here = lambda: self._stop.signal is not None
         self._watchdog = self.recorder.watchdog
         self._watchdog.tick(self.reached.step)
 
@@ -201,7 +204,10 @@ class Trainer:
         if isinstance(feeder, RolloutFeeder):
             if feeder.is_used_up:  # the devices are about to be waited for
                 self._read_all()
-            batch, tokens, of_rollout = next(feeder)
+            try:
+                batch, tokens, of_rollout = next(feeder)
+            except Stopped:
+                return
         else:
             with self.recorder.phase("data"):
                 batch, _ = next(feeder)
@@ -238,7 +244,7 @@ class Trainer:
             values = jax.device_get([step.metrics for step in steps])
         paces = self.recorder.arrived([step.tokens_here for step in steps])
         for (step, _, tokens, _, more), metrics, pace in zip(steps, values, paces, strict=True):
-            numbers = {name: float(x) for name, x in metrics.items()} | {**more}
+            numbers = {**more} | {name: float(x) for name, x in metrics.items()}
             self.reached.nonfinite_losses += took_nonfinite_loss(numbers)
             numbers["nonfinite_losses"] = self.reached.nonfinite_losses
             self.recorder.record(step, numbers, tokens, pace)
@@ -287,7 +293,10 @@ class Trainer:
             most = self.config.run.eval_batches
             if held_out is not None and self.completer is not None:
                 of_prompts = held_out, self.reached.step, most, self._asked_to_stop
-                evaluated = evaluate_prompts(self.completer, *of_prompts)
+                try:
+                    evaluated = evaluate_prompts(self.completer, *of_prompts)
+                except Stopped:
+                    evaluated = None
             elif held_out is not None:
                 evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
             if held_out is not None:
@@ -312,7 +321,8 @@ class Trainer:
         self._read_all()  # the records of all earlier steps must be written
         self.reached.seconds = self.recorder.seconds
         self.reached.plain_prompts = self.corpus.plain_prompts
-        self.reached.rollout = self._rollouts.in_use if self._rollouts else None
+        at = self.reached.step
+        self.reached.rollout = self._rollouts.in_use(at) if self._rollouts else None
         progress, files = asdict(self.reached), self.files
         if (rollout := progress.pop("rollout")) is not None:
             files = files | {ROLLOUT: rollout}

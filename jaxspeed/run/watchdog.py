@@ -142,6 +142,13 @@ class Watchdog:
         self.tick()
         return False
 
+    def waits(self) -> None:
+        """Measure the section from now on: the main thread waits for what has its own limit.
+
+        This is no progress, which all processes count alike.
+        """
+        self.sections.resumed(self._clock())
+
     @property
     def host(self) -> str:
         return str(self._here["host"])

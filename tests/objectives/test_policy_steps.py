@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jaxspeed.models import build
 
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
-from jaxspeed.models import build
 from jaxspeed.train import build_program
 from jaxspeed.user_models.config_model import resolve_model
 from tests.adapters.lora_loop import merged

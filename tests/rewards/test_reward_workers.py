@@ -226,6 +226,25 @@ def test_an_interrupted_call_answers_no_later_one(workers):
     assert ran(workers, "environment")[0]["values"][1:] == [1.0, 1.0]
 
 
+def test_calls_are_left_out_at_a_request_to_stop_that_comes_while_one_hangs(
+    workers, monkeypatch, tmp_path
+):
+    """And the watchdog hears of the wait, however long the limit is."""
+    monkeypatch.setattr("jaxspeed.rewards.reward_workers.LOOK_SECONDS", 0.05)
+    wait_for_all(workers)
+    rewards, looks, rows = (
+        rewards_of(workers, "sleeps"),
+        [],
+        rows_of(1, child=[str(tmp_path / "x")]),
+    )
+    rewards._tick = lambda: looks.append(None)
+    begun = time.monotonic()
+    assert rewards.score(rows, PROGRESS, lambda: len(looks) > 2) is None
+    assert len(looks) == 3 and time.monotonic() - begun < LIMIT / 2
+    assert rewards_of(workers, "length").score(rows_of(3), PROGRESS, lambda: True) is None
+    assert len(ran(workers, "environment")[0]["values"]) == 3
+
+
 def test_completions_of_which_none_has_a_reward_are_named(workers, caplog):
     line = "none of 4 completions has a reward"
     rewards_of(workers, "answered").score(rows_of(2, answer=[None, "c"]), PROGRESS)

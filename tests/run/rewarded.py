@@ -1,6 +1,8 @@
 """Rewards and rollout functions of runs in tests, and a config of such a run."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,30 @@ MODEL = {
 def early(completion_ids: Any, wanted: Any, log_extra: Any, log_metric: Any, **_: Any) -> list[Any]:
     """A reward that a model without training can have: how near tokens are to a number."""
     log_extra("wanted", wanted)
+    log_extra("step", wanted)  # what the run says of completions and steps stays
     log_metric("distance", sum(map(len, completion_ids)))
+    log_metric("reward", 99.0)
+    log_metric("loss", 99.0)
     return [
         -sum(abs(token - number) for token in ids) / (256 * len(ids)) - len(ids)
         for ids, number in zip(completion_ids, wanted, strict=True)
     ]
 
 
+def low(completion_ids: Any, **_: Any) -> list[float]:
+    return [-sum(ids) / len(ids) for ids in completion_ids]
+
+
 def sleeps(completion_ids: Any, wanted: Any, **_: Any) -> list[float]:
     if wanted[0] == 30:
+        time.sleep(600)
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def waits(completion_ids: Any, wanted: Any, trainer_state: Any, **_: Any) -> list[float]:
+    """The request to stop comes while rewards of the third step are computed."""
+    if trainer_state.global_step == 2:
+        os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(600)
     return [float(len(ids)) for ids in completion_ids]
 

@@ -40,6 +40,19 @@ PREFERENCES = {"objective": {"type": "dpo"}, "data": {"source": "synthetic", "pa
 # Its state is packed.
 OWNERS = {"optimizer": {"type": "SOAP", "params": {"precondition_frequency": 3}}}
 
+# A rollout serves four steps, and checkpoints are within it.
+REWARDS = {
+    "objective": {
+        "type": "grpo",
+        "rewards": "tests.run.rewarded:low",
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "num_iterations": 2,
+        "steps_per_generation": 4,
+    },
+    "data": {"source": "synthetic", "path": None},
+}
+
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
@@ -49,6 +62,7 @@ OWNERS = {"optimizer": {"type": "SOAP", "params": {"precondition_frequency": 3}}
         pytest.param(20, {}, marks=pytest.mark.full),
         pytest.param(1, PREFERENCES, marks=pytest.mark.full),
         pytest.param(1, OWNERS, marks=pytest.mark.full),
+        pytest.param(1, REWARDS, marks=pytest.mark.full),
     ],
 )
 def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_path, kills, more):
@@ -72,7 +86,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_pat
         _, said = child.communicate()
         assert child.returncode == -signal.SIGKILL, said
         in_a_save += any((killed / "checkpoints").glob("*.writing"))
-    assert in_a_save and (killed / "computed").exists() == ("objective" in more)
+    assert in_a_save and (killed / "computed").exists() == (more is PREFERENCES)
     small.trained(config, killed)
     small.assert_bitwise_equal(small.kept(config, tmp_path / "whole"), small.kept(config, killed))
     seen, never = (

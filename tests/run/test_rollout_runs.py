@@ -3,6 +3,9 @@
 import io
 import json
 import math
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +14,8 @@ from rich.console import Console
 
 import jaxspeed
 from jaxspeed.config.rollout_options import GrpoOptions
-from jaxspeed.errors import RunError
+from jaxspeed.engine import Engine
+from jaxspeed.errors import DataError, RunError
 from jaxspeed.metrics import read_records
 from jaxspeed.rewards.scoring import RewardTable
 from jaxspeed.run import evaluate_run, show_ending, source_of
@@ -30,14 +34,30 @@ def losses(folder):
     return {r["step"]: r["loss"] for r in read_records(folder / "metrics.jsonl") if "loss" in r}
 
 
+def failing(train_batch, step):
+    """An engine's method that fails in this step."""
+
+    def fails(engine, batch):
+        if int(engine.state.step) == step - 1:
+            raise ValueError(f"step {step}")
+        return train_batch(engine, batch)
+
+    return fails
+
+
 @pytest.mark.parametrize("objective", [SEVERAL, pytest.param({}, marks=pytest.mark.sampled)])
 def test_a_run_that_resumes_within_a_rollout_ends_bitwise_as_one_without_a_pause(
-    tmp_path, objective
+    tmp_path, objective, monkeypatch
 ):
     config = rewarded.write(tmp_path, objective)
     entire, paused = tmp_path / "entire", tmp_path / "paused"
     trainer = small.trained(config, entire)
-    small.trained(config, paused, steps=3)
+    if objective:  # the last step of the first rollout fails, whose batch has been read
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="step 4"):
+            patch.setattr(Engine, "train_batch", failing(Engine.train_batch, 4))
+            small.trained(config, paused, checkpoint_every=6)
+    else:
+        small.trained(config, paused, steps=3)
     assert len(completions(paused)) == (32 if objective else 48)
     changed = {**objective, "reward_timeout": 30.0, "reward_error": "drop", "reward_workers": 1}
     small.trained(rewarded.write(tmp_path, changed), paused)  # as after a reward that failed
@@ -102,6 +122,7 @@ KINDS = {
     "two turns": ({"rollout": "tests.run.rewarded:turns", "num_generations_eval": 3}, {}),
     "mixture": ({"num_iterations": 2}, {"model": MIXTURE, "mesh": {"expert": 2}}),
     "tensor": ({"top_k": 20}, {"mesh": {"tensor": 2}}),
+    "the temperature alone": ({"top_p": 0.5, "mirror_sampling": False, "num_iterations": 2}, {}),
     "distillation": (
         {"type": "distill", "on_policy": True, "rewards": None, "num_generations": None},
         {},
@@ -150,6 +171,8 @@ def test_objectives_that_sample_train_and_are_evaluated(tmp_path, kind):
     if kind == "KL, mixed precision":
         first, second = (record["kl"] for record in records if "kl" in record)
         assert first == 0 < second
+    if kind == "the temperature alone":  # no ratio of the first pass is clipped
+        assert records[0]["clip_ratio/region_mean"] == 0
     if kind == "mixture":  # the second pass has other parameters
         ratios = [record[RATIO] for record in records if RATIO in record]
         assert ratios[0] == pytest.approx(1, abs=1e-4)
@@ -173,3 +196,41 @@ def test_a_reward_that_hangs_is_named_and_the_run_goes_on_or_ends_as_told(tmp_pa
     rows = completions(tmp_path / "run")
     late = [i for i, row in enumerate(rows) if row["rewards"]["sleeps"] is None]
     assert late == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("during", ["rewards", pytest.param("rollout", marks=pytest.mark.sampled)])
+def test_a_signal_during_a_rollout_stops_the_run_at_once_with_a_checkpoint(
+    tmp_path, during, monkeypatch
+):
+    """Before the third step; checkpoints are due at other ones."""
+    objective = {"rewards": "tests.run.rewarded:waits", "reward_workers": 1}  # a single signal
+    config = rewarded.write(tmp_path, objective)
+    if during == "rollout":
+        rollout, segments = Engine.rollout, []
+
+        def interrupted(engine, *prompts, tick, **how):
+            def at_segment():
+                segments.append(int(engine.state.step))
+                if segments.count(2) == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                tick()
+
+            return rollout(engine, *prompts, tick=at_segment, **how)
+
+        monkeypatch.setattr(Engine, "rollout", interrupted)
+    begun = time.monotonic()
+    trainer = small.trained(config, tmp_path / "run")
+    assert time.monotonic() - begun < 60  # the limit of a call
+    assert (trainer.stopped_by, trainer.reached.step) == ("SIGTERM", 2)
+    assert {row["step"] for row in completions(tmp_path / "run")} == {1, 2}
+    assert trainer.checkpointer.latest().endswith("2")
+    assert during == "rewards" or segments.count(2) == 2
+
+
+def test_a_column_with_the_name_of_an_argument_is_an_error_before_the_run(tmp_path):
+    config = rewarded.write(tmp_path, {})
+    records = (tmp_path / "prompts.jsonl").read_text().replace("wanted", "completions")
+    (tmp_path / "prompts.jsonl").write_text(records)
+    with pytest.raises(DataError, match="the column 'completions' has the name of another"):
+        small.trained(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

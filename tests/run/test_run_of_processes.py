@@ -15,7 +15,7 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.errors import ExitCode
 from jaxspeed.metrics import read_records
 from jaxspeed.run import train
-from tests.run import small
+from tests.run import rewarded, small
 from tests.support import processes
 
 PLAIN = {"bf16": {"enabled": False}, "zero_optimization": {"stage": 1}}
@@ -73,6 +73,34 @@ def test_a_run_whose_process_was_killed_ends_bitwise_as_one_undisturbed(tmp_path
     exported = small.jaxspeed("checkpoint", "export", whole, tmp_path / "weights")
     assert exported.returncode == 0, exported.stderr
     assert list((tmp_path / "weights").glob("*.safetensors"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("errors", ["drop", "error"])
+def test_a_reward_that_sleeps_for_ever_is_named_in_a_run_of_processes(tmp_path, errors):
+    """The run goes on or ends as told; its completions are those of a run of one process."""
+    objective = {
+        "rewards": ["tests.run.rewarded:low", "tests.run.rewarded:sleeps"],
+        "reward_timeout": 3.0,
+        "reward_error": errors,
+    }
+    data = {"shuffle": False, "held_out": 0.0}
+    run = {"devices": "cpu:2", "steps": 4}
+    config = rewarded.write(tmp_path, objective, data=data, run=run)
+    group, codes = ran(tmp_path, 2, "train", config, "--output", tmp_path / "two")
+    line = "reward sleeps"
+    assert line in group.said(0) and "took more than 3 s" in group.said(0)
+    if errors == "error":
+        assert 0 not in codes
+        return
+    assert codes == [0, 0], group.said(0)
+    alone = small.trained(config, tmp_path / "one")
+    assert alone.reached.step == 4
+    both = [
+        [json.loads(x) for x in (tmp_path / n / "completions.jsonl").read_text().splitlines()]
+        for n in ("two", "one")
+    ]
+    assert both[0] == both[1]
 
 
 MOMENTS = {"kill": 20, "stop": 10, "block": 10}

@@ -204,6 +204,23 @@ def test_those_that_wait_for_a_long_compilation_of_another_process_do_not_end_it
     assert run.notice()["rank"] == 1
 
 
+def test_a_wait_with_a_limit_of_its_own_is_neither_stuck_nor_progress():
+    """Such as for rewards, of which processes have different numbers."""
+    run = Run(2, silence=1e6, rewards=10.0)
+    for dog in run.dogs:
+        dog.sections.enter("rewards")
+    count = run.dogs[0].beat()["count"]
+    for run.now in (8.0, 16.0):
+        run.dogs[0].waits()
+    run.dogs[1].sections.resumed(10.0)
+    run.beat(1, 0)
+    assert run.notice() is None
+    assert [dog.beat()["count"] for dog in run.dogs] == [count] * 2
+    run.now = 21.0
+    run.beat(1, 0)
+    assert run.notice()["rank"] == 1
+
+
 def test_a_process_without_a_heartbeat_counts_as_dead_and_a_suspended_run_does_not():
     run = Run(3, silence=60.0)
     run.beat(0, 1, 2)
