@@ -550,7 +550,6 @@ def evaluate_prompts(
     o, batch = completer.options, completer.engine.program.batch
     size, k, evaluated = batch.train // batch.accumulation, o.num_generations_eval, Evaluated()
     is_own = o.rollout is not None  # the user's function samples
-    seed = completer.engine.config.run.seed + 1  # other draws than those of training
     count = -(-held_out.samples // size)
     for index in range(count if most is None else min(count, most)):
         ids = np.arange(index * size, min((index + 1) * size, held_out.samples))
@@ -566,7 +565,9 @@ def evaluate_prompts(
             of_rows["completions/clipped_ratio"] = ~sampled.ended
             if k > 1:
                 if not is_own:
-                    several = completer.sample(held_out, ids, step, k, seed=(seed + index) % 2**31)
+                    # Other draws than those of training, and of other batches.
+                    seed = (completer.engine.config.run.seed + 1 + index) % 2**31
+                    several = completer.sample(held_out, ids, step, k, seed=seed)
                     table = completer.score(several, step)
                 passes = totals_of(table.values, o).reshape(-1, k) >= o.pass_reward
                 of_rows[f"pass@{k}"] = passes.any(1)
