@@ -282,7 +282,9 @@ class Completer:
         if rollout is None:  # outside of the phase, whose section of the watchdog ends
             raise Stopped
         shapes = split.shapes(1)
-        arrays = rollout.batch(shapes["tokens"].shape[1])
+        longest = max(len(rollout.prompts[x.prompt]) + len(x.tokens) for x in rollout.completions)
+        # A user's function may have longer prompts than the data.
+        arrays = rollout.batch(max(shapes["tokens"].shape[1], longest - 1))
         for targets, is_model in zip(arrays["targets"], masks):
             targets[np.flatnonzero(targets != IGNORED)[~is_model]] = IGNORED
         return RolloutRows(rollout, repeated, at, arrays, {*shapes}, columns)

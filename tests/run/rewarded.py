@@ -52,7 +52,7 @@ def waits(completion_ids: Any, wanted: Any, trainer_state: Any, **_: Any) -> lis
 def turns(prompts: Any, trainer: Any) -> dict[str, Any]:
     """Two turns of the model, and between them a token of a tool."""
     tokenizer = trainer.processing_class
-    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    ids = [tokenizer.encode(f"longer than data {prompt}").tolist() for prompt in prompts]
     sampling = {"seed": 3, "step": trainer.state.global_step, "temperature": 1.0}
     first = trainer.engine.rollout(ids, 2, tokenizer=tokenizer, **sampling).completions
     then = [[*row, *said.tokens, 7] for row, said in zip(ids, first, strict=True)]
