@@ -53,7 +53,7 @@ SAY_SECONDS = 60.0
 Arrays = dict[str, np.ndarray]
 
 
-class Stopped(Exception):
+class RolloutStopped(Exception):
     """A rollout was given up because the run is to stop."""
 
 
@@ -258,7 +258,7 @@ class Completer:
         """Completions of prompts, so many of each in a row; by default drawn as for training.
 
         Raises:
-          Stopped: `stop()` was true.
+          RolloutStopped: `stop()` was true.
         """
         records = split.prompts(ids)
         at = [i // generations for i in range(len(records) * generations)]
@@ -277,10 +277,10 @@ class Completer:
                 columns = [row.columns for row in sampled]
                 masks = [row.is_model for row in sampled]
             else:
-                with suppress(Stopped):
+                with suppress(RolloutStopped):
                     rollout = self._drawn(records, step, generations, **how)
         if rollout is None:  # outside of the phase, whose section of the watchdog ends
-            raise Stopped
+            raise RolloutStopped
         shapes = split.shapes(1)
         longest = max(len(rollout.prompts[x.prompt]) + len(x.tokens) for x in rollout.completions)
         # A user's function may have longer prompts than the data.
@@ -342,18 +342,18 @@ class Completer:
         """What the rewards say of completions, as of this step.
 
         Raises:
-          Stopped: `stop_here()` was true on one of the processes.
+          RolloutStopped: `stop_here()` was true on one of the processes.
         """
         assert self.rewards is not None
         with self.phase("rewards"):
             table = self.rewards.score(sampled.rows(), self._progress(step), self.stop_here)
         if table is None:
-            raise Stopped
+            raise RolloutStopped
         return table
 
     def _check(self) -> None:
         if self.stop():
-            raise Stopped
+            raise RolloutStopped
 
     def add_losses(self, losses: Evaluated, sampled: RolloutRows) -> None:
         """Add the loss of completions, of an objective without rewards."""

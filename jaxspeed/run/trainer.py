@@ -26,7 +26,13 @@ from jaxspeed.metrics import counted_tokens
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.lm_eval_tasks import evaluate_tasks
-from jaxspeed.run.rollouts import ROLLOUT, Completer, RolloutFeeder, Stopped, evaluate_prompts
+from jaxspeed.run.rollouts import (
+    ROLLOUT,
+    Completer,
+    RolloutFeeder,
+    RolloutStopped,
+    evaluate_prompts,
+)
 from jaxspeed.run.sampling import FinalSample
 from jaxspeed.run.signals import StopRequest
 from jaxspeed.run.step_records import Recorder
@@ -206,7 +212,7 @@ class Trainer:
                 self._read_all()
             try:
                 batch, tokens, of_rollout = next(feeder)
-            except Stopped:
+            except RolloutStopped:
                 return
         else:
             with self.recorder.phase("data"):
@@ -295,7 +301,7 @@ class Trainer:
                 of_prompts = held_out, self.reached.step, most, self._asked_to_stop
                 try:
                     evaluated = evaluate_prompts(self.completer, *of_prompts)
-                except Stopped:
+                except RolloutStopped:
                     evaluated = None
             elif held_out is not None:
                 evaluated = evaluate(self.engine, held_out, most, self._asked_to_stop)
