@@ -192,10 +192,10 @@ def test_full_training_has_the_folder_that_it_began_with_as_reference(tmp_path):
     assert by_default[0] == pytest.approx(0, abs=1e-6)  # it is the reference
     assert by_default[1] > 1e-6
     assert by_name == pytest.approx(by_default, rel=1e-5, abs=1e-7)
-    with pytest.raises(ConfigError, match=r"name a folder \(reference_model\), or train adapters"):
+    with pytest.raises(ConfigError, match=r"name a folder \(reference_model\), train without it"):
         jaxspeed.initialize(config=config(grpo))
     warm = {**named, "run": {"seed": 1, "init_from": "runs/other"}}
-    with pytest.raises(ConfigError, match=r"name a folder \(reference_model\), or train adapters"):
+    with pytest.raises(ConfigError, match=r"name a folder \(reference_model\), train without it"):
         jaxspeed.initialize(config=config(grpo, **warm))
 
 
