@@ -7,9 +7,6 @@ NAMES: dict[str, str] = {
     "eval_loss": "held-out loss: total over weight, of all evaluated held-out batches; beside it "
     "the loss function's own metrics, as eval_NAME, and those of run.eval_tasks, as "
     "eval_TASK/METRIC",
-    "reward": "of training by rewards: mean of the completions of a rollout, at the first step "
-    "that it serves; docs/alignment.md has the metrics beside it",
-    "eval_reward": "of held-out prompts: mean reward of their most likely completions",
     "lr": "learning rate of the step",
     "muon_lr": "with Muon and NorMuon, instead of lr: learning rate of the matrices they update",
     "adam_lr": "with Muon and NorMuon, instead of lr: learning rate of the other parameters (Adam)",
