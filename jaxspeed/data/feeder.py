@@ -54,6 +54,15 @@ def placer(batch_shardings: Callable[[Any], Any], batch_size: int) -> Place:
     return place
 
 
+def reader(arrays: Batch) -> Read:
+    """What reads a part of arrays in memory, for a `placer`."""
+
+    def read(rows: Rows, positions: slice) -> Batch:
+        return {n: x[rows] if x.ndim == 1 else x[rows][:, positions] for n, x in arrays.items()}
+
+    return read
+
+
 def _here(shardings: Any, shapes: Any) -> tuple[np.ndarray, slice]:
     """The rows of the global batch on this process's devices, ascending, and the positions there.
 

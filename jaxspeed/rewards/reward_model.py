@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config.run_sections import FrozenModelSection
-from jaxspeed.data.feeder import placer
+from jaxspeed.data.feeder import placer, reader
 from jaxspeed.data.model_limits import limits_of
 from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import ConfigError, DataError, JaxspeedError
@@ -95,9 +94,7 @@ class RewardModel:
         place = placer(self.program.batch_shardings, self._size)
         sent = []
         for first in range(0, len(rows), self._size):
-            batch = place(
-                partial(_read, _arrays(rows[first : first + self._size], self._size, seq))
-            )
+            batch = place(reader(_arrays(rows[first : first + self._size], self._size, seq)))
             with self.program.set_mesh():
                 if seq not in self._compiled:
                     lowered = self._function.lower(self._state, batch)
@@ -130,7 +127,3 @@ def _arrays(rows: Sequence[_Row], size: int, seq: int) -> dict[str, np.ndarray]:
         tokens[i, : _length(row)] = [*row.prompt_tokens, *row.tokens]
         mask[i, : _length(row)] = 1
     return {"tokens": tokens, "mask": mask}
-
-
-def _read(arrays: Mapping[str, np.ndarray], rows: Any, positions: Any) -> dict[str, np.ndarray]:
-    return {name: x[rows][:, positions] for name, x in arrays.items()}

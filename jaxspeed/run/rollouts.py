@@ -25,6 +25,7 @@ from jaxspeed.axes import PIPE
 from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.config.batch import Batch
 from jaxspeed.data import Split, Tokenizer, placer
+from jaxspeed.data.feeder import reader
 from jaxspeed.data.model_limits import limits_of
 from jaxspeed.data.prompts import PromptRecord
 from jaxspeed.engine import Engine
@@ -600,12 +601,3 @@ def stand_in(blank: Arrays, vocab_size: int) -> Arrays:
                 values = 0.1 * values - math.log(vocab_size)
             filled[name] = values.astype(np.float32)
     return {**blank, **filled}
-
-
-def reader(arrays: Arrays) -> Callable[[Any, slice], Arrays]:
-    """The function that reads a part of arrays, for a `placer`."""
-
-    def read(rows: Any, positions: slice) -> Arrays:
-        return {n: x[rows] if x.ndim == 1 else x[rows][:, positions] for n, x in arrays.items()}
-
-    return read

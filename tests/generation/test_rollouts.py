@@ -37,6 +37,8 @@ STRATEGIES = {
         **ZERO3, **LORA, "mesh": {"tensor": 2}, "quantize": {"weights": "nf4"},
     },
     "ZeRO 3, bf16": PLACEMENTS["ZeRO 3, bf16"],
+    "pipe 2": PLACEMENTS["pipe 2"],
+    "seq 2": {"mesh": {"seq": 2}, **ZERO3},
 }  # fmt: skip
 DEVICES = {"one device": 1, "data 2": 2, "tensor 2": 2}
 
