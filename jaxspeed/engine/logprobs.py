@@ -74,18 +74,21 @@ class LogprobPrograms:
         """Compute them; `once` is how the parameters of the state are gathered."""
         if reference:
             refuse_unknown_base(self.program)
-        placed = self._call.place(_arrays(batch), "logprobs", None)
+        arrays = _arrays(batch)
+        if reference:  # its routers choose for themselves
+            arrays.pop(ROUTING, None)
+        placed = self._call.place(arrays, "logprobs", None)
         key = reference, once is not None, *requests.items()
         if key not in self._compiled:
 
-            def arrays(model: Any, batch: Any) -> dict[str, jax.Array]:
+            def computed_arrays(model: Any, batch: Any) -> dict[str, jax.Array]:
                 result = model_logprobs(model, batch, train=False, **requests)
                 values = {k: x for k, x in result.of_tokens._asdict().items() if x is not None}
                 sums = result.of_tokens.logprobs.sum(-1)
                 return {**values, "counted": result.counted, "sums": sums}
 
             self._compiled[key] = array_program(
-                self.program, arrays, adapters=not reference, once=once
+                self.program, computed_arrays, adapters=not reference, once=once
             )
         self._call.compile_together(self._compiled[key], state, placed)
         computed = self._call(self._compiled[key], state, placed)

@@ -12,6 +12,7 @@ from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.errors import ConfigError
 from jaxspeed.objectives import objective_of
 from jaxspeed.objectives.computed_arrays import ComputedArrays
+from jaxspeed.objectives.model_logprobs import ROUTING
 from jaxspeed.placement.paths import listed
 from jaxspeed.traced_loss.accumulate import micro_batches
 from jaxspeed.train.array_program import ArraysOf, array_function, extra_function, placed
@@ -115,9 +116,12 @@ def _with_arrays(program: Program, entry: ComputedArrays, state: Any, batch: Any
     compute = array_function(frozen or program, entry.arrays, adapters=adapters)
     if entry.by_sample:
         compute = partial(_by_micro_batches, program, compute)
-    arrays = compute(state, samples)
+    read = samples
+    if entry.model != "trained":  # its routers choose for themselves
+        read = {name: x for name, x in samples.items() if name != ROUTING}
+    arrays = compute(state, read)
     if entry.extra is not None:
-        further = extra_function(frozen or program, entry.extra)(state, samples)
+        further = extra_function(frozen or program, entry.extra)(state, read)
         extra = {**(extra or {}), **further}
     with_arrays = {**samples, **arrays}
     return with_arrays if extra is None else WithExtra(with_arrays, extra)

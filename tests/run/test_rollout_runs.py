@@ -125,15 +125,15 @@ KINDS = {
     "the temperature alone": ({"top_p": 0.5, "mirror_sampling": False, "num_iterations": 2}, {}),
     "distillation": (
         {"type": "distill", "on_policy": True, "rewards": None, "num_generations": None},
-        {},
+        {"model": MIXTURE},
     ),
 }
 
 
-def teacher(folder):
-    """A folder of a model of this family and size."""
+def teacher(folder, family="llama", **sizes):
+    """A folder of a model."""
     config = {
-        "model": {"family": "llama", "config": rewarded.MODEL},
+        "model": {"family": family, "config": {**rewarded.MODEL, **sizes}},
         "train_batch_size": 8,
         "run": {"seed": 5},
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
@@ -148,7 +148,9 @@ def teacher(folder):
 def test_objectives_that_sample_train_and_are_evaluated(tmp_path, kind):
     objective, sections = KINDS[kind]
     if kind == "distillation":
-        objective = objective | {"teacher": teacher(tmp_path / "teacher")}
+        # The teacher's routers choose for themselves: it has others.
+        other = {"family": "mixtral", "num_hidden_layers": 2, "num_experts": 4}
+        objective = objective | {"teacher": teacher(tmp_path / "teacher", **other)}
     config = rewarded.write(tmp_path, objective, **sections)
     small.trained(config, tmp_path / "run", steps=2, eval_every=1)
     records = read_records(tmp_path / "run" / "metrics.jsonl")
