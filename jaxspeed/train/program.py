@@ -276,7 +276,8 @@ class Program:
     @functools.cached_property
     def storage(self) -> StateStorage:
         """How the state is stored, and fresh ones."""
-        return StateStorage(self.table, self.model, self.optimizer, self.layout, self.ring_errors)
+        parts = self.table, self.model, self.optimizer, self.layout, self.ring_errors
+        return StateStorage(*parts, self.update.tier)
 
     @property
     def state(self) -> TrainState:
