@@ -5,7 +5,7 @@ that this process's devices have are in its file, once each.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -82,10 +82,15 @@ class Rows:
 
 
 class Shard(NamedTuple):
-    """One shard of an array: where its bytes are in a bucket, and the devices that read them."""
+    """One shard of an array: where its bytes are in a bucket, and the devices that read them.
+
+    Attributes:
+      is_first: whether no process before this one has it too.
+    """
 
     offset: int
     devices: Sequence[jax.Device]
+    is_first: bool
 
 
 @dataclass(frozen=True)
@@ -111,16 +116,43 @@ class BucketArray:
     def shards(self) -> Sequence[Shard]:
         """The shards that this process's devices have."""
         by_index: dict[str, list[jax.Device]] = {}
+        firsts: dict[str, int] = {}  # the first process that has a shard
         first: Any = self.sharding.mesh.devices.flat[0]
         process = first.process_index
         if self.sharding.addressable_devices:  # else devices to compile for
             process = jax.process_index()
         indices: Mapping[Any, Any] = self.sharding.devices_indices_map(self.shape)
         for device, index in indices.items():
+            firsts.setdefault(str(index), device.process_index)
             if device.process_index == process:
                 by_index.setdefault(str(index), []).append(device)
         step = aligned(self.shard_bytes)
-        return [Shard(self.offset + i * step, d) for i, d in enumerate(by_index.values())]
+        return [
+            Shard(self.offset + i * step, devices, firsts[index] == process)
+            for i, (index, devices) in enumerate(by_index.items())
+        ]
+
+    @cached_property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the array with all its rows."""
+        shape = list(self.shape)
+        if self.rows:
+            shape[self.rows.dim] = shape[self.rows.dim] // self.rows.count * self.rows.size
+        return tuple(shape)
+
+    def regions(self, buffer: np.ndarray) -> Iterator[tuple[tuple[slice, ...], np.ndarray, Shard]]:
+        """(where in the full array, the values there, their shard), of a buffer with the bucket."""
+        at = self.sharding.devices_indices_map(self.full_shape)
+        for view, shard in zip(self.views(buffer), self.shards, strict=True):
+            index = at[shard.devices[0]]
+            spans = [span.indices(n)[:2] for span, n in zip(index, self.full_shape)]
+            if (rows := self.rows) is None:
+                yield tuple(slice(*span) for span in spans), view, shard
+                continue
+            first = range(*spans[rows.dim], rows.size)
+            for start, part in zip(first, np.split(view, len(first), rows.dim), strict=True):
+                spans[rows.dim] = (start + rows.start, start + rows.start + rows.count)
+                yield tuple(slice(*span) for span in spans), part, shard
 
     @property
     def nbytes(self) -> int:

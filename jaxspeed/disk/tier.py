@@ -2,6 +2,7 @@
 
 import os
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,12 +33,16 @@ class DiskOptions:
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of an update: of each kind of work while any of it ran, and in all."""
+    """Seconds of an update: of each kind of work while any of it ran, and in all.
+
+    `waiting` were those before it, for a checkpoint that was still being written.
+    """
 
     reading: float
     computing: float
     writing: float
     total: float
+    waiting: float
 
 
 @dataclass
@@ -57,6 +62,7 @@ class DiskTier:
         self.buckets, self.options = buckets, options
         self.last: StepSeconds | None = None  # of the last update
         self._lost: BaseException | None = None
+        self._held = threading.Lock()  # while values are replaced, or must not be
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +84,7 @@ class DiskTier:
         """All arrays, by name."""
         firsts = {name: parts[0][1] for name, parts in self.places.items()}
         return {
-            name: DiskArray(name, self._full_shape(name), first.dtype, first.sharding, self)
+            name: DiskArray(name, first.full_shape, first.dtype, first.sharding, self)
             for name, first in firsts.items()
         }
 
@@ -89,7 +95,7 @@ class DiskTier:
         self.refuse_lost()
         parts = self.places[name]
         _, first = parts[0]
-        shape = self._full_shape(name)
+        shape = first.full_shape
         local = [np.empty(first.sharding.shard_shape(shape), first.dtype) for _ in first.shards]
         for bucket, x in parts:
             with self._buffer() as buffer:
@@ -116,13 +122,40 @@ class DiskTier:
                 self._file.write(bucket.offset + x.offset, part).wait()
         self._file.seal()
 
-    def _full_shape(self, name: str) -> tuple[int, ...]:
-        _, first = self.places[name][0]
-        if first.rows is None:
-            return first.shape
-        shape = list(first.shape)
-        shape[first.rows.dim] = shape[first.rows.dim] // first.rows.count * first.rows.size
-        return tuple(shape)
+    def read_all(self) -> Iterator[tuple[Bucket, np.ndarray]]:
+        """Each bucket with a buffer that holds it until the next one, which is read meanwhile."""
+        self.refuse_lost()
+        reads = deque[tuple[Bucket, np.ndarray, Transfer]]()
+        waiting = deque(bucket for bucket in self.buckets if bucket.nbytes)
+        try:
+            while waiting or reads:
+                while waiting and len(reads) < 2:
+                    bucket, buffer = waiting.popleft(), self._free.get()
+                    read = self._file.read(bucket.offset, buffer[: bucket.nbytes])
+                    reads.append((bucket, buffer, read))
+                bucket, buffer, read = reads[0]
+                read.wait()
+                yield bucket, buffer
+                self._free.put(reads.popleft()[1])
+        finally:
+            for _, buffer, read in reads:
+                _ended(read.wait)
+                self._free.put(buffer)
+
+    def hold(self) -> "Hold":
+        """Keep the values as they are until the hold ends; an update waits for that."""
+        return Hold(self._held)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Context in which all arrays are written; if it fails, the state is lost."""
+        with self._held:
+            self._lost = None
+            try:
+                yield
+            except BaseException as error:
+                self._lost = error
+                raise
 
     # -- updates --------------------------------------------------------------------------------
 
@@ -134,6 +167,11 @@ class DiskTier:
         Raises:
           DiskError: a part of the state is lost: from then on each call raises it.
         """
+        start = time.perf_counter()
+        with self._held:
+            self._update(compute, time.perf_counter() - start)
+
+    def _update(self, compute: Callable[[Bucket, Results], Results], waited: float) -> None:
         self.refuse_lost()
         self._file.refuse_changed()
         spans, start = _Spans(), time.perf_counter()
@@ -171,7 +209,8 @@ class DiskTier:
             raise
         self._file.seal()
         reading, computing, writing = map(_union, (spans.reading, spans.computing, spans.writing))
-        self.last = StepSeconds(reading, computing, writing, time.perf_counter() - start)
+        total = time.perf_counter() - start
+        self.last = StepSeconds(reading, computing, writing, total, waited)
 
     def _read_ahead(
         self, waiting: deque[Bucket], reads: deque[tuple[np.ndarray, Transfer]]
@@ -233,10 +272,6 @@ class DiskTier:
                 f"({self._lost}); restore the newest checkpoint"
             ) from self._lost
 
-    def replaced(self) -> None:
-        """Note that all arrays are about to be written: a lost state is no longer one."""
-        self._lost = None
-
     @property
     def folder(self) -> os.PathLike[str] | None:
         """The scratch folder, once there is one."""
@@ -248,6 +283,20 @@ class DiskTier:
             self._file.close()
             self._scratch.close()
             del self.__dict__["_file"]
+
+
+class Hold:
+    """A lock that is held until `end`, in any thread."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        lock.acquire()
+        self._lock: threading.Lock | None = lock
+
+    def end(self) -> None:
+        """End it; a second call is a no-op."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
 
 def _ended(wait: Callable[[], Any]) -> None:

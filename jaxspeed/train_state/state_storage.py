@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,7 +121,7 @@ class StateStorage:
             ema=replaced("ema", state.ema),
         )
 
-    def _master(self, path: str, x: Any) -> Any:
+    def stored_master(self, path: str, x: Any) -> Any:
         """A master as the state has it: written, if it belongs on a disk."""
         place = self.on_disk.get(f"params/{path}")
         return x if place is None or is_on_disk(x) else place.write(x)
@@ -136,9 +137,11 @@ class StateStorage:
         The model before the rest, so that the memory of random initialization is free before the
         moments are allocated.
         """
+        with self.tier.replacing() if self.tier and not is_traced(seed) else nullcontext():
+            return self._fresh(seed)
+
+    def _fresh(self, seed: int) -> TrainState:
         at = self.shardings
-        if self.tier:
-            self.tier.replaced()
         if self.model.weights is not None:
             weights = self.model.weights
             there = [row for row in self.table if not row.leaf.adapts]
@@ -228,7 +231,7 @@ class StateStorage:
                     copy = _stored_copy(value, form.dtype, form.padded, form.sharding)
                     stored[path] = _encoded(form)(copy)
             if row.path in master:
-                master[row.path] = self._master(row.path, master[row.path])
+                master[row.path] = self.stored_master(row.path, master[row.path])
         return params, master
 
     def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
@@ -305,7 +308,7 @@ class StateStorage:
 
         def stored(*args: Any) -> tuple[Arrays, Arrays]:
             params, master = compiled(*args)
-            return params, {path: self._master(path, x) for path, x in master.items()}
+            return params, {path: self.stored_master(path, x) for path, x in master.items()}
 
         return stored if self.tier else compiled
 
@@ -357,7 +360,9 @@ class StateStorage:
                 form = self.table.stored(row, placement)
                 if form.codec == PLAIN or not form.stacked:
                     value = read_encoded(weights, row.leaf, form)
-                    stored[row.path] = self._master(row.path, value) if stored is master else value
+                    stored[row.path] = (
+                        self.stored_master(row.path, value) if stored is master else value
+                    )
                     continue
                 shapes = {name: (x.shape, x.dtype) for name, x in form.arrays.items()}
                 arrays = jax.jit(
