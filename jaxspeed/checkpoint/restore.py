@@ -85,8 +85,13 @@ def restore_state(
     check_adapters(program, folder, header)
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
     on_disk = {name: as_on_disk(name, leaf, header.leaves[name]) for name, leaf in read.items()}
-    ready()
     tier = program.update.tier
+    if tier and others:
+        raise CheckpointError(
+            f"{folder}: has the adapters {listed(sorted(others))} beside the one in use, which are "
+            'not stored on a disk: set offload_optimizer.device to "cpu" or "none"'
+        )
+    ready()
     arrays = read_arrays(folder, on_disk) if tier is None else {}
 
     def donatable(prefix: str, names: Iterable[str]) -> tuple[Arrays, Arrays]:
