@@ -38,11 +38,11 @@ class StepSeconds(NamedTuple):
     `waiting` were those before it, for a checkpoint that was still being written.
     """
 
-    reading: float
-    computing: float
-    writing: float
-    total: float
-    waiting: float
+    total: float = 0
+    reading: float = 0
+    computing: float = 0
+    writing: float = 0
+    waiting: float = 0
 
 
 @dataclass
@@ -210,7 +210,7 @@ class DiskTier:
         self._file.seal()
         reading, computing, writing = map(_union, (spans.reading, spans.computing, spans.writing))
         total = time.perf_counter() - start
-        self.last = StepSeconds(reading, computing, writing, total, waited)
+        self.last = StepSeconds(total, reading, computing, writing, waited)
 
     def _read_ahead(
         self, waiting: deque[Bucket], reads: deque[tuple[np.ndarray, Transfer]]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspeed.disk.disk_array import Bucket, DiskArray
 from jaxspeed.disk.tier import Results
@@ -23,7 +24,8 @@ from jaxspeed.train.update import Reduced
 from jaxspeed.train_state.state import Arrays, TrainState
 from jaxspeed.user_models.batches import with_extra
 
-REDUCED = "reduced"
+REDUCED, SECONDS = "reduced", "seconds"
+_METRICS = tuple(f"disk_{name}seconds" for name in ("", "read_", "compute_", "write_", "wait_"))
 
 
 def step_phases(program: Program) -> tuple[StepPhase, ...]:
@@ -41,12 +43,17 @@ def step_phases(program: Program) -> tuple[StepPhase, ...]:
             mesh=program.mesh,
         ),
         StepPhase(
-            "update on disk", BucketUpdate(program), (STATE, SUMS, REDUCED), (STATE,), (STATE,)
+            "update on disk",
+            BucketUpdate(program),
+            (STATE, SUMS, REDUCED),
+            (STATE, SECONDS),
+            (STATE,),
+            shapes=lambda state, *_: (state, _seconds(jax.ShapeDtypeStruct((), jnp.float32))),
         ),
         StepPhase(
             "settle",
             program.jit(settled, donate_argnums=0, out_shardings=(program.shardings, None)),
-            (STATE, SUMS, VARIABLES, REDUCED),
+            (STATE, SUMS, VARIABLES, REDUCED, SECONDS),
             (STATE, METRICS),
             (STATE,),
             mesh=program.mesh,
@@ -70,7 +77,12 @@ def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Sums, A
 
 
 def _settled(
-    program: Program, state: TrainState, sums: Sums, variables: Arrays, reduced: Reduced
+    program: Program,
+    state: TrainState,
+    sums: Sums,
+    variables: Arrays,
+    reduced: Reduced,
+    seconds: Arrays,
 ) -> Any:
     """(state, metrics), once all buckets are updated."""
     update = program.update
@@ -81,21 +93,31 @@ def _settled(
         opt[path] = jnp.where(finite, value, opt[path])
     moments = jax.tree.unflatten(program.layout.tree, opt.values())
     changed = Updated(state.params, state.master, moments, state.ema)
-    return update.settled(state, sums, variables, changed, reduced.norm, reduced.factor, finite)
+    after, metrics = update.settled(
+        state, sums, variables, changed, reduced.norm, reduced.factor, finite
+    )
+    return after, metrics | seconds
+
+
+def _seconds(*values: Any) -> Arrays:
+    """Metrics of an update's times, in the order of `StepSeconds`, or one value for all."""
+    return dict(zip(_METRICS, values * len(_METRICS) if len(values) == 1 else values))
 
 
 class BucketUpdate:
-    """`state = update(state, sums, reduced)`, bucket by bucket; it donates the state's arrays."""
+    """`state, seconds = update(state, sums, reduced)`, bucket by bucket; it donates the state."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
-    def __call__(self, state: TrainState, sums: Sums, reduced: Reduced) -> TrainState:
+    def __call__(
+        self, state: TrainState, sums: Sums, reduced: Reduced
+    ) -> tuple[TrainState, Arrays]:
         tier = self._program.update.tier
         assert tier is not None
         if not bool(reduced.finite):
-            return state
+            return state, _seconds(np.float32(0))
         program = self._program
         opt = program.layout.flat(state.opt)
         fields = Updated(dict(state.params), dict(state.master), opt, dict(state.ema))
@@ -115,7 +137,9 @@ class BucketUpdate:
         tier.update(compute)
         moments = jax.tree.unflatten(program.layout.tree, fields.opt.values())
         params, master, _, average = fields
-        return replace(state, params=params, master=master, opt=moments, ema=average)
+        after = replace(state, params=params, master=master, opt=moments, ema=average)
+        assert tier.last is not None
+        return after, _seconds(*map(np.float32, tier.last))
 
     @cached_property
     def _streamed(self) -> StreamedUpdate:

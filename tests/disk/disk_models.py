@@ -9,7 +9,7 @@ import numpy as np
 import jaxspeed
 from jaxspeed.checkpoint.leaves import key_data
 from jaxspeed.disk.disk_array import in_memory
-from jaxspeed.disk.tier import DiskTier
+from jaxspeed.disk.tier import DiskTier, StepSeconds
 from jaxspeed.engine import Engine
 from jaxspeed.train.build import build_program
 
@@ -114,6 +114,7 @@ class MemoryTier(DiskTier):
             after = np.zeros(bucket.nbytes, np.uint8)
             bucket.store(results, after)
             self._file.write(bucket.offset, after)
+        self.last = StepSeconds()
 
 
 def with_buckets_in_memory(made):

@@ -100,8 +100,8 @@ def updated(made, state, grads):
     reduced = jax.jit(made.in_mesh(made.update.reduced))(state, sums)
     _, buckets, settle = made.phases
     sums = sums._replace(grads=reduced.grads)
-    state = buckets.function(state, sums, reduced)
-    return settle.function(state, sums, state.variables, reduced._replace(grads={}))[0]
+    state, seconds = buckets.function(state, sums, reduced)
+    return settle.function(state, sums, state.variables, reduced._replace(grads={}), seconds)[0]
 
 
 @pytest.mark.default_cases("3 tensor EMA")
@@ -129,6 +129,7 @@ def test_a_skipped_step_reads_and_writes_nothing(tmp_path):
     before = (made.update.tier.folder / "state").stat()
     metrics = ours.train_batch(batch_of(made.batch.train))
     assert bool(metrics["skipped"]) and made.update.tier.last is None
+    assert not metrics["disk_seconds"]
     after = (made.update.tier.folder / "state").stat()
     assert after.st_mtime_ns == before.st_mtime_ns
 

@@ -120,3 +120,12 @@ def test_buckets_are_bounded_and_hold_each_value_once(tmp_path):
     starts = [bucket.offset for bucket in tier.buckets]
     assert starts == [*np.cumsum([0, *(b.nbytes for b in tier.buckets)])[:-1]]
     assert jax.tree.leaves(made.state.master) == []
+
+
+def test_metrics_have_the_seconds_of_each_kind_of_work(pair):
+    ours, theirs = pair
+    metrics = ours.train_batch(batch_of(ours.program.batch.train, 3))
+    names = [f"disk_{kind}_seconds" for kind in ("read", "compute", "write")]
+    assert all(0 < metrics[name] <= metrics["disk_seconds"] for name in names)
+    assert sum(float(metrics[name]) for name in names) > float(metrics["disk_seconds"]) / 2
+    assert "disk_seconds" not in theirs.train_batch(batch_of(theirs.program.batch.train, 3))

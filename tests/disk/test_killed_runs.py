@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT, STEPS = Path(__file__).resolve().parents[2], 12
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def started(folder):
+def started(folder, steps):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.disk.child", str(folder), str(STEPS)],
+        [sys.executable, "-m", "tests.disk.child", str(folder), str(steps)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
     )
 
 
-def finished(folder):
-    child = started(folder)
+def finished(folder, steps):
+    child = started(folder, steps)
     child.communicate(timeout=120)
     assert child.returncode == 0
     with np.load(folder / "values.npz") as values:
@@ -33,19 +33,20 @@ def finished(folder):
 @pytest.mark.default_cases("1")
 @pytest.mark.parametrize("kills", [1, 3, pytest.param(20, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, kills):
-    expected = finished(tmp_path / "undisturbed")
+    steps = 6 * kills + 6
+    expected = finished(tmp_path / "undisturbed", steps)
     folder, rng = tmp_path / "killed", random.Random(kills)
-    for number in range(kills):
-        child = started(folder)
+    for _ in range(kills):
+        child = started(folder, steps)
         assert child.stdout.readline() == "ready\n"
-        for _ in range(min(2, STEPS - number // 2)):
+        for _ in range(2):
             child.stdout.readline()
         time.sleep(rng.uniform(0, 0.05))
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
         assert len([*(folder / "disk").iterdir()]) == 1  # what was left before it is removed
-    values = finished(folder)
+    values = finished(folder, steps)
     for ours, theirs in zip(values, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert not [*(folder / "disk").iterdir()]
