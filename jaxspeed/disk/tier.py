@@ -69,6 +69,11 @@ class DiskTier:
         """Bytes of the file of this process."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory of the buffers."""
+        return self.options.buffers * max((bucket.nbytes for bucket in self.buckets), default=0)
+
     @cached_property
     def places(self) -> Mapping[str, Sequence[tuple[Bucket, BucketArray]]]:
         """Where the parts of each array are."""
