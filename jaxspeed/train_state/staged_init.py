@@ -81,6 +81,7 @@ class StagedInit:
                 if waiting > _HOST_BYTES:
                     waiting = 0
                     jax.block_until_ready(arrays)
+                del arrays, result  # what is on a disk is freed before the next is computed
         return jax.tree.unflatten(self._tree, results)
 
 

@@ -24,7 +24,7 @@ def started(folder, steps):
 
 def finished(folder, steps):
     child = started(folder, steps)
-    child.communicate(timeout=120)
+    child.communicate(timeout=500)
     assert child.returncode == 0
     with np.load(folder / "values.npz") as values:
         return [values[name] for name in values.files]
@@ -33,14 +33,13 @@ def finished(folder, steps):
 @pytest.mark.default_cases("1")
 @pytest.mark.parametrize("kills", [1, 3, pytest.param(20, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, kills):
-    steps = 6 * kills + 6
+    steps = 3 * kills + 6
     expected = finished(tmp_path / "undisturbed", steps)
     folder, rng = tmp_path / "killed", random.Random(kills)
     for _ in range(kills):
         child = started(folder, steps)
         assert child.stdout.readline() == "ready\n"
-        for _ in range(2):
-            child.stdout.readline()
+        child.stdout.readline()  # a step
         time.sleep(rng.uniform(0, 0.05))
         child.send_signal(signal.SIGKILL)
         child.wait()
