@@ -24,7 +24,7 @@ from typing import Any
 HEAD, TOKENS = 128, 32  # elements of a head, tokens of a sample
 
 
-def settings(folder: str, bucket: int) -> dict[str, Any]:
+def settings(folder: str, bucket: int, buffers: int) -> dict[str, Any]:
     return {
         "train_batch_size": 1,
         "bf16": {"enabled": True},
@@ -32,7 +32,7 @@ def settings(folder: str, bucket: int) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {
             "sub_group_size": bucket,
-            "offload_optimizer": {"device": "nvme", "nvme_path": folder, "buffer_count": 3},
+            "offload_optimizer": {"device": "nvme", "nvme_path": folder, "buffer_count": buffers},
         },
         "run": {"devices": "cpu:1"},
     }
@@ -85,7 +85,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "initializer_range": 0.006,  # for a first loss near ln(vocabulary)
     }
     model, loss, *_ = models.build("llama", overrides=sizes)
-    config = Config.load(settings(args.folder, args.bucket))
+    config = Config.load(settings(args.folder, args.bucket, args.buffers))
     program = build_program(config, model, loss, devices=jax.devices()[:1])
     if args.in_memory:
         program.update.tier._file = Buckets(program.update.tier.nbytes)
@@ -193,15 +193,16 @@ def table(found: dict[str, Any], speeds: list[dict[str, float]]) -> str:
         f"step, {found['training_bytes'] / 1e9:.2f} GB from then on, of which "
         f"{found['buffer_bytes'] / 1e9:.2f} GB of buffers",
         f"initialized in {found['initialized_seconds']:.1f} s",
-        "step     loss  all s  update  reading  computing  writing  read GB/s  write GB/s",
+        "step     loss  all s  update  reading  computing  writing    I/O  read GB/s  write GB/s",
     ]
     for number, step in enumerate(found["steps"]):
-        names = ("disk_seconds", *(f"disk_{n}_seconds" for n in ("read", "compute", "write")))
-        times = [step[name] for name in names]
+        kinds = ("", "read_", "compute_", "write_", "io_")
+        times = [step[f"disk_{kind}seconds"] for kind in kinds]
+        read, write = (nbytes / seconds / 1e9 for seconds in (times[1], times[3]))
         lines.append(
             f"{number:4d} {step['loss']:8.4f} {step['seconds']:6.1f} {times[0]:7.1f} "
-            f"{times[1]:8.1f} {times[2]:10.1f} {times[3]:8.1f} {nbytes / times[1] / 1e9:10.2f} "
-            f"{nbytes / times[3] / 1e9:11.2f}"
+            f"{times[1]:8.1f} {times[2]:10.1f} {times[3]:8.1f} {times[4]:6.1f} {read:10.2f} "
+            f"{write:11.2f}"
         )
     for when, speed in zip(("before", "after"), speeds):
         lines.append(f"dd {when}: read {speed['read'] / 1e9:.2f}, write {speed['write'] / 1e9:.2f}")
@@ -214,7 +215,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--bucket", type=int, default=1 << 24, help="sub_group_size")
+    parser.add_argument("--bucket", type=int, default=1 << 22, help="sub_group_size")
+    parser.add_argument("--buffers", type=int, default=4, help="buffer_count")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--compare", action="store_true", help="two layers, disk against memory")
     parser.add_argument("--in-memory", action="store_true", help="buckets in memory")

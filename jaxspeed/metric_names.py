@@ -42,6 +42,7 @@ NAMES: dict[str, str] = {
     "disk_read_seconds": "part of disk_seconds in which any bucket was read",
     "disk_compute_seconds": "part of disk_seconds in which any bucket was computed",
     "disk_write_seconds": "part of disk_seconds in which any bucket was written",
+    "disk_io_seconds": "part of disk_seconds in which any was read or written",
     "disk_wait_seconds": "time before disk_seconds spent waiting for a checkpoint's writes",
     "wall/total": "wall time of the run so far, in seconds, including all restarts",
     "wall/compile": "part of wall/total spent compiling",

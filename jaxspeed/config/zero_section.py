@@ -43,7 +43,7 @@ _OFFLOADED_PARAM = ("zero_optimization.offload_param.device", ("cpu",))
 _OFFLOADED_OPTIMIZER = ("zero_optimization.offload_optimizer.device", ("cpu", "nvme"))
 ON_DISK = ("zero_optimization.offload_optimizer.device", ("nvme",))
 _OVERLAPPED = "Always on: a bucket is read, and one written, while another is updated."
-LARGEST_BUCKET = 1 << 24  # elements of an array per device
+LARGEST_BUCKET = 1 << 22  # elements of an array per device
 
 
 class OffloadParam(Coercing):
@@ -204,7 +204,7 @@ class Zero(Coercing):
     stage3_allgather_sequential: Flag = harmless(False, _SCHEDULED)
     sub_group_size: Count = approximated(
         1_000_000_000,
-        "Elements of a bucket, counted per device: at most 16,777,216, since several are in host "
+        "Elements of a bucket, counted per device: at most 4,194,304, since several are in host "
         "memory at once.",
         when=ON_DISK,
     )

@@ -42,6 +42,7 @@ class StepSeconds(NamedTuple):
     reading: float = 0
     computing: float = 0
     writing: float = 0
+    transfers: float = 0  # reading or writing
     waiting: float = 0
 
 
@@ -214,8 +215,9 @@ class DiskTier:
             raise
         self._file.seal()
         reading, computing, writing = map(_union, (spans.reading, spans.computing, spans.writing))
+        transfers = _union([*spans.reading, *spans.writing])
         total = time.perf_counter() - start
-        self.last = StepSeconds(total, reading, computing, writing, waited)
+        self.last = StepSeconds(total, reading, computing, writing, transfers, waited)
 
     def _read_ahead(
         self, waiting: deque[Bucket], reads: deque[tuple[np.ndarray, Transfer]]

@@ -25,7 +25,9 @@ from jaxspeed.train_state.state import Arrays, TrainState
 from jaxspeed.user_models.batches import with_extra
 
 REDUCED, SECONDS = "reduced", "seconds"
-_METRICS = tuple(f"disk_{name}seconds" for name in ("", "read_", "compute_", "write_", "wait_"))
+_METRICS = tuple(
+    f"disk_{name}seconds" for name in ("", "read_", "compute_", "write_", "io_", "wait_")
+)
 
 
 def step_phases(program: Program) -> tuple[StepPhase, ...]:
