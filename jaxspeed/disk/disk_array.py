@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxspeed.disk.direct_file import aligned
 
 
-class Store(Protocol):
+class DiskValues(Protocol):
     """What holds the values of arrays that are on a disk."""
 
     def read(self, name: str) -> jax.Array: ...
@@ -36,7 +36,7 @@ class DiskArray:
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding  # of what is read
-    store: Store
+    store: DiskValues
 
     def read(self) -> jax.Array:
         """The values, in the memory of `sharding`."""
@@ -65,8 +65,8 @@ def in_memory(tree: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows `start` to `start + count` of each of the shards into which a dim is divided."""
+class ShardRows:
+    """ShardRows `start` to `start + count` of each of the shards into which a dim is divided."""
 
     dim: int
     size: int  # of a shard
@@ -101,7 +101,7 @@ class BucketArray:
     shape: tuple[int, ...]  # of these rows
     dtype: Any
     sharding: NamedSharding
-    rows: Rows | None  # None: all
+    rows: ShardRows | None  # None: all
     offset: int  # in the bucket
 
     @cached_property
@@ -191,22 +191,22 @@ class BucketArray:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketPiece:
     """A parameter, or rows of it, that are updated with a bucket."""
 
     path: str
-    rows: Rows | None
+    rows: ShardRows | None
     arrays: Sequence[BucketArray]  # those that are on the disk
     roles: Sequence[str]  # what each is to the update
 
 
 @dataclass(frozen=True)
-class Bucket:
+class DiskBucket:
     """A contiguous region of the file."""
 
     offset: int
     nbytes: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[BucketPiece]
 
     def arrays(self, buffer: np.ndarray) -> list[dict[str, jax.Array]]:
         """The arrays of each piece by their roles, from a buffer that holds the bucket."""

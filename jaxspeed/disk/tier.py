@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxspeed.disk.direct_file import DirectFile, Span, Transfer, aligned_buffer
-from jaxspeed.disk.disk_array import Bucket, BucketArray, DiskArray
+from jaxspeed.disk.disk_array import DiskBucket, BucketArray, DiskArray
 from jaxspeed.disk.scratch import Scratch
 from jaxspeed.errors import DiskError
 
@@ -59,7 +59,7 @@ class DiskTier:
     A program has one: a fresh or restored state replaces the values of the one before it.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], options: DiskOptions) -> None:
+    def __init__(self, buckets: Sequence[DiskBucket], options: DiskOptions) -> None:
         self.buckets, self.options = buckets, options
         self.last: StepSeconds | None = None  # of the last update
         self._lost: BaseException | None = None
@@ -76,9 +76,9 @@ class DiskTier:
         return self.options.buffers * max((bucket.nbytes for bucket in self.buckets), default=0)
 
     @cached_property
-    def places(self) -> Mapping[str, Sequence[tuple[Bucket, BucketArray]]]:
+    def places(self) -> Mapping[str, Sequence[tuple[DiskBucket, BucketArray]]]:
         """Where the parts of each array are."""
-        places: dict[str, list[tuple[Bucket, BucketArray]]] = {}
+        places: dict[str, list[tuple[DiskBucket, BucketArray]]] = {}
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 for x in piece.arrays:
@@ -128,10 +128,10 @@ class DiskTier:
                 self._file.write(bucket.offset + x.offset, part).wait()
         self._file.seal()
 
-    def read_all(self) -> Iterator[tuple[Bucket, np.ndarray]]:
+    def read_all(self) -> Iterator[tuple[DiskBucket, np.ndarray]]:
         """Each bucket with a buffer that holds it until the next one, which is read meanwhile."""
         self.refuse_lost()
-        reads = deque[tuple[Bucket, np.ndarray, Transfer]]()
+        reads = deque[tuple[DiskBucket, np.ndarray, Transfer]]()
         waiting = deque(bucket for bucket in self.buckets if bucket.nbytes)
         try:
             while waiting or reads:
@@ -165,7 +165,7 @@ class DiskTier:
 
     # -- updates --------------------------------------------------------------------------------
 
-    def update(self, compute: Callable[[Bucket, Results], Results]) -> None:
+    def update(self, compute: Callable[[DiskBucket, Results], Results]) -> None:
         """Replace the arrays of each bucket, in their order, by what `compute` returns for them.
 
         The next buckets are read, and the last ones written, while one is computed.
@@ -177,7 +177,7 @@ class DiskTier:
         with self._held:
             self._update(compute, time.perf_counter() - start)
 
-    def _update(self, compute: Callable[[Bucket, Results], Results], waited: float) -> None:
+    def _update(self, compute: Callable[[DiskBucket, Results], Results], waited: float) -> None:
         self.refuse_lost()
         self._file.refuse_changed()
         spans, start = _Spans(), time.perf_counter()
@@ -220,7 +220,7 @@ class DiskTier:
         self.last = StepSeconds(total, reading, computing, writing, transfers, waited)
 
     def _read_ahead(
-        self, waiting: deque[Bucket], reads: deque[tuple[np.ndarray, Transfer]]
+        self, waiting: deque[DiskBucket], reads: deque[tuple[np.ndarray, Transfer]]
     ) -> None:
         """Start to read buckets into the free buffers; wait for one if nothing is being read."""
         while waiting:
@@ -232,7 +232,12 @@ class DiskTier:
             reads.append((buffer, self._file.read(bucket.offset, buffer[: bucket.nbytes])))
 
     def _store(
-        self, bucket: Bucket, buffer: np.ndarray, results: Results, dispatched: float, spans: _Spans
+        self,
+        bucket: DiskBucket,
+        buffer: np.ndarray,
+        results: Results,
+        dispatched: float,
+        spans: _Spans,
     ) -> None:
         """Write a bucket once it is computed, and free its buffer, which the computation read."""
         try:

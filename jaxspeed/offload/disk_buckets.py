@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxspeed.disk.direct_file import aligned
-from jaxspeed.disk.disk_array import Bucket, BucketArray, Piece, Rows
+from jaxspeed.disk.disk_array import DiskBucket, BucketArray, BucketPiece, ShardRows
 from jaxspeed.offload.offloaded_update import EMA, OPT, UPDATED, StreamedUpdate
 from jaxspeed.placement.codec import parts_of
 from jaxspeed.placement.rows import Row
 
 
-def disk_buckets(update: StreamedUpdate) -> tuple[Bucket, ...]:
+def disk_buckets(update: StreamedUpdate) -> tuple[DiskBucket, ...]:
     """Buckets of at most `update.bucket` elements of each kind of array per device.
 
     A parameter that the optimizer updates only as one is not divided, whatever its size. Those that
@@ -27,7 +27,7 @@ def disk_buckets(update: StreamedUpdate) -> tuple[Bucket, ...]:
                 elements = 0
             groups[-1].append(sized)
             elements += sized.elements
-    buckets, offset = list[Bucket](), 0
+    buckets, offset = list[DiskBucket](), 0
     for group in groups:
         buckets.append(_bucket(offset, [sized.piece for sized in group]))
         offset += buckets[-1].nbytes
@@ -35,7 +35,7 @@ def disk_buckets(update: StreamedUpdate) -> tuple[Bucket, ...]:
 
 
 class _Sized(NamedTuple):
-    piece: Piece
+    piece: BucketPiece
     elements: int  # per device
 
 
@@ -45,10 +45,10 @@ def _pieces(update: StreamedUpdate, row: Row) -> Iterator[_Sized]:
     plan = update.plan(row, layouts)
     per_device = update.elements(row)
     if plan is None:
-        spans: list[Rows | None] = [None]
+        spans: list[ShardRows | None] = [None]
     else:
         spans = [
-            Rows(plan.dim, plan.size, start, min(plan.rows, plan.size - start))
+            ShardRows(plan.dim, plan.size, start, min(plan.rows, plan.size - start))
             for start in range(0, plan.size, plan.rows)
         ]
     for span in spans:
@@ -59,7 +59,7 @@ def _pieces(update: StreamedUpdate, row: Row) -> Iterator[_Sized]:
                 shape = plan.slice_shape(shape, span.count)
             arrays.append(BucketArray(name, shape, dtype, at, span, 0))
         elements = per_device if span is None else per_device // span.size * span.count
-        yield _Sized(Piece(row.path, span, tuple(arrays), tuple(names)), elements)
+        yield _Sized(BucketPiece(row.path, span, tuple(arrays), tuple(names)), elements)
 
 
 def _on_disk(update: StreamedUpdate, row: Row) -> dict[str, tuple[str, object]]:
@@ -79,8 +79,8 @@ def _on_disk(update: StreamedUpdate, row: Row) -> dict[str, tuple[str, object]]:
     return names
 
 
-def _bucket(offset: int, pieces: list[Piece]) -> Bucket:
-    placed, nbytes = list[Piece](), 0
+def _bucket(offset: int, pieces: list[BucketPiece]) -> DiskBucket:
+    placed, nbytes = list[BucketPiece](), 0
     for piece in pieces:
         arrays = []
         for x in piece.arrays:
@@ -88,4 +88,4 @@ def _bucket(offset: int, pieces: list[Piece]) -> Bucket:
             nbytes += x.nbytes
         placed.append(replace(piece, arrays=tuple(arrays)))
     assert nbytes == aligned(nbytes)
-    return Bucket(offset, nbytes, tuple(placed))
+    return DiskBucket(offset, nbytes, tuple(placed))

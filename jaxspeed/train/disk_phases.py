@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.disk.disk_array import Bucket, DiskArray
+from jaxspeed.disk.disk_array import DiskBucket, DiskArray
 from jaxspeed.disk.tier import Results
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.phases import BATCH, METRICS, STATE, SUMS, VARIABLES, StepPhase
 from jaxspeed.train.program import Program
-from jaxspeed.train.update import Reduced
+from jaxspeed.train.update import ReducedGradients
 from jaxspeed.train_state.state import Arrays, TrainState
 from jaxspeed.user_models.batches import with_extra
 
@@ -63,7 +63,9 @@ def step_phases(program: Program) -> tuple[StepPhase, ...]:
     )
 
 
-def _gradients(program: Program, state: TrainState, batch: Any) -> tuple[Sums, Arrays, Reduced]:
+def _gradients(
+    program: Program, state: TrainState, batch: Any
+) -> tuple[Sums, Arrays, ReducedGradients]:
     """The reduced gradients, the variables after all micro-batches, and how to apply them."""
     variables, batch = with_extra(state.variables, batch)
     sums, variables = program.gradients(
@@ -83,7 +85,7 @@ def _settled(
     state: TrainState,
     sums: Sums,
     variables: Arrays,
-    reduced: Reduced,
+    reduced: ReducedGradients,
     seconds: Arrays,
 ) -> Any:
     """(state, metrics), once all buckets are updated."""
@@ -114,7 +116,7 @@ class BucketUpdate:
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def __call__(
-        self, state: TrainState, sums: Sums, reduced: Reduced
+        self, state: TrainState, sums: Sums, reduced: ReducedGradients
     ) -> tuple[TrainState, Arrays]:
         tier = self._program.update.tier
         assert tier is not None
@@ -125,7 +127,7 @@ class BucketUpdate:
         fields = Updated(dict(state.params), dict(state.master), opt, dict(state.ema))
         shared = {path: x for path, x in opt.items() if self._streamed.owner(path) is None}
 
-        def compute(bucket: Bucket, stored: Results) -> Results:
+        def compute(bucket: DiskBucket, stored: Results) -> Results:
             carried = {path: self._carried(path, fields) for path in self._paths(bucket)}
             starts = [jnp.int32(p.rows.start if p.rows else 0) for p in bucket.pieces]
             grads = {path: sums.grads[path] for path in carried}
@@ -148,7 +150,7 @@ class BucketUpdate:
         assert self._program.update.streamed is not None
         return self._program.update.streamed
 
-    def _paths(self, bucket: Bucket) -> Sequence[str]:
+    def _paths(self, bucket: DiskBucket) -> Sequence[str]:
         return [*dict.fromkeys(piece.path for piece in bucket.pieces)]
 
     def _carried(self, path: str, fields: Updated) -> Arrays:
@@ -156,7 +158,7 @@ class BucketUpdate:
         arrays = self._streamed.arrays_of(self._program.table[path], fields)
         return {name: x for name, x in arrays.items() if not isinstance(x, DiskArray)}
 
-    def _update_of(self, bucket: Bucket, carried: dict[str, Arrays]) -> Callable[..., Any]:
+    def _update_of(self, bucket: DiskBucket, carried: dict[str, Arrays]) -> Callable[..., Any]:
         """The compiled update of a bucket; one for those with equal slices."""
         pieces = tuple((p.path, p.rows.count if p.rows else None) for p in bucket.pieces)
         if pieces not in self._compiled:

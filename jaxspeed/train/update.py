@@ -32,7 +32,7 @@ from jaxspeed.user_models.rng import is_key
 Metrics = dict[str, jax.Array]
 
 
-class Reduced(NamedTuple):
+class ReducedGradients(NamedTuple):
     """Gradients of a step, and how they are applied."""
 
     grads: Arrays
@@ -70,7 +70,7 @@ class Update:
         changed = changed._replace(params=params)
         return self.settled(state, sums, variables, changed, norm, factor, finite)
 
-    def reduced(self, state: TrainState, sums: Sums, norm: Any = None) -> "Reduced":
+    def reduced(self, state: TrainState, sums: Sums, norm: Any = None) -> "ReducedGradients":
         """The gradients sharded as the optimizer's state, and how they are applied."""
         unscale = self.gradient_factor / state.loss_scale.scale
         scaled = {path: self._reduced(path, grad) for path, grad in sums.grads.items()}
@@ -80,7 +80,7 @@ class Update:
         unscaled = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()
         # One multiplication for clipping and scale, fused into the update.
         multiplier = factor * unscale if self.optimizer.clipping or not unscaled else None
-        return Reduced(scaled, norm, factor, multiplier, finite)
+        return ReducedGradients(scaled, norm, factor, multiplier, finite)
 
     def with_written(self, state: TrainState, variables: Arrays, finite: jax.Array) -> TrainState:
         """Take over the parameters that the loss wrote, unless the step is skipped."""
