@@ -66,7 +66,7 @@ def in_memory(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """ShardRows `start` to `start + count` of each of the shards into which a dim is divided."""
+    """Rows `start` to `start + count` of each of the shards into which a dim is divided."""
 
     dim: int
     size: int  # of a shard

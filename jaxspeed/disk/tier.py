@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxspeed.disk.direct_file import DirectFile, Span, Transfer, aligned_buffer
-from jaxspeed.disk.disk_array import DiskBucket, BucketArray, DiskArray
+from jaxspeed.disk.disk_array import BucketArray, DiskArray, DiskBucket
 from jaxspeed.disk.scratch import Scratch
 from jaxspeed.errors import DiskError
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxspeed.disk.direct_file import aligned
-from jaxspeed.disk.disk_array import DiskBucket, BucketArray, BucketPiece, ShardRows
+from jaxspeed.disk.disk_array import BucketArray, BucketPiece, DiskBucket, ShardRows
 from jaxspeed.offload.offloaded_update import EMA, OPT, UPDATED, StreamedUpdate
 from jaxspeed.placement.codec import parts_of
 from jaxspeed.placement.rows import Row

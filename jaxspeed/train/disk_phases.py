@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.disk.disk_array import DiskBucket, DiskArray
+from jaxspeed.disk.disk_array import DiskArray, DiskBucket
 from jaxspeed.disk.tier import Results
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.traced_loss.accumulate import Sums
