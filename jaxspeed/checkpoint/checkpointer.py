@@ -6,6 +6,7 @@ docs/notes/verification.md has the reasons why this is not Orbax's `CheckpointMa
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -55,7 +56,6 @@ from jaxspeed.checkpoint.stores import (
 from jaxspeed.checkpoint.tensorstore_arrays import FOLDER, write_from_disk
 from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
 from jaxspeed.checkpoint.warm_start import restore_weights
-from jaxspeed.disk.tier import Hold
 from jaxspeed.errors import CheckpointError
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
@@ -108,7 +108,7 @@ class Checkpointer:
         self._snapshot: tuple[Program, set[str], Any] | None = None  # of a program's leaves
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._hold: Hold | None = None  # of state on a disk, while it is written
+        self._hold = ExitStack()  # of state on a disk, while it is written
 
     @property
     def folder(self) -> epath.Path:
@@ -163,7 +163,7 @@ class Checkpointer:
             folder = self._begin(tag, _nbytes(leaves))
             try:
                 snapshot = self._take_snapshot(program, state, leaves, adapters or {})
-                from_disk, self._hold = None, None
+                from_disk = None
                 if (tier := program.update.tier) and snapshot.on_disk:
                     from_disk = partial(write_from_disk, folder, snapshot.on_disk, tier)
                     self._hold = tier.hold()
@@ -248,7 +248,7 @@ class Checkpointer:
                 if begin is not None:
                     begin()
                 self._files.finish()
-                self._end_hold()  # the next update may change what is on a disk
+                self._hold.close()  # the next update may change what is on a disk
 
             def describe() -> list[list[str]]:
                 self._files.merge(folder)
@@ -280,15 +280,10 @@ class Checkpointer:
 
     def _abandon(self, tag: str) -> None:
         """Remove a partial checkpoint, so that it does not fill the disk."""
-        self._end_hold()
+        self._hold.close()
         if is_first():
             self._store.abandon(tag)
         self._files.end()
-
-    def _end_hold(self) -> None:
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            hold.end()
 
     # -- listing --------------------------------------------------------------------------------
 

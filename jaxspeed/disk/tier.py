@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxspeed.disk.scratch import Scratch
 from jaxspeed.errors import DiskError
 
 Results = Sequence[dict[str, jax.Array]]  # of each piece of a bucket, by role
+Spans = dict[str, list[Span]]
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,6 @@ class StepSeconds(NamedTuple):
     writing: float = 0
     transfers: float = 0  # reading or writing
     waiting: float = 0
-
-
-@dataclass
-class _Spans:
-    reading: list[Span] = field(default_factory=list)
-    computing: list[Span] = field(default_factory=list)
-    writing: list[Span] = field(default_factory=list)
 
 
 class DiskTier:
@@ -148,9 +142,11 @@ class DiskTier:
                 _ended(read.wait)
                 self._free.put(buffer)
 
-    def hold(self) -> "Hold":
-        """Keep the values as they are until the hold ends; an update waits for that."""
-        return Hold(self._held)
+    def hold(self) -> ExitStack:
+        """Keep the values as they are until this is closed; an update waits for that."""
+        with ExitStack() as stack:
+            stack.enter_context(self._held)
+            return stack.pop_all()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -180,7 +176,8 @@ class DiskTier:
     def _update(self, compute: Callable[[DiskBucket, Results], Results], waited: float) -> None:
         self.refuse_lost()
         self._file.refuse_changed()
-        spans, start = _Spans(), time.perf_counter()
+        spans: Spans = {kind: [] for kind in ("read", "compute", "write")}
+        start = time.perf_counter()
         reads, writes = deque[tuple[np.ndarray, Transfer]](), list[Future[None]]()
         try:
             waiting = deque(bucket for bucket in self.buckets if bucket.nbytes)
@@ -191,7 +188,7 @@ class DiskTier:
                 self._read_ahead(waiting, reads)
                 buffer, read = reads.popleft()
                 try:
-                    spans.reading.append(read.wait())
+                    spans["read"].append(read.wait())
                     self._read_ahead(waiting, reads)
                     dispatched = time.perf_counter()
                     results = compute(bucket, bucket.arrays(buffer))
@@ -214,10 +211,10 @@ class DiskTier:
                 _ended(write.result)
             raise
         self._file.seal()
-        reading, computing, writing = map(_union, (spans.reading, spans.computing, spans.writing))
-        transfers = _union([*spans.reading, *spans.writing])
+        reading, computing, writing = map(_union, spans.values())
+        moved = _union([*spans["read"], *spans["write"]])
         total = time.perf_counter() - start
-        self.last = StepSeconds(total, reading, computing, writing, transfers, waited)
+        self.last = StepSeconds(total, reading, computing, writing, moved, waited)
 
     def _read_ahead(
         self, waiting: deque[DiskBucket], reads: deque[tuple[np.ndarray, Transfer]]
@@ -237,14 +234,14 @@ class DiskTier:
         buffer: np.ndarray,
         results: Results,
         dispatched: float,
-        spans: _Spans,
+        spans: Spans,
     ) -> None:
         """Write a bucket once it is computed, and free its buffer, which the computation read."""
         try:
             jax.block_until_ready(results)
-            spans.computing.append((dispatched, time.perf_counter()))
+            spans["compute"].append((dispatched, time.perf_counter()))
             bucket.store(results, buffer)
-            spans.writing.append(self._file.write(bucket.offset, buffer[: bucket.nbytes]).wait())
+            spans["write"].append(self._file.write(bucket.offset, buffer[: bucket.nbytes]).wait())
         finally:
             self._free.put(buffer)
 
@@ -295,20 +292,6 @@ class DiskTier:
             self._file.close()
             self._scratch.close()
             del self.__dict__["_file"]
-
-
-class Hold:
-    """A lock that is held until `end`, in any thread."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        lock.acquire()
-        self._lock: threading.Lock | None = lock
-
-    def end(self) -> None:
-        """End it; a second call is a no-op."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
 
 
 def _ended(wait: Callable[[], Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.disk.disk_array import DiskArray, DiskBucket
 from jaxspeed.disk.tier import Results
@@ -36,6 +37,8 @@ def step_phases(program: Program) -> tuple[StepPhase, ...]:
         names = (STATE, BATCH), (STATE, METRICS), (STATE,)
         return (StepPhase("step", program.step, *names, mesh=program.mesh),)
     settled = partial(_settled, program)
+    replicated = NamedSharding(program.mesh, PartitionSpec())
+    second = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
     return (
         StepPhase(
             "gradients",
@@ -50,7 +53,7 @@ def step_phases(program: Program) -> tuple[StepPhase, ...]:
             (STATE, SUMS, REDUCED),
             (STATE, SECONDS),
             (STATE,),
-            shapes=lambda state, *_: (state, _seconds(jax.ShapeDtypeStruct((), jnp.float32))),
+            shapes=lambda state, *_: (state, _seconds(second)),
         ),
         StepPhase(
             "settle",

@@ -106,7 +106,7 @@ def test_an_update_waits_for_a_checkpoint_that_is_being_written(tmp_path):
     np.testing.assert_array_equal(
         np.asarray(made.update.tier.arrays[name]), by_name(made, before)[name]
     )
-    hold.end()
+    hold.close()
     step.join()
     assert made.update.tier.last.waiting > 0.3
 

@@ -47,6 +47,12 @@ CASES = {
     "3 Lion": {"stage": 3, "mesh": {"data": 2}, **LION, **MORE},
     "1 Lamb": {"stage": 1, "mesh": TENSOR, **LAMB, **BF16},
     "2 half": {"stage": 2, "mesh": {"data": 2}, "offload": {"ratio": 0.3}, **EMA, **BF16},
+    "3 parameters in host memory": {
+        "stage": 3,
+        "mesh": {"data": 2},
+        "zero": {"offload_param": {"device": "cpu"}},
+        **BF16,
+    },
     "1 on the host": {"stage": 1, "mesh": {"data": 2}, "offload": {"where": "host"}, **BF16},
 }
 
