@@ -64,6 +64,10 @@ class StateLostError(RunError):
     """The processes that held a run's state have died; the run can resume from a checkpoint."""
 
 
+class DiskError(RunError):
+    """State on a disk cannot be stored, read or written."""
+
+
 class DivergedError(RunError):
     """The loss or the gradients stayed non-finite."""
 

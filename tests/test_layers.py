@@ -28,6 +28,7 @@ LAYERS = (
     "hardware",
     "jaxpr",
     "placement",
+    "disk",
     "quantization",
     "ops",
     "ops/moe",

@@ -3,11 +3,12 @@
 docs/notes/verification.md has the reasons why this is not Orbax's `CheckpointManager`.
 """
 
-import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ from jaxspeed.checkpoint.stores import (
     check_writable,
     store_at,
 )
-from jaxspeed.checkpoint.tensorstore_arrays import FOLDER
+from jaxspeed.checkpoint.tensorstore_arrays import FOLDER, write_from_disk
 from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError
@@ -107,6 +108,7 @@ class Checkpointer:
         self._snapshot: tuple[Program, set[str], Any] | None = None  # of a program's leaves
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._hold = ExitStack()  # of state on a disk, while it is written
 
     @property
     def folder(self) -> epath.Path:
@@ -142,6 +144,8 @@ class Checkpointer:
           adapters: those that are not, by name.
         """
         self.wait()
+        if program.update.tier:
+            program.update.tier.refuse_lost()
         step = int(state.step)
         tag = check_tag(default_tag(step) if tag is None else tag)
         contents = dict(files or {})
@@ -159,14 +163,19 @@ class Checkpointer:
             folder = self._begin(tag, _nbytes(leaves))
             try:
                 snapshot = self._take_snapshot(program, state, leaves, adapters or {})
+                from_disk = None
+                if (tier := program.update.tier) and snapshot.on_disk:
+                    from_disk = partial(write_from_disk, folder, snapshot.on_disk, tier)
+                    self._hold = tier.hold()
+                begin = partial(self._files.begin, folder, snapshot.arrays, from_disk)
                 if not snapshot.copied:
-                    self._files.begin(folder, snapshot.arrays)
+                    begin()
             except BaseException:
                 self._abandon(tag)
                 raise
         self._thread = threading.Thread(
             target=self._finish,
-            args=(folder, header, contents, snapshot.arrays if snapshot.copied else None),
+            args=(folder, header, contents, begin if snapshot.copied else None),
             name="jaxspeed-save",
         )
         self._thread.start()
@@ -225,16 +234,21 @@ class Checkpointer:
         return snapshot
 
     def _finish(
-        self, folder: epath.Path, header: Header, files: Mapping[str, bytes], arrays: Arrays | None
+        self,
+        folder: epath.Path,
+        header: Header,
+        files: Mapping[str, bytes],
+        begin: Callable[[], None] | None,
     ) -> None:
-        """Write, verify and commit, in a thread; `arrays` is None if their write has started."""
+        """Write, verify and commit, in a thread; `begin` starts to write, if that has not begun."""
         processes = self._saving
         try:
 
             def write() -> None:
-                if arrays is not None:
-                    self._files.begin(folder, arrays)
+                if begin is not None:
+                    begin()
                 self._files.finish()
+                self._hold.close()  # the next update may change what is on a disk
 
             def describe() -> list[list[str]]:
                 self._files.merge(folder)
@@ -266,6 +280,7 @@ class Checkpointer:
 
     def _abandon(self, tag: str) -> None:
         """Remove a partial checkpoint, so that it does not fill the disk."""
+        self._hold.close()
         if is_first():
             self._store.abandon(tag)
         self._files.end()
@@ -343,7 +358,7 @@ class Checkpointer:
             form = self._processes.first("reading the format", lambda: read_manifest(folder).format)
             header = read_header(folder, form)
             if header.excluded:
-                check = functools.partial(check_base, folder, header, program.model.weights)
+                check = partial(check_base, folder, header, program.model.weights)
                 self._processes.all("comparing the frozen parameters", check)
             kept: Arrays = {}
             if in_place_of is not None and header.excluded and frozen_as_read and not weights_only:

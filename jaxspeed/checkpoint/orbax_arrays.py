@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,13 +27,24 @@ class ArrayFiles:
     def __init__(self) -> None:
         self._handler = _handler()
         self._writing: list[Any] = []
+        self._from_disk: Callable[[], None] | None = None
+        self._by_orbax = True
         self._quiet = contextlib.ExitStack()
         logging.getLogger("asyncio").addFilter(_no_array_of_a_failed_save)
 
-    def begin(self, folder: epath.Path, arrays: Mapping[str, jax.Array]) -> None:
-        """Start writing to an existing `folder`; on return the arrays are in host memory."""
+    def begin(
+        self,
+        folder: epath.Path,
+        arrays: Mapping[str, jax.Array],
+        from_disk: Callable[[], None] | None = None,
+    ) -> None:
+        """Start writing to an existing `folder`; on return the arrays are in host memory.
+
+        `from_disk` writes further arrays, which `finish` calls.
+        """
         full = {name: x for name, x in arrays.items() if math.prod(x.shape)}
-        if not is_local(folder):
+        self._from_disk, self._by_orbax = from_disk, is_local(folder) and from_disk is None
+        if not self._by_orbax:
             self._writing = write_arrays(folder, full)
             return
         ocp = _orbax()
@@ -45,6 +56,9 @@ class ArrayFiles:
 
     def finish(self) -> None:
         """Wait until this process has written its shards; raise the first failure."""
+        from_disk, self._from_disk = self._from_disk, None
+        if from_disk is not None:
+            from_disk()
         writing, self._writing = self._writing, []
         failures = [error for future in writing if (error := _failure(future))]
         if failures:
@@ -52,7 +66,7 @@ class ArrayFiles:
 
     def merge(self, folder: epath.Path) -> None:
         """Merge the files of all processes, on one process after all have finished."""
-        if is_local(folder):
+        if self._by_orbax:
             self._handler.finalize(folder / FOLDER)
         else:
             merge_arrays(folder)

@@ -85,8 +85,14 @@ def restore_state(
     check_adapters(program, folder, header)
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
     on_disk = {name: as_on_disk(name, leaf, header.leaves[name]) for name, leaf in read.items()}
+    tier = program.update.tier
+    if tier and others:
+        raise CheckpointError(
+            f"{folder}: has the adapters {listed(sorted(others))} beside the one in use, which are "
+            'not stored on a disk: set offload_optimizer.device to "cpu" or "none"'
+        )
     ready()
-    arrays = read_arrays(folder, on_disk)
+    arrays = read_arrays(folder, on_disk) if tier is None else {}
 
     def donatable(prefix: str, names: Iterable[str]) -> tuple[Arrays, Arrays]:
         named = {prefix + name: name for name in names if prefix + name in read}
@@ -94,7 +100,11 @@ def restore_state(
         stored, was = ({n: of[name] for name, n in named.items()} for of in (read, on_disk))
         return donatable_arrays(program, here, stored, was)
 
-    saved, params = donatable("", in_use)
+    if tier is None:
+        saved, params = donatable("", in_use)
+    else:
+        with tier.replacing():
+            saved, params = _onto_disk(program, folder, read, on_disk)
     adapters = {name: OtherAdapter(*donatable(f"{OTHERS}{name}/", in_use)) for name in others}
     if header.excluded:
         base = frozen or {f"params/{path}": x for path, x in program.storage.frozen().items()}
@@ -114,6 +124,32 @@ def restore_state(
         else:
             notes += [f"{name} was rounded by the codec {codec}" for name in names]
     return as_state(program, {**saved, **fresh}, params), adapters, notes
+
+
+def _onto_disk(
+    program: Program,
+    folder: epath.Path,
+    leaves: Mapping[str, SavedLeaf],
+    saved_as: Mapping[str, SavedLeaf],
+) -> tuple[Arrays, Arrays]:
+    """`donatable_arrays` of a checkpoint, in turn: what belongs on a disk is written there."""
+    places, saved, params = program.storage.on_disk, dict[str, Stored](), dict[str, Stored]()
+
+    def stored(name: str, x: Any) -> Any:
+        return places[name].write(x) if name in places else x
+
+    for names in _groups(leaves):
+        group, was = ({name: of[name] for name in names} for of in (leaves, saved_as))
+        values, published_params = donatable_arrays(program, read_arrays(folder, was), group, was)
+        params |= published_params
+        for name, x in values.items():
+            parts = (
+                {part: stored(f"{name}/{part}", y) for part, y in x.items()}
+                if isinstance(x, dict)
+                else {}
+            )
+            saved[name] = parts or stored(name, x)
+    return saved, params
 
 
 def check_adapters(program: Program, folder: epath.Path, header: Header) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.checkpoint.leaves import Arrays, SavedLeaf, join, key_data, saved_arrays
+from jaxspeed.disk.disk_array import DiskArray, in_memory, is_on_disk
 from jaxspeed.placement.codec import Stored, parts_of
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
@@ -23,6 +24,7 @@ class Snapshot(NamedTuple):
 
     arrays: Arrays
     copied: bool  # the state may be donated at once, else only once the arrays are on the host
+    on_disk: Mapping[str, DiskArray]  # those that are not copied
 
 
 def snapshot_function(
@@ -64,6 +66,7 @@ def snapshot_function(
         or at[name] != stored[name]
         or "host" in str(at[name].memory_kind)
     ]
+    moved = [name for name in moved if name not in program.storage.on_disk]
     copy = jax.jit(copies_of, out_shardings={name: at[name] for name in moved})
 
     def snapshot(state: TrainState, others: Mapping[str, Stored]) -> Snapshot:
@@ -71,11 +74,13 @@ def snapshot_function(
         values = {**saved_arrays(program, state), **others}
         for name, leaf in leaves.items():
             if leaf.parts:
-                arrays[name] = {part: values[part] for part in leaf.parts}
+                arrays[name] = in_memory({part: values[part] for part in leaf.parts})
             else:
                 arrays |= parts_of(name, values[name])
-        copies = jax.block_until_ready(copy({name: arrays[name] for name in moved}))
-        return Snapshot({**arrays, **copies}, copied=on_host)
+        on_disk = {name: arrays.pop(name) for name in [*arrays] if is_on_disk(arrays[name])}
+        copied = {name: arrays[name] for name in moved if name in arrays}
+        copies = jax.block_until_ready(copy(copied))
+        return Snapshot({**arrays, **copies}, on_host, on_disk)
 
     return snapshot
 

@@ -1,7 +1,6 @@
 """Storage of checkpoints on file systems and in buckets, with atomic commit."""
 
 import contextlib
-import fcntl
 import itertools
 import logging
 import os
@@ -19,6 +18,7 @@ from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.object_storage import first_line, is_local, open_bucket
 from jaxspeed.checkpoint.tensorstore_arrays import FOLDER as ARRAYS
+from jaxspeed.disk.locked_folder import lock_is_free, lock_mark
 from jaxspeed.errors import CheckpointError, JaxspeedError
 
 log = logging.getLogger("jaxspeed")
@@ -71,7 +71,7 @@ class LocalStore:
             self._release(tag)
         self.recover()
         for left in self._folders((_WRITING, _REMOVED)):
-            if (left / manifest.MARK).exists() and _lock_is_free(left):
+            if (left / manifest.MARK).exists() and lock_is_free(Path(left), manifest.MARK):
                 _try_to_remove(Path(left))
         folder = Path(self.writing(tag))
         # Without a mark: a save was killed before it, or writes in flight came after its removal.
@@ -85,7 +85,7 @@ class LocalStore:
                 f"{folder} exists, and is of another process that saves, or of no save; remove or "
                 "rename it"
             ) from None
-        self._marks[tag] = _mark(folder)
+        self._marks[tag] = lock_mark(folder, manifest.MARK)
 
     def writing(self, tag: str) -> epath.Path:
         return self.root / f"{tag}{_WRITING}"
@@ -104,7 +104,11 @@ class LocalStore:
     def recover(self) -> None:
         for left in self._folders((_WRITING,)):
             final = self.root / left.name.removesuffix(_WRITING)
-            if (left / manifest.NAME).exists() and not final.exists() and _lock_is_free(left):
+            if (
+                (left / manifest.NAME).exists()
+                and not final.exists()
+                and lock_is_free(Path(left), manifest.MARK)
+            ):
                 left.rename(final)
                 (final / manifest.MARK).unlink(missing_ok=True)
 
@@ -137,7 +141,7 @@ class LocalStore:
         if final.is_symlink():
             final.unlink()
             return None
-        os.close(_mark(final))
+        os.close(lock_mark(final, manifest.MARK))
         numbers = chain([""], (f"-{i}" for i in itertools.count(1)))
         names = (final.with_name(f"{final.name}{number}{_REMOVED}") for number in numbers)
         return final.rename(next(name for name in names if not os.path.lexists(name)))
@@ -265,34 +269,6 @@ def check_writable(root: epath.Path, nbytes: int = 0) -> None:
 
 def _is_tag(name: str) -> bool:
     return bool(name.strip()) and name[0] != "." and not name.endswith((_WRITING, _REMOVED))
-
-
-def _mark(folder: Path) -> int:
-    """Mark a folder as ours, and lock the mark until the returned file is closed."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    mark = os.open(folder / manifest.MARK, flags, 0o644)
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return mark
-
-
-def _lock_is_free(folder: epath.Path) -> bool:
-    """Whether no process that is alive has the folder's mark locked."""
-    try:
-        mark = os.open(folder / manifest.MARK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return True
-    except OSError:  # it is not ours to open
-        return False
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    finally:
-        os.close(mark)
-    return True
 
 
 def _remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Array files by TensorStore: reading, and writing in buckets, where Orbax has no paths.
+"""Array files by TensorStore: reading, and writing where Orbax cannot: in buckets, from a disk.
 
 The layout is Orbax's: an OCDBT database of Zarr arrays for each process, and one of all of these. A
 checkpoint that is copied from a bucket to a disk, or back, is one there too.
@@ -16,6 +16,8 @@ from etils import epath
 
 from jaxspeed.checkpoint.leaves import SavedLeaf
 from jaxspeed.checkpoint.object_storage import key_values_spec, new_context
+from jaxspeed.disk.disk_array import BucketArray, DiskArray
+from jaxspeed.disk.tier import DiskTier
 from jaxspeed.placement.codec import Stored, parts_of
 
 FOLDER = "arrays"
@@ -51,6 +53,28 @@ def write_arrays(folder: epath.Path, arrays: Mapping[str, jax.Array]) -> list[An
                 write = at.write(values, can_reference_source_data_indefinitely=True)
                 writes.append(write.commit)
     return writes
+
+
+def write_from_disk(folder: epath.Path, arrays: Mapping[str, DiskArray], tier: DiskTier) -> None:
+    """Write this process's shards of arrays on a disk, bucket by bucket."""
+    import tensorstore as ts
+
+    context, opened = new_context(), dict[str, Any]()
+    for name, x in arrays.items():
+        spec = array_spec(_part(folder, jax.process_index()), name, **_WRITTEN)
+        spec |= {"dtype": x.dtype.name, "store_data_equal_to_fill_value": True}
+        chunks = _chunk(tier.places[name][0][1])
+        spec["metadata"] = {"shape": x.shape, "chunks": chunks, "compressor": None}
+        opened[name] = ts.open(spec, create=True, open=True, context=context)
+    for bucket, buffer in tier.read_all():
+        writes = list[Any]()
+        saved = (x for piece in bucket.pieces for x in piece.arrays if x.name in arrays)
+        for rows in saved:
+            for index, values, shard in rows.regions(buffer):
+                if shard.is_first:
+                    writes.append(opened[rows.name].result()[index].write(values))
+        for write in writes:  # before the buffer holds another bucket
+            write.result()
 
 
 def merge_arrays(folder: epath.Path) -> None:
@@ -121,9 +145,14 @@ def _part(folder: epath.Path, process: int) -> epath.Path:
     return folder / FOLDER / f"ocdbt.process_{process}"
 
 
-def _chunk(x: jax.Array) -> list[int]:
-    """The shape of chunks, which no two shards share."""
+def _chunk(x: jax.Array | BucketArray) -> list[int]:
+    """The shape of chunks, which no two shards share, and no two slices of a parameter's rows.
+
+    The last slice of each shard may have fewer rows: then some chunks are written in two parts.
+    """
     shape = list(x.sharding.shard_shape(x.shape))
+    if isinstance(x, BucketArray) and x.rows:
+        shape[x.rows.dim] = x.rows.count
     nbytes = math.prod(shape) * x.dtype.itemsize
     for dim, size in enumerate(shape):
         least = min(size, math.ceil(nbytes / CHUNK_BYTES))

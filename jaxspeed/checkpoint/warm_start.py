@@ -121,6 +121,8 @@ def _with_weights(
             variables[path] = value
         else:
             (master if program.table[path].master else params)[path] = value
+            if path in master:
+                master[path] = program.storage.stored_master(path, master[path])
     params.update(published)
     known = {name.partition("/")[2] for name in saved}
     params, master = program.storage.with_magnitudes(params, master, known)

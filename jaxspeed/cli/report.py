@@ -46,11 +46,19 @@ def add(commands: Any) -> None:
         help="show the model families instead: their presets, and the model types of Hugging Face "
         "that they read",
     )
+    parser.add_argument(
+        "--disk",
+        metavar="PATH",
+        help="measure a disk instead: how fast state on it would be read and written",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.models:  # by name, so that the package imports no model of its own
+    report: dict[str, Any]
+    if args.disk is not None:
+        report = _measured(args.disk, as_text=not args.json)
+    elif args.models:  # by name, so that the package imports no model of its own
         report = importlib.import_module("jaxspeed.models").known()
     else:
         report = _started(args.devices)
@@ -66,6 +74,17 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(name, "\n".join(_lines(value)))
     out().print(table)
     return 0
+
+
+def _measured(path: str, as_text: bool) -> dict[str, Any]:
+    """Bytes a second of a disk, or these as text."""
+    from jaxspeed.disk.measure import measure_disk
+    from jaxspeed.placement.show import scaled_text
+
+    speed = measure_disk(path)
+    speeds = {"read": speed.read, "write": speed.write, "read and write": speed.both}
+    shown = {name: scaled_text(x, "B/s") if as_text else x for name, x in speeds.items()}
+    return {"disk": path, **shown, "page cache": "bypassed" if speed.is_direct else "used"}
 
 
 def _started(devices: str | None) -> dict[str, Any]:

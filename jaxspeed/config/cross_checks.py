@@ -140,7 +140,7 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         yield Problem("optimizer.params.adam_w_mode", actual, works)
     offload = settings.zero_optimization.offload_optimizer
     encoded = any(map(LEAST_SIZE.fullmatch, params))
-    if offload.device == "cpu" and offload.where == "host" and encoded:
+    if offload.device != "none" and offload.where == "host" and encoded:
         path, works = "zero_optimization.offload_optimizer.where", 'Needs "device".'
         actual = f'"host", while optimizer.type is {optimizer.type}'
         yield Problem(path, actual, works, ("optimizer.type",), fix={path: "device"})

@@ -10,6 +10,7 @@ from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.verdicts import shown
+from jaxspeed.config.zero_section import OffloadOptimizer
 
 
 def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
@@ -131,13 +132,34 @@ def offload_problems(settings: Settings) -> Iterator[Problem]:
     for old, new in _OLD.items():
         old_value, device = getattr(zero, old), getattr(zero, new).device
         key = f"zero_optimization.{new}.device"
-        if device == "nvme":
-            works = 'NVMe is not built: write "cpu" for host memory.'
+        if device == "nvme" and new == "offload_param":
+            works = (
+                "Parameters on a disk are not built: a program that reads them unit by unit would "
+                "call the host, which JAX refuses on several meshes and XLA does not overlap. "
+                'Write "cpu" for host memory; offload_optimizer may be "nvme".'
+            )
             yield Problem(key, '"nvme"', works, fix={key: "cpu"})
-        if old_value is not None and old_value != (device != "none"):
+        if old_value is not None and old_value != (device == "cpu"):
             actual = f"{shown(old_value)}, while {key} is {shown(device)}"
             works = "Both set the same offload: make them equal, or remove one."
             yield Problem(f"zero_optimization.{old}", actual, works, (key,))
+    offload = zero.offload_optimizer
+    if offload.device == "nvme":
+        yield from _disk_problems(settings, offload)
+
+
+def _disk_problems(settings: Settings, offload: OffloadOptimizer) -> Iterator[Problem]:
+    section = "zero_optimization.offload_optimizer"
+    if not offload.nvme_path:
+        works = "Needs a folder of a local disk, which holds masters and moments."
+        yield Problem(f"{section}.nvme_path", 'none with device "nvme"', works)
+    if offload.buffer_count < 3:
+        works = "Needs at least 3: one that is read, one that is updated, and one that is written."
+        yield Problem(f"{section}.buffer_count", str(offload.buffer_count), works)
+    if settings.parallel.data_reduction == "parameter_server":
+        works = 'Servers store state in memory: write "cpu", or data_reduction "xla".'
+        about = ("parallel.data_reduction",)
+        yield Problem(f"{section}.device", '"nvme" with a parameter server', works, about)
 
 
 # -- pipelines -------------------------------------------------------------------------------------

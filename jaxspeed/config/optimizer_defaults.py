@@ -160,6 +160,8 @@ def _paged(settings: Settings) -> dict[str, str]:
     offload = settings.zero_optimization.offload_optimizer
     if "device" in offload.model_fields_set and offload.device == "none":
         means = f"{resident}: offload_optimizer.device is none, so its state stays on the device."
+    elif offload.device == "nvme":
+        means = f"{resident}: its state is on the disk of offload_optimizer.nvme_path."
     else:
         means = (
             f"{resident} with zero_optimization.offload_optimizer.device cpu: its state is in host "

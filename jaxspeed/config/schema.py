@@ -60,7 +60,7 @@ from jaxspeed.config.verdicts import (
     refused,
     refused_section,
 )
-from jaxspeed.config.zero_section import Zero
+from jaxspeed.config.zero_section import Aio, Zero
 
 # -- dtypes of compute, accumulation and update ----------------------------------------------------
 
@@ -394,7 +394,7 @@ class Settings(Lenient):
     )
 
     autotuning: Autotuning = section()
-    aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
+    aio: Aio = section()
     compile: CompileSection = section()
     hybrid_engine: HybridEngine = section()
     disable_python_gc: Flag = harmless(

@@ -7,7 +7,9 @@ from pydantic import BeforeValidator, Field, Strict
 from jaxspeed.config.parallelism import AxisSize
 from jaxspeed.config.types import (
     Coercing,
+    Count,
     Flag,
+    Lenient,
     Natural,
     Opaque,
     Share,
@@ -21,6 +23,7 @@ from jaxspeed.config.verdicts import (
     approximated,
     harmless,
     honoured,
+    ignored,
     is_absent,
     refused,
     refused_section,
@@ -31,13 +34,16 @@ Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower)]
 Where = Annotated[Literal["device", "host"], BeforeValidator(lower)]
 
 
-_NVME = "An option of DeepSpeed's runtime for NVMe; XLA schedules host transfers."
+_NVME = "An option of DeepSpeed's runtime for NVMe; parameters are not stored there."
 _PINNED = "Always on: host transfers inside of the step need pinned memory."
 _TRANSFERS = "An option of DeepSpeed's runtime; XLA schedules host transfers."
 _SCHEDULED = "An option of DeepSpeed's runtime; XLA schedules collectives and buffers."
 _NO_GATHERING = "Arrays are global: a save needs no gathering in advance."
 _OFFLOADED_PARAM = ("zero_optimization.offload_param.device", ("cpu",))
-_OFFLOADED_OPTIMIZER = ("zero_optimization.offload_optimizer.device", ("cpu",))
+_OFFLOADED_OPTIMIZER = ("zero_optimization.offload_optimizer.device", ("cpu", "nvme"))
+ON_DISK = ("zero_optimization.offload_optimizer.device", ("nvme",))
+_OVERLAPPED = "Always on: a bucket is read, and one written, while another is updated."
+LARGEST_BUCKET = 1 << 22  # elements of an array per device
 
 
 class OffloadParam(Coercing):
@@ -61,15 +67,20 @@ class OffloadParam(Coercing):
 
 
 class OffloadOptimizer(Coercing):
-    """Optimizer state in host memory."""
+    """Optimizer state in host memory, or on a disk."""
 
     device: Device = honoured(
         "none",
         "cpu: masters, moments and the moving average are offloaded to pinned host memory, and "
-        "streamed through the device by the update. none: they stay on the device.",
+        "streamed through the device by the update. nvme: they are in files under nvme_path, and "
+        "read, updated and written bucket by bucket, after all gradients. none: they stay on the "
+        "device.",
     )
-    nvme_path: Text | None = harmless(
-        None, "Only for device nvme, which is refused.", when=_OFFLOADED_OPTIMIZER
+    nvme_path: Text | None = honoured(
+        None,
+        "A folder of a local disk. Each process has a folder of its own there, which is scratch: "
+        "only checkpoints outlive a run.",
+        when=ON_DISK,
     )
     pin_memory: Flag = approximated(True, _PINNED, when=_OFFLOADED_OPTIMIZER)
     ratio: Share = honoured(
@@ -84,10 +95,15 @@ class OffloadOptimizer(Coercing):
         "host's cores, as in DeepSpeed: gradients are transferred there, and only parameters back.",
         when=_OFFLOADED_OPTIMIZER,
     )
-    buffer_count: Natural = harmless(4, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
-    pipeline_read: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
-    pipeline_write: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
-    pipeline: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
+    buffer_count: Natural = honoured(
+        4,
+        "Buckets in host memory at once, at least 3. DeepSpeed's are tensors, of which a parameter "
+        "has several.",
+        when=ON_DISK,
+    )
+    pipeline_read: Flag = harmless(False, _OVERLAPPED, when=ON_DISK)
+    pipeline_write: Flag = harmless(False, _OVERLAPPED, when=ON_DISK)
+    pipeline: Flag = harmless(False, _OVERLAPPED, when=ON_DISK)
     fast_init: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
     super_offload: Flag = refused(
         False, "SuperOffload is not built; device cpu streams the update through the device."
@@ -97,6 +113,23 @@ class OffloadOptimizer(Coercing):
         "XLA chooses the number of host cores for an update (where).",
         when=_OFFLOADED_OPTIMIZER,
     )
+
+
+_THREADS = "Two to four threads transfer up to 8 MiB a call."
+
+
+class Aio(Lenient):
+    """Options of DeepSpeed's library for files."""
+
+    block_size: Natural = harmless(1 << 20, _THREADS)
+    queue_depth: Natural = harmless(8, _THREADS)
+    thread_count: Count = approximated(
+        1, "The threads that read and write, at least 2 and at most 4.", when=ON_DISK
+    )
+    intra_op_parallelism: Count = harmless(1, _THREADS)
+    single_submit: Flag = harmless(False, _THREADS)
+    overlap_events: Flag = harmless(True, _THREADS)
+    use_gds: Flag = ignored(False, "State passes through host memory; GPUs do not read files.")
 
 
 class Zero(Coercing):
@@ -169,7 +202,12 @@ class Zero(Coercing):
     stage3_module_granularity_threshold: Natural = harmless(0, _SCHEDULED)
     stage3_use_all_reduce_for_fetch_params: Flag = harmless(False, _SCHEDULED)
     stage3_allgather_sequential: Flag = harmless(False, _SCHEDULED)
-    sub_group_size: Natural = harmless(1_000_000_000, _SCHEDULED)
+    sub_group_size: Count = approximated(
+        1_000_000_000,
+        "Elements of a bucket, counted per device: at most 4,194,304, since several are in host "
+        "memory at once.",
+        when=ON_DISK,
+    )
     compute_grad_norm: Flag = harmless(True, "The norm is a metric of every step.")
     parameter_alignment: Flag = harmless(False, _SCHEDULED)
     ignore_unused_parameters: Flag = harmless(

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
 from jaxspeed.config.equivalent_keys import without_axes
+from jaxspeed.disk.disk_array import in_memory
 from jaxspeed.engine.check_report import (
     DTYPE_NAMES,
     NUDGES,
@@ -71,6 +72,7 @@ def check(
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
         held = program.held(state)
+    state = in_memory(state)
     probe = _probe(program, reduced_by(program, held))
     plain, parts = _plain(program, program.batch.accumulation), 1
     _fits(plain)

@@ -203,6 +203,8 @@ class Engine(DeepSpeedHabits):
                 "checkpoints; close it after the last step. engine.wait() waits for all so far"
             )
         self._adapters.in_use("train_batch")
+        if tier := self.program.update.tier:
+            tier.refuse_lost()
 
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""

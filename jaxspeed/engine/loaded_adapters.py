@@ -51,6 +51,7 @@ class LoadedAdapters:
         program = self._program
         if not isinstance(program.model, AdaptedModel):
             raise ConfigError("load_adapter: the config has no section lora")
+        self._refuse_disk("load_adapter")
         if name == self.used:
             raise ConfigError(f"load_adapter: {name!r} is in use; give another name")
         if not name or "/" in name:
@@ -79,6 +80,7 @@ class LoadedAdapters:
                 f"use_adapter: {name!r} is not loaded; there are "
                 + ", ".join(sorted(filter(None, {self.used, *self.others})))
             )
+        self._refuse_disk("use_adapter")
         other = self._base_alone(state) if name is None else self.others.pop(name)
         state, taken = exchanged(self._program, state, other)
         if name is None:  # the magnitudes of DoRA are the norms of the weights
@@ -87,6 +89,13 @@ class LoadedAdapters:
             self.others[self.used] = taken
         self.used = name
         return state
+
+    def _refuse_disk(self, what: str) -> None:
+        if self._program.update.tier:
+            raise ConfigError(
+                f"{what}: masters and moments of several adapters are not stored on a disk; set "
+                'zero_optimization.offload_optimizer.device to "cpu" or "none"'
+            )
 
     def _base_alone(self, state: TrainState) -> OtherAdapter:
         """An adapter whose factors are zero."""

@@ -136,7 +136,10 @@ def _idle(step: Step, transfers: HostTransfers) -> Iterator[str]:
         stored = transfers.stored | dict.fromkeys(transfers.written, 1)
         # A parameter that the loss does not read is made of its master alone.
         unread = name.startswith("params/") and name not in read
-        for direction, moved in (("to", transfers.fetched), ("from", stored)):
+        moves = [("to", transfers.fetched)]
+        if not program.update.tier:  # else the programs of buckets write it
+            moves.append(("from", stored))
+        for direction, moved in moves:
             if not moved.get(name) and not by_host and not (direction == "to" and unread):
                 yield f"{name} is offloaded, but is never copied {direction} the device"
         if _on_host_cores(program) and name.startswith("opt/") and not by_host:

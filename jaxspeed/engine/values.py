@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.disk.disk_array import in_memory
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement.codec import Stored, unpad
 from jaxspeed.placement.memory_kinds import in_host
@@ -86,6 +87,7 @@ def _on_devices(row: Row, stored: Stored) -> Stored:
         at: Any = x.sharding
         return jax.device_put(x, at.with_memory_kind(row.read.memory_kind))
 
+    stored = in_memory(stored)
     offloaded = any(in_host(x.sharding) for x in jax.tree.leaves(stored))
     return jax.tree.map(here, stored) if offloaded else stored
 

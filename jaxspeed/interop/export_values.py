@@ -18,6 +18,7 @@ from jaxspeed.adapters.adapter import Adapter
 from jaxspeed.checkpoint.header import Header, codec_of
 from jaxspeed.checkpoint.object_storage import new_context
 from jaxspeed.checkpoint.tensorstore_arrays import FOLDER, array_spec
+from jaxspeed.disk.disk_array import in_memory
 from jaxspeed.interop.mapping import Index
 from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, unpad
 from jaxspeed.placement.memory_kinds import on_device
@@ -169,7 +170,8 @@ class StateValues:
 
     def _of_row(self, row: Row) -> Iterator[tuple[Index, np.ndarray]]:
         """Blocks of a parameter; of an encoded stack those of one layer after another."""
-        form, x = self._table.stored(row, row.updated), updated_values(self._state, row)
+        form = self._table.stored(row, row.updated)
+        x = in_memory(updated_values(self._state, row))
         if form.codec == PLAIN:
             yield from _shards(x, form.shape)
         elif not form.stacked:

@@ -8,7 +8,7 @@ one layer of a stack where it needs full matrices (LAMB, Muon); otherwise the en
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ class StreamedUpdate:
     by_layer: bool  # whether the optimizer updates each layer of a stack independently
     ema_decay: float | None
     cores: UpdateDevice = ON_DEVICE  # for parameters with any array in host memory
+    bucket: int | None = None  # elements per device of a bucket, if state is on a disk
 
     # -- the optimizer, separated per parameter ---------------------------------------------------
 
@@ -77,7 +78,7 @@ class StreamedUpdate:
     def _layer_update(self) -> Separated:
         """The traced update with layers in place of the stacks that are streamed by layer."""
         shapes = {}
-        for row in self._trained:
+        for row in self.trained:
             plan = self.plan(row, self.layouts(row))
             if plan and not self.full_update.leaf(row.path, row.leaf.shape).elementwise:
                 shapes[row.path] = plan.slice_shape(row.leaf.shape)
@@ -85,7 +86,7 @@ class StreamedUpdate:
 
     def _separated(self, shapes: Mapping[str, tuple[int, ...]]) -> Separated:
         """The update traced with `shapes` overriding the shapes of parameters."""
-        rows = {row.path: row for row in self._trained}
+        rows = {row.path: row for row in self.trained}
 
         def shape_of(path: str | None, shape: tuple[int, ...]) -> tuple[int, ...]:
             part = shapes.get(path or "")
@@ -125,18 +126,20 @@ class StreamedUpdate:
     # -- slices -----------------------------------------------------------------------------------
 
     @property
-    def _trained(self) -> list[Row]:
+    def trained(self) -> list[Row]:
         return [row for row in self.table if row.leaf.trainable]
 
     @cached_property
     def slice_elements(self) -> int:
         """Elements of an array that a device should hold at once: a layer of the largest stack."""
+        if self.bucket is not None:
+            return self.bucket
         sizes = [
-            self._elements(row) // row.leaf.shape[0] for row in self._trained if row.leaf.stacked
+            self.elements(row) // row.leaf.shape[0] for row in self.trained if row.leaf.stacked
         ]
         return max(sizes, default=_UNSTACKED)
 
-    def _elements(self, row: Row) -> int:
+    def elements(self, row: Row) -> int:
         """Elements per device, sharded as the optimizer state."""
         assert row.opt is not None
         at = self.table.sharding(row.opt)
@@ -182,9 +185,10 @@ class StreamedUpdate:
         stay in memory until its codes are.
         """
         encoded = self.encoded(row).values()
-        if not encoded and not any(in_host(layout.at) for layout in layouts.values()):
-            return None
         assert row.opt is not None
+        is_streamed = row.opt.disk or any(in_host(layout.at) for layout in layouts.values())
+        if not encoded and not is_streamed:
+            return None
         sharded = StreamedArray(row.shape(row.opt), self.table.sharding(row.opt))
         parts = [part for value in encoded for part in value.parts.values()]
         dims = [
@@ -228,29 +232,85 @@ class StreamedUpdate:
             for program in self._programs()
         }
         token, ready = jnp.zeros(()), finite
-        for row in self._trained:
-            arrays = {GRAD: grads[row.path]}
-            arrays[UPDATED] = (master if row.master else params)[row.path]
-            if row.master and row.param:
-                arrays[READ] = params[row.path]
-            if self.ema_decay is not None:
-                arrays[EMA] = average[row.path]
-            moments = {path: x for path, x in opt.items() if self.owner(path) == row.path}
-            for path, x in moments.items():
-                arrays |= parts_of(OPT + path, x)
+        fields = Updated(params, master, opt, average)
+        for row in self.trained:
+            arrays = {GRAD: grads[row.path], **self.arrays_of(row, fields)}
             updated, token = _ParameterUpdate(self, shared, factor, ready)(row, arrays, token)
             ready = self._after(updated[UPDATED], finite, state.step)
-            (master if row.master else params)[row.path] = updated[UPDATED]
-            if READ in updated:
-                params[row.path] = updated[READ]
-            if EMA in updated:
-                average[row.path] = updated[EMA]
-            for path, x in moments.items():
-                names = jax.tree.unflatten(jax.tree.structure(x), sorted(parts_of(OPT + path, x)))
-                opt[path] = jax.tree.map(updated.__getitem__, names)
+            self.put(row, fields, updated)
         for path, value in shared[id(self.full_update)].outputs().items():
             opt[path] = jnp.where(finite, value, opt[path])
         return Updated(params, master, jax.tree.unflatten(self.layout.tree, opt.values()), average)
+
+    def arrays_of(self, row: Row, fields: Updated) -> Arrays:
+        """The arrays of a parameter by name, without its gradient; `fields.opt` is flat."""
+        arrays = {UPDATED: (fields.master if row.master else fields.params)[row.path]}
+        if row.master and row.param:
+            arrays[READ] = fields.params[row.path]
+        if self.ema_decay is not None:
+            arrays[EMA] = fields.ema[row.path]
+        for path in self.states[row.path]:
+            arrays |= parts_of(OPT + path, fields.opt[path])
+        return arrays
+
+    def put(self, row: Row, fields: Updated, updated: Arrays) -> None:
+        """Replace the arrays of a parameter that were updated; `fields.opt` is flat."""
+        if UPDATED in updated:
+            (fields.master if row.master else fields.params)[row.path] = updated[UPDATED]
+        if READ in updated:
+            fields.params[row.path] = updated[READ]
+        if EMA in updated:
+            fields.ema[row.path] = updated[EMA]
+        for path in self.states[row.path]:
+            old = parts_of(OPT + path, fields.opt[path])
+            new = [updated.get(name, x) for name, x in old.items()]
+            is_encoded = isinstance(fields.opt[path], dict)
+            fields.opt[path] = dict(zip(fields.opt[path], new)) if is_encoded else new[0]
+
+    @cached_property
+    def states(self) -> dict[str, list[str]]:
+        """The paths of each parameter's leaves of the optimizer's state."""
+        states: dict[str, list[str]] = {row.path: [] for row in self.trained}
+        for path in self.layout.places:
+            if (owner := self.owner(path)) in states:
+                states[owner].append(path)
+        return states
+
+    # -- buckets on a disk ------------------------------------------------------------------------
+
+    def update_rows(
+        self,
+        pieces: Sequence[tuple[str, int | None]],
+        stored: Sequence[Arrays],
+        carried: Mapping[str, Arrays],
+        grads: Arrays,
+        opt: Arrays,
+        factor: jax.Array | None,
+        starts: Sequence[jax.Array],
+    ) -> tuple[list[Arrays], dict[str, Arrays]]:
+        """(the updated rows of what is on a disk, the other arrays with theirs); traced.
+
+        Args:
+          pieces: (path, number of rows, or None for an entire parameter).
+          stored: the rows on the disk, of each piece by name.
+          carried: the other arrays of each parameter.
+          opt: the optimizer's leaves that belong to no parameter.
+          starts: the first row of each piece.
+        """
+        shared = {
+            id(program): program.shared(self._shared_values(program, opt))
+            for program in self._programs()
+        }
+        update = _ParameterUpdate(self, shared, factor, jnp.asarray(True))
+        rows_after, arrays_after = list[Arrays](), {path: dict(x) for path, x in carried.items()}
+        for (path, rows), on_disk, start in zip(pieces, stored, starts, strict=True):
+            row = self.table[path]
+            updated = update.on_rows(
+                row, on_disk, {GRAD: grads[path], **arrays_after[path]}, start, rows
+            )
+            rows_after.append({name: updated[name] for name in on_disk})
+            arrays_after[path] = {name: updated[name] for name in arrays_after[path]}
+        return rows_after, arrays_after
 
     def update_one(self, row: Row, arrays: Arrays, shared: Shared, factor: Any = None) -> Arrays:
         """The updated arrays, without the gradient, of one parameter in device memory."""
@@ -300,14 +360,49 @@ class _ParameterUpdate:
         of = self.of
         layouts = of.layouts(row)
         plan = of.plan(row, layouts)
-        program = of.full_update.leaf(row.path, row.leaf.shape)
-        separated = of.full_update
-        if plan and not program.elementwise:
-            separated = of._layer_update
-            program = separated.leaf(row.path, plan.slice_shape(row.leaf.shape))
-        values = [self.shared[id(separated)](var) for var in program.shared]
         if plan is None:
-            return self._at_once(row, layouts, program, values, arrays, token)
+            return self._at_once(row, layouts, *self._program(row, None), arrays, token)
+        carried = {name: x for name, x in arrays.items() if name != GRAD}
+        read, compute = {GRAD: arrays[GRAD]}, self._on_slices(row, layouts, plan)
+        return stream(plan, layouts, read, carried, compute, of.cores, _ONLY_WRITTEN), token
+
+    def on_rows(
+        self, row: Row, on_disk: Arrays, arrays: Arrays, start: jax.Array, rows: int | None
+    ) -> Arrays:
+        """The updated rows of arrays on a disk, and the other arrays with theirs."""
+        of, layouts = self.of, self.of.layouts(row)
+        plan = of.plan(row, layouts)
+        if plan is None:
+            return self._at_once(
+                row, layouts, *self._program(row, None), on_disk | arrays, jnp.zeros(())
+            )[0]
+        assert rows is not None
+        slices = dict(on_disk)
+        for name, x in arrays.items():
+            if name not in _ONLY_WRITTEN:
+                slices[name] = plan.fetch(x, layouts[name], start, rows, of.cores)
+        updated = self._on_slices(row, layouts, plan)(slices, start, rows)
+        return {
+            name: x
+            if name in on_disk
+            else plan.write(arrays[name], layouts[name], start, x, of.cores)
+            for name, x in updated.items()
+        }
+
+    def _program(self, row: Row, plan: StreamPlan | None) -> tuple[LeafProgram, list[Any]]:
+        """The update of a parameter, or of a slice of it, and the shared values that it reads."""
+        separated = self.of.full_update
+        program = separated.leaf(row.path, row.leaf.shape)
+        if plan and not program.elementwise:
+            separated = self.of._layer_update
+            program = separated.leaf(row.path, plan.slice_shape(row.leaf.shape))
+        return program, [self.shared[id(separated)](var) for var in program.shared]
+
+    def _on_slices(
+        self, row: Row, layouts: Mapping[str, StreamedArray], plan: StreamPlan
+    ) -> Callable[[Arrays, Any, int], Arrays]:
+        """`compute(slices, start, rows)`: the updated slices."""
+        of, (program, values) = self.of, self._program(row, plan)
 
         def compute(slices: Arrays, start: Any, rows: int) -> Arrays:
             shape = plan.slice_shape(row.leaf.shape, rows)
@@ -322,9 +417,7 @@ class _ParameterUpdate:
             run = of.cores.compute(partial(self._computed, row, stored, fitted, shape))
             return run(slices, values, self.factor, keep)
 
-        carried = {name: x for name, x in arrays.items() if name != GRAD}
-        read = {GRAD: arrays[GRAD]}
-        return stream(plan, layouts, read, carried, compute, of.cores, _ONLY_WRITTEN), token
+        return compute
 
     def _at_once(
         self,

@@ -99,10 +99,12 @@ def reduction_dtype(dtype: Any, wanted: Any) -> Any:
 
 @dataclass(frozen=True)
 class Offload:
-    """Arrays that are offloaded to host memory."""
+    """Arrays that are offloaded to host memory, or to a disk."""
 
     optimizer: float = 0.0  # masters and moments: the share of the parameters, in bytes
     param: bool = False  # parameters and gradients
+    disk: bool = False  # whether masters and moments are on a disk
+    on_host: bool = True  # ... and then whether they are read into host memory or the device's
 
 
 ON_DEVICE = Offload()
@@ -110,12 +112,16 @@ ON_DEVICE = Offload()
 
 @dataclass(frozen=True)
 class Placement:
-    """Sharding, memory kind, dtype and encoding of one value."""
+    """Sharding, memory kind, dtype and encoding of one value.
+
+    One on a disk has the memory kind into which it is read.
+    """
 
     spec: PartitionSpec
     memory_kind: str
     dtype: Any
     codec: Codec = PLAIN
+    disk: bool = False
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         """The placement as a sharding over a mesh."""

@@ -80,15 +80,20 @@ def totals(
     mesh_axes: Mapping[str, int],
     roles: Mapping[str, tuple[int, int]],
     in_host: Mapping[str, int] = MappingProxyType({}),
+    on_disk: Mapping[str, int] = MappingProxyType({}),
 ) -> Table:
-    """Bytes per role: in total, per device, and in host memory per device if any."""
-    rows = {role: (*both, in_host.get(role, 0)) for role, both in roles.items()}
-    rows["sum"] = tuple(map(sum, zip(*rows.values(), strict=True)))  # type: ignore[assignment]
-    names = ("total", "per device", *(["in host memory"] if in_host else []))
-    numbers = (f">{name}" for name in names)
+    """Bytes per role: in total, per device, and in host memory and on a disk per device if any."""
+    elsewhere = {"in host memory": in_host, "on disk": on_disk}
+    shown_places = {name: places for name, places in elsewhere.items() if places}
+    rows = {
+        role: (*both, *(places.get(role, 0) for places in shown_places.values()))
+        for role, both in roles.items()
+    }
+    rows["sum"] = tuple(map(sum, zip(*rows.values(), strict=True)))
+    numbers = (f">{name}" for name in ("total", "per device", *shown_places))
     shown = titled(f"ZeRO stage {stage} on {mesh_text(mesh_axes)}", "role", *numbers)
     for role, counts in rows.items():
-        cells = map(bytes_text, counts[: len(names)])
+        cells = map(bytes_text, counts)
         shown.add_row(role, *cells, style="bold" if role == "sum" else None)
     return shown
 
@@ -159,6 +164,7 @@ def _cell(placement: Placement | None) -> str:
         f"{'+'.join(entry_axes(entry))}@{dim}" for dim, entry in enumerate(placement.spec) if entry
     ]
     memory = "" if placement.memory_kind == "device" else f" {placement.memory_kind}"
+    memory = " disk" if placement.disk else memory
     codec = "" if placement.codec == PLAIN else f"{placement.codec.name} of "
     dtype = f"{codec}{dtype_text(placement.dtype.name)}"
     return f"{dtype} {','.join(axes) or 'replicated'}{memory}"

@@ -4,8 +4,9 @@ The ZeRO stage selects the roles that are sharded over data: stage 1 `master` an
 `grad`, 3 also the copy that layers read. Stage 3 stores one sharded copy (the master, or in pure
 fp32 the parameter itself), and layers read it gathered, one unit at a time.
 
-Offload is the memory kind of a row: `master` and `opt` in host memory, or `param` and `grad`.
-Layers never read a master from there: stage 3 then also stores the parameter in compute dtype.
+Offload is the memory kind of a row: `master` and `opt` in host memory, or `param` and `grad`; or
+`master` and `opt` are on a disk. Layers never read a master from there: stage 3 then also stores
+the parameter in compute dtype.
 """
 
 import math
@@ -139,22 +140,27 @@ class PlacementTable:
 
         The total counts each element once, as if one device held the entire state.
         """
-        return {role: (total, device) for role, (total, device, _) in self._bytes().items()}
+        return {role: (total, device) for role, (total, device, *_) in self._bytes().items()}
 
     def host_bytes_by_role(self) -> dict[str, int]:
         """{role: bytes in host memory per device}, of the roles that have any there."""
-        return {role: host for role, (_, _, host) in self._bytes().items() if host}
+        return {role: host for role, (_, _, host, _) in self._bytes().items() if host}
 
-    def _bytes(self) -> dict[str, tuple[int, int, int]]:
-        totals: dict[str, tuple[int, int, int]] = {}
+    def disk_bytes_by_role(self) -> dict[str, int]:
+        """{role: bytes on a disk per device}, of the roles that have any there."""
+        return {role: disk for role, (*_, disk) in self._bytes().items() if disk}
+
+    def _bytes(self) -> dict[str, tuple[int, int, int, int]]:
+        totals: dict[str, tuple[int, int, int, int]] = {}
 
         def add(role: str, placement: Placement, value: StoredValue) -> None:
             here, in_host = value.device_bytes, placement.memory_kind == HOST
-            old = totals.get(role, (0, 0, 0))
+            total, device, host, disk = totals.get(role, (0, 0, 0, 0))
             totals[role] = (
-                old[0] + value.total_bytes,
-                old[1] + (0 if in_host else here),
-                old[2] + (here if in_host else 0),
+                total + value.total_bytes,
+                device + (0 if in_host or placement.disk else here),
+                host + (here if in_host and not placement.disk else 0),
+                disk + (here if placement.disk else 0),
             )
 
         for row in self:
@@ -184,8 +190,8 @@ class PlacementTable:
 
     def __rich__(self) -> Any:
         sharded_over = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
-        in_host = self.host_bytes_by_role()
-        totals = show.totals(self.stage, sharded_over, self.bytes_by_role(), in_host)
+        elsewhere = self.host_bytes_by_role(), self.disk_bytes_by_role()
+        totals = show.totals(self.stage, sharded_over, self.bytes_by_role(), *elsewhere)
         parts = [totals, show.leaves(list(self))]
         if self.owned:
             parts.append(show.owned_matrices(self.owned))
@@ -246,8 +252,9 @@ def build_table(
                 param(leaf),
                 # Pipeline stages add to gradients in each tick.
                 param(leaf) if mesh.shape[PIPE] == 1 else device,
-                HOST if leaf.path in offloaded else device,
+                HOST if leaf.path in offloaded and offload.on_host else device,
                 device,
+                offload.disk and leaf.path in offloaded,
             ),
             stack,
             codecs,
@@ -293,6 +300,7 @@ class _Memories:
     grad: str
     optimizer: str  # master and moments
     read: str
+    disk: bool  # whether master and moments are on a disk
 
 
 def _offloaded(leaves: Sequence[Leaf], share: float) -> set[str]:
@@ -349,23 +357,27 @@ def _row(
     compute = leaf.dtype if leaf.full_precision else precision.compute or leaf.dtype
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
 
-    def at(from_stage: int, dtype: Any, memory: str, codec: Codec = PLAIN) -> Placement:
+    def at(
+        from_stage: int, dtype: Any, memory: str, codec: Codec = PLAIN, disk: bool = False
+    ) -> Placement:
         """Shard over data from this ZeRO stage on."""
         spec = zero.spec if stage >= from_stage else base.spec
-        return Placement(spec, memory, jnp.dtype(dtype), codec)
+        return Placement(spec, memory, jnp.dtype(dtype), codec, disk)
 
     read = Placement(model.spec, memories.read, jnp.dtype(compute))
     param: Placement | None
     param = at(3, compute, memories.param, PLAIN if leaf.trainable else codec)
     if not leaf.trainable:
         return Row(leaf, shapes, read, param, None, None, None, note)
-    master = at(1, leaf.dtype, memories.optimizer) if mixed else None
-    if mixed and stage == 3 and memories.optimizer == memories.param == memories.read:
+    disk = memories.disk
+    master = at(1, leaf.dtype, memories.optimizer, disk=disk) if mixed else None
+    in_place = memories.optimizer == memories.param == memories.read and not disk
+    if mixed and stage == 3 and in_place:
         param = None  # layers read the master
     wide = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
     grad = at(2, wide, memories.grad)
     updated = (master or param or read).dtype
-    opt = at(1, precision.opt or updated, memories.optimizer, codec)
+    opt = at(1, precision.opt or updated, memories.optimizer, codec, disk)
     return Row(leaf, shapes, read, param, master, grad, opt, note)
 
 

@@ -48,6 +48,7 @@ class Plan:
     search: SearchResult | None = None  # among variants of the config
     attention: AttentionReport | None = None  # if an axis shards sequences
     rollout: RolloutPrograms | None = None  # if the objective samples completions
+    disk_rate: float | None = None  # bytes a second of the disk that has state, if it is known
 
     @property
     def fits(self) -> bool | None:
@@ -62,9 +63,17 @@ class Plan:
         temporary = max(x.temp_bytes for x in compiled.programs) if compiled else None
         parts: list[Any] = [
             Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
-            show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
+            show.totals(
+                program.table.stage,
+                axes,
+                roles,
+                program.table.host_bytes_by_role(),
+                program.table.disk_bytes_by_role(),
+            ),
             Text(memory_line(program, temporary, target, self.rollout)),
         ]
+        if disk := self._disk():
+            parts.append(Text(_disk_text(disk)))
         if self.rollout:
             parts.append(Text(str(self.rollout)))
         if program.table.owned:
@@ -98,6 +107,7 @@ class Plan:
         """The plan for JSON, sizes in bytes."""
         table, device = self.program.table, self.program.devices[0]
         roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
+        on_disk = table.disk_bytes_by_role()
         chip = self.target.chip if self.target else None
         return {
             "model": self._model(),
@@ -116,9 +126,11 @@ class Plan:
                     "bytes": total,
                     "bytes_per_device": per_device,
                     "host_bytes_per_device": in_host.get(role, 0),
+                    "disk_bytes_per_device": on_disk.get(role, 0),
                 }
                 for role, (total, per_device) in roles
             },
+            "disk": self._disk(),
             "memory": self.memory
             and chip
             and {**self.memory.figures(), "verdict": self.memory.on(chip.memory)},
@@ -216,6 +228,20 @@ class Plan:
         kept = self.outcome.kept if self.outcome else None
         return [f"saved: a run with run.executable={kept} compiles no step"] if kept else []
 
+    def _disk(self) -> dict[str, float | None] | None:
+        """What a step reads and writes on the disk, if one process has all devices."""
+        if (tier := self.program.update.tier) is None:
+            return None
+        seconds = 2 * tier.nbytes / self.disk_rate if self.disk_rate else None
+        return {
+            "file_bytes": tier.nbytes,
+            "read_bytes_per_step": tier.nbytes,
+            "written_bytes_per_step": tier.nbytes,
+            "buckets": len(tier.buckets),
+            "buffer_bytes": tier.buffer_bytes,
+            "seconds_per_step": seconds,
+        }
+
     def _batch(self) -> str:
         batch, ranks = self.program.batch, self.program.ranks
         return (
@@ -223,6 +249,16 @@ class Plan:
             f"micro-batch, x {counted(batch.accumulation, 'micro-batch', 'es')} "
             f"x {counted(ranks, 'rank')}"
         )
+
+
+def _disk_text(disk: Mapping[str, Any]) -> str:
+    size, buffers = show.bytes_text(disk["file_bytes"]), show.bytes_text(disk["buffer_bytes"])
+    count, seconds = counted(disk["buckets"], "bucket"), disk["seconds_per_step"]
+    takes = f": at least {show.seconds_text(seconds)} after the gradients" if seconds else ""
+    return (
+        f"disk   {size} in {count}, read and written in each step{takes}; {buffers} of host memory "
+        "for buffers, if one process has all devices"
+    )
 
 
 def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:

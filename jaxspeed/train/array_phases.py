@@ -16,8 +16,9 @@ from jaxspeed.objectives.model_logprobs import ROUTING
 from jaxspeed.placement.paths import listed
 from jaxspeed.traced_loss.accumulate import micro_batches
 from jaxspeed.train.array_program import ArraysOf, array_function, extra_function, placed
+from jaxspeed.train.disk_phases import step_phases
 from jaxspeed.train.frozen_model import frozen_program
-from jaxspeed.train.phases import BATCH, FIRST_ADAPTER, METRICS, STATE, StepPhase
+from jaxspeed.train.phases import BATCH, FIRST_ADAPTER, STATE, StepPhase
 from jaxspeed.train.program import Program
 from jaxspeed.user_models.batches import WithExtra
 
@@ -37,17 +38,13 @@ def with_array_phases(program: Program) -> Program:
             frozen[_state_of(entry)] = frozen_program(program, entry.model, entry.name)
         elif entry.model == "reference":
             refuse_unknown_reference(program, entry)
-    phases_of = _phases if phased else None
+    phases_of = _phases if phased else program.phases_of
     return replace(program, completed=with_array_shapes, phases_of=phases_of, frozen=frozen)
 
 
 def _phases(program: Program) -> tuple[StepPhase, ...]:
     phased = [entry for entry in program.computed_arrays if not entry.once]
-    names = (STATE, BATCH), (STATE, METRICS), (STATE,)
-    return (
-        *(_phase(program, entry) for entry in phased),
-        StepPhase("step", program.step, *names, mesh=program.mesh),
-    )
+    return (*(_phase(program, entry) for entry in phased), *step_phases(program))
 
 
 def _state_of(entry: ComputedArrays) -> str:

@@ -19,12 +19,14 @@ from jaxspeed.config.parallelism import Parallel
 from jaxspeed.config.problems import config_error
 from jaxspeed.config.remat import Recompute
 from jaxspeed.config.rollout_options import rollout_problems
-from jaxspeed.config.zero_section import Zero
+from jaxspeed.config.zero_section import LARGEST_BUCKET, Zero
+from jaxspeed.disk.tier import DiskOptions, DiskTier
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.weight_uses import Uses
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
 from jaxspeed.objectives import Objective, objective_of
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
+from jaxspeed.offload.disk_buckets import disk_buckets
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.optim.owners import matrices_asked
@@ -64,6 +66,7 @@ from jaxspeed.traced_loss.autocast import autocast_of
 from jaxspeed.traced_loss.loss_program import LossProgram
 from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train.array_phases import with_array_phases
+from jaxspeed.train.disk_phases import step_phases
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
@@ -119,6 +122,7 @@ def build_program(
     placed = _placed(config, mesh, read, optimizer, codecs)
     table, chosen = placed.table, placed.optimizer
     traced_loss = _traced_loss_of(config, read.model, loss_fn, table, exchange)
+    streamed = _streamed(table, read.model, placed.layout, chosen, optimizer is None, zero)
     update = Update(
         table,
         read.model,
@@ -126,15 +130,17 @@ def build_program(
         chosen,
         gradient_factor=table.ranks if config.gradient_allreduce_op == "sum" else 1,
         skip_non_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
-        streamed=_streamed(
-            table, read.model, placed.layout, chosen, optimizer is None, _update_device_of(zero)
-        ),
+        streamed=streamed,
         ring=placed.ring,
+        tier=_tier_of(config, streamed),
     )
     gradients = _gradients_of(
         parallel, traced_loss, batch.accumulation, placed.ring, config.pipeline_recompute
     )
-    program = Program(config, batch, traced_loss, gradients, update, source, read.proposal)
+    phases_of = step_phases if update.tier else None
+    program = Program(
+        config, batch, traced_loss, gradients, update, source, read.proposal, phases_of
+    )
     return with_array_phases(program)
 
 
@@ -337,7 +343,8 @@ def _offload_keys(config: Config) -> list[str]:
         "activation_checkpointing.cpu_checkpointing": recompute.on_host,
         "parallel.remat.offload": recompute.offload,
         "parallel.remat.budget": recompute.budget is not None,
-        "zero_optimization.offload_optimizer": zero.offload_optimizer.device == "cpu",
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.device == "cpu"
+        or _update_device_of(zero) is ON_HOST,
         "zero_optimization.offload_param": zero.offload_param.device == "cpu",
     }
     return [key for key, on in asked.items() if on]
@@ -413,22 +420,36 @@ def _chunks_of(parallel: Parallel) -> int:
 
 
 def offload_of(zero: Zero) -> Offload:
-    """The state that is offloaded to host memory."""
+    """The state that is offloaded."""
     optimizer, param = zero.offload_optimizer, zero.offload_param.device == "cpu"
-    return Offload(optimizer.ratio if optimizer.device == "cpu" else 0.0, param)
+    share, disk = 0.0 if optimizer.device == "none" else optimizer.ratio, optimizer.device == "nvme"
+    return Offload(share, param, disk, on_host=not disk or optimizer.where == "host")
 
 
 def _update_device_of(zero: Zero) -> UpdateDevice:
     """Where offloaded state is updated: on the host's cores or on the device."""
     optimizer = zero.offload_optimizer
-    return ON_HOST if optimizer.device == "cpu" and optimizer.where == "host" else ON_DEVICE
+    return ON_HOST if optimizer.device != "none" and optimizer.where == "host" else ON_DEVICE
+
+
+def _tier_of(config: Config, streamed: StreamedUpdate | None) -> DiskTier | None:
+    """The files of state on a disk, which are opened when they are first used."""
+    offload = config.zero_optimization.offload_optimizer
+    if streamed is None or streamed.bucket is None:
+        return None
+    assert offload.nvme_path is not None
+    threads = min(max(config.aio.thread_count, 2), 4)
+    options = DiskOptions(offload.nvme_path, offload.buffer_count, threads)
+    return DiskTier(disk_buckets(streamed), options)
 
 
 def _is_streamed(table: PlacementTable, optimizer: RunOptimizer) -> bool:
-    """Whether any state is in host memory or encoded."""
+    """Whether any state is in host memory, on a disk or encoded."""
     rows = [row for row in table if row.leaf.trainable]
     places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
-    return bool(optimizer.codecs) or any(place and in_host(place) for place in places)
+    return bool(optimizer.codecs) or any(
+        place and (in_host(place) or place.disk) for place in places
+    )
 
 
 def _streamed(
@@ -437,16 +458,24 @@ def _streamed(
     layout: OptLayout,
     optimizer: RunOptimizer,
     by_layer: bool,
-    update_device: UpdateDevice,
+    zero: Zero,
 ) -> StreamedUpdate | None:
-    """The streamed update of state in host memory, or in 8 bits; None without these.
+    """The streamed update of state in host memory, on a disk, or in 8 bits; None without these.
 
     Raises ConfigError for an optimizer that cannot update one parameter at a time.
     """
     if not _is_streamed(table, optimizer):
         return None
+    bucket = min(zero.sub_group_size, LARGEST_BUCKET) if table.disk_bytes_by_role() else None
     streamed = StreamedUpdate(
-        table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, update_device
+        table,
+        model,
+        layout,
+        optimizer.transform,
+        by_layer,
+        optimizer.ema_decay,
+        _update_device_of(zero),
+        bucket,
     )
     streamed.check()
     return streamed

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
 from jaxspeed.config.run_sections import FrozenModelSection
+from jaxspeed.disk.disk_array import in_memory
 from jaxspeed.errors import BatchError
 from jaxspeed.objectives import objective_of
 from jaxspeed.objectives.computed_arrays import ComputedArrays
@@ -189,7 +190,7 @@ class Program:
         """The values beside state and batch with which each step begins, for a fresh state."""
         values: dict[str, Any] = {name: x.init(0) for name, x in self.frozen.items()}
         if self.reads_first_adapter:
-            values[FIRST_ADAPTER] = jax.tree.map(jnp.copy, self.adapter_of(state))
+            values[FIRST_ADAPTER] = jax.tree.map(jnp.copy, in_memory(self.adapter_of(state)))
         return values
 
     @property
@@ -276,7 +277,8 @@ class Program:
     @functools.cached_property
     def storage(self) -> StateStorage:
         """How the state is stored, and fresh ones."""
-        return StateStorage(self.table, self.model, self.optimizer, self.layout, self.ring_errors)
+        parts = self.table, self.model, self.optimizer, self.layout, self.ring_errors
+        return StateStorage(*parts, self.update.tier)
 
     @property
     def state(self) -> TrainState:

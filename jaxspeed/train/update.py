@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxspeed.disk.tier import DiskTier
 from jaxspeed.objectives.terms_and_metrics import results
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.ops.materialize import materialize
@@ -31,6 +32,16 @@ from jaxspeed.user_models.rng import is_key
 Metrics = dict[str, jax.Array]
 
 
+class ReducedGradients(NamedTuple):
+    """Gradients of a step, and how they are applied."""
+
+    grads: Arrays
+    norm: jax.Array
+    factor: jax.Array  # of clipping
+    multiplier: jax.Array | None  # of clipping and scale, if there is any
+    finite: jax.Array  # whether the step is taken
+
+
 @dataclass(frozen=True)
 class Update:
     """`__call__(state, sums, variables, norm) -> (state, metrics)`.
@@ -44,14 +55,24 @@ class Update:
     optimizer: RunOptimizer
     gradient_factor: float = 1  # the data-parallel size where gradients are summed, not averaged
     skip_non_finite: bool = True
-    streamed: StreamedUpdate | None = None  # with state in host memory
+    streamed: StreamedUpdate | None = None  # with state in host memory, encoded, or on a disk
     ring: Reduction | None = None  # where parameters are all-gathered by rings
+    tier: DiskTier | None = None  # with state on a disk: see `disk_phases.py`
 
     def __call__(
         self, state: TrainState, sums: Sums, variables: Arrays, norm: Any = None
     ) -> tuple[TrainState, Metrics]:
-        scale = state.loss_scale.scale
-        unscale = self.gradient_factor / scale
+        grads, norm, factor, multiplier, finite = self.reduced(state, sums, norm)
+        state = self.with_written(state, variables, finite)
+        update = self.streamed or self._resident
+        changed = update(grads, multiplier, state, finite)
+        params = self._gathered_over_old(changed.params, state.params, finite)
+        changed = changed._replace(params=params)
+        return self.settled(state, sums, variables, changed, norm, factor, finite)
+
+    def reduced(self, state: TrainState, sums: Sums, norm: Any = None) -> "ReducedGradients":
+        """The gradients sharded as the optimizer's state, and how they are applied."""
+        unscale = self.gradient_factor / state.loss_scale.scale
         scaled = {path: self._reduced(path, grad) for path, grad in sums.grads.items()}
         norm = (self._norm(scaled) if norm is None else norm) * unscale
         finite = jnp.isfinite(norm) if self.skip_non_finite else jnp.asarray(True)
@@ -59,14 +80,9 @@ class Update:
         unscaled = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()
         # One multiplication for clipping and scale, fused into the update.
         multiplier = factor * unscale if self.optimizer.clipping or not unscaled else None
-        state = self._with_written(state, variables, finite)
-        update = self.streamed or self._resident
-        changed = update(scaled, multiplier, state, finite)
-        params = self._gathered_over_old(changed.params, state.params, finite)
-        changed = changed._replace(params=params)
-        return self.settled(state, sums, variables, changed, norm, factor, finite)
+        return ReducedGradients(scaled, norm, factor, multiplier, finite)
 
-    def _with_written(self, state: TrainState, variables: Arrays, finite: jax.Array) -> TrainState:
+    def with_written(self, state: TrainState, variables: Arrays, finite: jax.Array) -> TrainState:
         """Take over the parameters that the loss wrote, unless the step is skipped."""
         written = {
             path: jnp.where(finite, variables[path], old)

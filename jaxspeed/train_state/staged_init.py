@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.sharding import Mesh
 
+from jaxspeed.disk.disk_array import in_memory, is_on_disk
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.merge_programs import Atoms, DifferentProgram, merge_programs
 from jaxspeed.jaxpr.rewriter import Rewriter, Rewriting
@@ -43,13 +44,18 @@ def staged_init(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
 
 
 class StagedInit:
-    """A function for arguments of these shapes, compiled in the background."""
+    """A function for arguments of these shapes, compiled in the background.
+
+    A result in whose place `shardings` have an array on a disk is written there as it is computed.
+    """
 
     def __init__(self, function: Callable[..., Any], shardings: Any, *shapes: Any) -> None:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
         jaxpr = _IntegersFolded().run(closed.jaxpr)
         self._tree = jax.tree.structure(shape)
-        self._places = jax.tree.leaves(shardings)
+        places = jax.tree.leaves(shardings, is_leaf=is_on_disk)
+        self._on_disk = {i: x for i, x in enumerate(places) if is_on_disk(x)}
+        self._places = [x.sharding if is_on_disk(x) else x for x in places]
         self._sources, self._consts = [*jaxpr.constvars, *jaxpr.invars], closed.consts
         operands = [*closed.consts, *jax.tree.leaves(shapes)]
         ahead = not is_traced(operands) and not any(map(_is_placed, operands))
@@ -59,20 +65,23 @@ class StagedInit:
         ]
 
     def __call__(self, *args: Any) -> Any:
-        values = dict(zip(self._sources, [*self._consts, *jax.tree.leaves(args)], strict=True))
+        arguments = jax.tree.leaves(args, is_leaf=is_on_disk)
+        values = dict(zip(self._sources, [*self._consts, *arguments], strict=True))
         results: list[Any] = [None] * len(self._places)
         waiting = 0
         for run, atoms, members in self._programs:
             for number, outputs in enumerate(members):
                 inputs = (group[number] for group in atoms)
-                arrays = run(*(values[v] if is_var(v) else v.val for v in inputs))
+                arrays = run(*(in_memory(values[v]) if is_var(v) else v.val for v in inputs))
                 for i, result in zip(outputs, arrays, strict=True):
-                    results[i] = result
+                    disk = self._on_disk.get(i)
+                    results[i] = disk.write(result) if disk else result
                     at = self._places[i]
                     waiting += _device_bytes(result, at) if in_host(at) else 0
                 if waiting > _HOST_BYTES:
                     waiting = 0
                     jax.block_until_ready(arrays)
+                del arrays, result  # what is on a disk is freed before the next is computed
         return jax.tree.unflatten(self._tree, results)
 
 

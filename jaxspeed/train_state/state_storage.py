@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxspeed.adapters.adapted_model import AdaptedModel
+from jaxspeed.disk.disk_array import DiskArray, in_memory, is_on_disk
+from jaxspeed.disk.tier import DiskTier
 from jaxspeed.errors import ModelError
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.codec import PLAIN, Stored, StoredValue, pad, unpad
@@ -40,6 +43,7 @@ class StateStorage:
     Attributes:
       layout: of the optimizer's state.
       ring_errors: the shapes of the rings' saved quantization errors.
+      tier: the disk that some of it is on.
     """
 
     table: PlacementTable
@@ -47,6 +51,7 @@ class StateStorage:
     optimizer: RunOptimizer
     layout: OptLayout
     ring_errors: Mapping[str, jax.ShapeDtypeStruct]
+    tier: DiskTier | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -60,6 +65,7 @@ class StateStorage:
             for path, rows in self.table.parameters.items()
         }
         shapes = jax.eval_shape(self._state_of, values, dict(self.model.variables))
+        shapes = self._with_disk(shapes)
         return jax.tree.map(
             lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
             shapes,
@@ -74,7 +80,7 @@ class StateStorage:
         replicated = NamedSharding(self.mesh, PartitionSpec())
         rows = list(self.table)
         averaged = rows if self.optimizer.ema_decay is not None else []
-        return TrainState(
+        state = TrainState(
             step=replicated,
             skipped=replicated,
             params={r.path: stored(r, r.param).shardings for r in rows if r.param},
@@ -85,6 +91,40 @@ class StateStorage:
             loss_scale=jax.tree.map(lambda _: replicated, loss_scale.init(self.optimizer.rule)),
             ring_errors={name: x.sharding for name, x in self.ring_errors.items()},
         )
+        return self._with_disk(state)
+
+    @functools.cached_property
+    def on_disk(self) -> dict[str, DiskArray]:
+        """The arrays that are on a disk, by their names in a checkpoint."""
+        return self.tier.arrays if self.tier else {}
+
+    def _with_disk(self, state: TrainState) -> TrainState:
+        """The state with arrays on a disk in place of what these are."""
+        if not self.tier:
+            return state
+
+        def replaced(prefix: str, values: Mapping[str, Any]) -> Arrays:
+            return {
+                path: {
+                    part: self.on_disk.get(f"{prefix}/{path}/{part}", y) for part, y in x.items()
+                }
+                if isinstance(x, dict)
+                else self.on_disk.get(f"{prefix}/{path}", x)
+                for path, x in values.items()
+            }
+
+        opt = replaced("opt", self.layout.flat(state.opt))
+        return replace(
+            state,
+            master=replaced("params", state.master),
+            opt=jax.tree.unflatten(self.layout.tree, opt.values()),
+            ema=replaced("ema", state.ema),
+        )
+
+    def stored_master(self, path: str, x: Any) -> Any:
+        """A master as the state has it: written, if it belongs on a disk."""
+        place = self.on_disk.get(f"params/{path}")
+        return x if place is None or is_on_disk(x) else place.write(x)
 
     def _state_of(self, values: Arrays, variables: Arrays) -> TrainState:
         params, master, variables = self._as_stored(values, variables)
@@ -97,6 +137,10 @@ class StateStorage:
         The model before the rest, so that the memory of random initialization is free before the
         moments are allocated.
         """
+        with self.tier.replacing() if self.tier and not is_traced(seed) else nullcontext():
+            return self._fresh(seed)
+
+    def _fresh(self, seed: int) -> TrainState:
         at = self.shardings
         if self.model.weights is not None:
             weights = self.model.weights
@@ -141,7 +185,7 @@ class StateStorage:
             {path: self.table.stored(row, at).arrays for path, (row, at) in placements.items()}
             for placements in stored
         ]
-        if any(map(in_host, jax.tree.leaves(self._shardings_of_rest))):
+        if self.tier or any(map(in_host, jax.tree.leaves(self._shardings_of_rest))):
             return StagedInit(
                 in_mesh(self.mesh, self._fresh_rest), self._shardings_of_rest, *shapes
             )
@@ -186,6 +230,8 @@ class StateStorage:
                     form = self.table.stored(row, placement)
                     copy = _stored_copy(value, form.dtype, form.padded, form.sharding)
                     stored[path] = _encoded(form)(copy)
+            if row.path in master:
+                master[row.path] = self.stored_master(row.path, master[row.path])
         return params, master
 
     def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
@@ -237,7 +283,7 @@ class StateStorage:
                 path: x.astype(self.table.parameters[path][0].leaf.dtype) for path, x in initial
             }
 
-        measured_arrays = self._stored_by(magnitudes, wanted)(stored)
+        measured_arrays = self._stored_by(magnitudes, wanted)(in_memory(stored))
         return params | measured_arrays[0], master | measured_arrays[1]
 
     def _stored_by(
@@ -247,14 +293,24 @@ class StateStorage:
         rows = [row.path for path in parameters for row in self.table.parameters[path]]
         at = self.shardings
         places = tuple(
-            {path: x[path] for path in rows if path in x} for x in (at.params, at.master)
+            {
+                path: x[path].sharding if is_on_disk(x[path]) else x[path]
+                for path in rows
+                if path in x
+            }
+            for x in (at.params, at.master)
         )
         compiled: Callable[..., tuple[Arrays, Arrays]] = jax.jit(
             in_mesh(self.mesh, lambda *args: self._as_stored(function(*args), {})[:2]),
             out_shardings=places,
             compiler_options=init_options(at.step),
         )
-        return compiled
+
+        def stored(*args: Any) -> tuple[Arrays, Arrays]:
+            params, master = compiled(*args)
+            return params, {path: self.stored_master(path, x) for path, x in master.items()}
+
+        return stored if self.tier else compiled
 
     def _fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
         params, master = on_device((params, master))
@@ -303,7 +359,10 @@ class StateStorage:
                     continue
                 form = self.table.stored(row, placement)
                 if form.codec == PLAIN or not form.stacked:
-                    stored[row.path] = read_encoded(weights, row.leaf, form)
+                    value = read_encoded(weights, row.leaf, form)
+                    stored[row.path] = (
+                        self.stored_master(row.path, value) if stored is master else value
+                    )
                     continue
                 shapes = {name: (x.shape, x.dtype) for name, x in form.arrays.items()}
                 arrays = jax.jit(

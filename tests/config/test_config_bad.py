@@ -552,15 +552,31 @@ BAD = {
         "parallel.sequence.kind",
         "ulysses",
     ),
-    "offload to disks": (
+    "offload to a disk without its folder": (
         zero(stage=2, offload_optimizer={"device": "nvme"}),
+        "zero_optimization.offload_optimizer.nvme_path",
+        "folder of a local disk",
+    ),
+    "offload to a disk with two buffers": (
+        zero(offload_optimizer={"device": "nvme", "nvme_path": "/nvme", "buffer_count": 2}),
+        "zero_optimization.offload_optimizer.buffer_count",
+        "at least 3",
+    ),
+    "offload to a disk by two keys": (
+        zero(cpu_offload=True, offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
+        "zero_optimization.cpu_offload",
+        "make them equal",
+    ),
+    "servers with state on a disk": (
+        zero(offload_optimizer={"device": "nvme", "nvme_path": "/nvme"})
+        | {"parallel": {"data_reduction": "parameter_server"}},
         "zero_optimization.offload_optimizer.device",
-        'write "cpu"',
+        "Servers store state in memory",
     ),
     "offload of parameters": (
         zero(stage=3, offload_param={"device": "nvme"}),
         "zero_optimization.offload_param.device",
-        'write "cpu"',
+        'Write "cpu"',
     ),
     "offload of parameters by two keys": (
         zero(cpu_offload_param=True, offload_param={"device": "none"}),

@@ -133,7 +133,7 @@ def test_a_bad_config_is_explained_and_not_raised_about():
     assert refused == {
         "train_batch_size",
         "zero_optimization.stge",
-        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_optimizer.nvme_path",
         "optimizer.params.betas",
         "amp.enabled",
         "amp.opt_level",

@@ -124,7 +124,7 @@ REFUSED = {
     "NVMe": (
         zero(offload_param={"device": "nvme", "nvme_path": "/nvme"}),
         "zero_optimization.offload_param.device",
-        'write "cpu"',
+        'Write "cpu"',
         zero(offload_param={"device": "cpu", "nvme_path": "/nvme"}),
     ),
     "bfp16": (

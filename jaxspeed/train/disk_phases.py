@@ -1,0 +1,180 @@
+"""A step with state on a disk: gradients, then buckets, of which the next is read meanwhile.
+
+The update waits for all gradients (the global norm clips them, and decides whether the step is
+skipped), and then for the disk: this host work is on the path of the step. A skipped step reads and
+writes nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.disk.disk_array import DiskArray, DiskBucket
+from jaxspeed.disk.tier import Results
+from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
+from jaxspeed.traced_loss.accumulate import Sums
+from jaxspeed.train.phases import BATCH, METRICS, STATE, SUMS, VARIABLES, StepPhase
+from jaxspeed.train.program import Program
+from jaxspeed.train.update import ReducedGradients
+from jaxspeed.train_state.state import Arrays, TrainState
+from jaxspeed.user_models.batches import with_extra
+
+REDUCED, SECONDS = "reduced", "seconds"
+_METRICS = tuple(
+    f"disk_{name}seconds" for name in ("", "read_", "compute_", "write_", "io_", "wait_")
+)
+
+
+def step_phases(program: Program) -> tuple[StepPhase, ...]:
+    """The phases of a step on complete batches: one program, or those of state on a disk."""
+    if program.update.tier is None:
+        names = (STATE, BATCH), (STATE, METRICS), (STATE,)
+        return (StepPhase("step", program.step, *names, mesh=program.mesh),)
+    settled = partial(_settled, program)
+    replicated = NamedSharding(program.mesh, PartitionSpec())
+    second = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+    return (
+        StepPhase(
+            "gradients",
+            program.jit(partial(_gradients, program)),
+            (STATE, BATCH),
+            (SUMS, VARIABLES, REDUCED),
+            mesh=program.mesh,
+        ),
+        StepPhase(
+            "update on disk",
+            BucketUpdate(program),
+            (STATE, SUMS, REDUCED),
+            (STATE, SECONDS),
+            (STATE,),
+            shapes=lambda state, *_: (state, _seconds(second)),
+        ),
+        StepPhase(
+            "settle",
+            program.jit(settled, donate_argnums=0, out_shardings=(program.shardings, None)),
+            (STATE, SUMS, VARIABLES, REDUCED, SECONDS),
+            (STATE, METRICS),
+            (STATE,),
+            mesh=program.mesh,
+        ),
+    )
+
+
+def _gradients(
+    program: Program, state: TrainState, batch: Any
+) -> tuple[Sums, Arrays, ReducedGradients]:
+    """The reduced gradients, the variables after all micro-batches, and how to apply them."""
+    variables, batch = with_extra(state.variables, batch)
+    sums, variables = program.gradients(
+        state.sources(program.table),
+        variables,
+        batch,
+        state.step,
+        state.loss_scale.scale,
+        state.ring_errors,
+    )
+    reduced = program.update.reduced(state, sums)
+    return sums._replace(grads=reduced.grads), variables, reduced._replace(grads={})
+
+
+def _settled(
+    program: Program,
+    state: TrainState,
+    sums: Sums,
+    variables: Arrays,
+    reduced: ReducedGradients,
+    seconds: Arrays,
+) -> Any:
+    """(state, metrics), once all buckets are updated."""
+    update = program.update
+    assert update.streamed is not None
+    state, finite = update.with_written(state, variables, reduced.finite), reduced.finite
+    opt = program.layout.flat(state.opt)
+    for path, value in update.streamed.shared(opt).outputs().items():
+        opt[path] = jnp.where(finite, value, opt[path])
+    moments = jax.tree.unflatten(program.layout.tree, opt.values())
+    changed = Updated(state.params, state.master, moments, state.ema)
+    after, metrics = update.settled(
+        state, sums, variables, changed, reduced.norm, reduced.factor, finite
+    )
+    return after, metrics | seconds
+
+
+def _seconds(*values: Any) -> Arrays:
+    """Metrics of an update's times, in the order of `StepSeconds`, or one value for all."""
+    return dict(zip(_METRICS, values * len(_METRICS) if len(values) == 1 else values))
+
+
+class BucketUpdate:
+    """`state, seconds = update(state, sums, reduced)`, bucket by bucket; it donates the state."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(
+        self, state: TrainState, sums: Sums, reduced: ReducedGradients
+    ) -> tuple[TrainState, Arrays]:
+        tier = self._program.update.tier
+        assert tier is not None
+        if not bool(reduced.finite):
+            return state, _seconds(np.float32(0))
+        program = self._program
+        opt = program.layout.flat(state.opt)
+        fields = Updated(dict(state.params), dict(state.master), opt, dict(state.ema))
+        shared = {path: x for path, x in opt.items() if self._streamed.owner(path) is None}
+
+        def compute(bucket: DiskBucket, stored: Results) -> Results:
+            carried = {path: self._carried(path, fields) for path in self._paths(bucket)}
+            starts = [jnp.int32(p.rows.start if p.rows else 0) for p in bucket.pieces]
+            grads = {path: sums.grads[path] for path in carried}
+            update = self._update_of(bucket, carried)
+            factor = reduced.multiplier
+            rows, arrays = update(carried, stored, grads, shared, factor, starts)
+            for path, updated in arrays.items():
+                self._streamed.put(program.table[path], fields, updated)
+            return rows
+
+        tier.update(compute)
+        moments = jax.tree.unflatten(program.layout.tree, fields.opt.values())
+        params, master, _, average = fields
+        after = replace(state, params=params, master=master, opt=moments, ema=average)
+        assert tier.last is not None
+        return after, _seconds(*map(np.float32, tier.last))
+
+    @cached_property
+    def _streamed(self) -> StreamedUpdate:
+        assert self._program.update.streamed is not None
+        return self._program.update.streamed
+
+    def _paths(self, bucket: DiskBucket) -> Sequence[str]:
+        return [*dict.fromkeys(piece.path for piece in bucket.pieces)]
+
+    def _carried(self, path: str, fields: Updated) -> Arrays:
+        """The arrays of a parameter that are in memory."""
+        arrays = self._streamed.arrays_of(self._program.table[path], fields)
+        return {name: x for name, x in arrays.items() if not isinstance(x, DiskArray)}
+
+    def _update_of(self, bucket: DiskBucket, carried: dict[str, Arrays]) -> Callable[..., Any]:
+        """The compiled update of a bucket; one for those with equal slices."""
+        pieces = tuple((p.path, p.rows.count if p.rows else None) for p in bucket.pieces)
+        if pieces not in self._compiled:
+
+            def update(carried: Any, stored: Any, *rest: Any) -> Any:
+                return self._streamed.update_rows(pieces, stored, carried, *rest)
+
+            at = (
+                [
+                    {role: x.sharding for role, x in zip(p.roles, p.arrays, strict=True)}
+                    for p in bucket.pieces
+                ],
+                jax.tree.map(lambda x: x.sharding, carried),
+            )
+            self._compiled[pieces] = self._program.jit(update, donate_argnums=0, out_shardings=at)
+        return self._compiled[pieces]
