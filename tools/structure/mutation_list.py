@@ -492,8 +492,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_loss_that_once_was_wrong_is_right[trained weight]",
     ),
     (
-        "self.program, arrays, adapters=not reference, once=once",
-        "self.program, arrays, once=once",
+        "computed_arrays, adapters=not reference, once=once",
+        "computed_arrays, once=once",
         "test_the_reference_is_the_base_without_adapters[ZeRO 3]",
     ),
     (
