@@ -4,9 +4,10 @@
 
 By default a Llama of 3 billion parameters in bf16 on one device: 36 GB of masters and moments, two
 steps of one micro-batch with full remat. A child process trains; this one adds up the memory of it
-and of its children (RssAnon and RssShmem) ten times a second. `dd` measures the same disk with
-direct I/O before and after. With `--compare` a config of two layers is trained on the disk and with
-its buckets in memory, and the parameters are compared bit by bit.
+and of its children (RssAnon and RssShmem) ten times a second. The disk's own speed is measured with
+direct I/O before and after: by `dd`, by `fio` where it is installed, and by `measure_disk`, which
+gives the seconds of a plan with `--disk FOLDER`. With `--compare` a config of two layers is trained
+on the disk and with its buckets in memory, and the parameters are compared bit by bit.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -170,8 +172,16 @@ def anonymous_bytes(process: int) -> int:
     return sum(1024 * int(x[1]) for x in lines if x and x[0] in ("RssAnon:", "RssShmem:"))
 
 
-def dd(folder: str, megabytes: int = 1024) -> dict[str, float]:
-    """Bytes a second of direct I/O by `dd`."""
+def disk_speeds(folder: str) -> dict[str, list[float]]:
+    """Bytes a second of direct I/O: reading, writing and, but for `dd`, both at once."""
+    from jaxspeed.disk.measure import measure_disk
+
+    speeds = {"dd": dd(folder), "measure_disk": list(measure_disk(folder)[:3])}
+    return speeds | ({"fio": fio(folder)} if shutil.which("fio") else {})
+
+
+def dd(folder: str, megabytes: int = 1024) -> list[float]:
+    """By `dd`, one request at a time."""
     path, speeds = Path(folder) / "disk_tier_dd", {}
     count = f"count={megabytes // 16}"
     for name, ends in {
@@ -182,10 +192,25 @@ def dd(folder: str, megabytes: int = 1024) -> dict[str, float]:
         subprocess.run(["dd", *ends, "bs=16M", count], check=True, capture_output=True)
         speeds[name] = 16e6 * 1.048576 * (megabytes // 16) / (time.perf_counter() - start)
     path.unlink()
-    return speeds
+    return [speeds["read"], speeds["write"]]
 
 
-def table(found: dict[str, Any], speeds: list[dict[str, float]]) -> str:
+def fio(folder: str) -> list[float]:
+    """By `fio`, four requests at a time."""
+    path, speeds = Path(folder) / "disk_tier_fio", []
+    options = "--direct=1 --bs=8m --size=1g --ioengine=libaio --iodepth=4 --output-format=json"
+    for kind in ("write", "read", "rw"):
+        command = ["fio", "--name=disk", f"--filename={path}", f"--rw={kind}", *options.split()]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        (job,) = json.loads(printed)["jobs"]
+        speeds.append(sum(job[way]["bw_bytes"] for way in ("read", "write")))
+    path.unlink()
+    write, read, both = speeds
+    return [read, write, both]
+
+
+def table(found: dict[str, Any], speeds: list[dict[str, list[float]]]) -> str:
+    """What was measured, with each disk speed in GB/s before and after."""
     nbytes = found["file_bytes"]
     lines = [
         f"{found['parameters'] / 1e9:.2f} billion parameters, {nbytes / 1e9:.1f} GB on the disk",
@@ -204,8 +229,12 @@ def table(found: dict[str, Any], speeds: list[dict[str, float]]) -> str:
             f"{times[1]:8.1f} {times[2]:10.1f} {times[3]:8.1f} {times[4]:6.1f} {read:10.2f} "
             f"{write:11.2f}"
         )
-    for when, speed in zip(("before", "after"), speeds):
-        lines.append(f"dd {when}: read {speed['read'] / 1e9:.2f}, write {speed['write'] / 1e9:.2f}")
+    for when, by_tool in zip(("before", "after"), speeds):
+        for tool, rates in by_tool.items():
+            texts = (f"{kind} {x / 1e9:.2f}" for kind, x in zip(("read", "write", "both"), rates))
+            lines.append(f"{tool} {when}: {', '.join(texts)}")
+        planned = 2 * nbytes / by_tool["measure_disk"][2]
+        lines.append(f"an update by the plan with --disk: {planned:.1f} s")
     return "\n".join(lines)
 
 
@@ -226,10 +255,10 @@ def main() -> None:
         both = [in_child(args, layers=2, in_memory=x)["state_hash"] for x in (False, True)]
         print("bitwise equal" if both[0] == both[1] else f"unequal: {both}")
         raise SystemExit(both[0] != both[1])
-    speeds = [dd(args.folder)]
+    speeds = [disk_speeds(args.folder)]
     found = in_child(args)
-    speeds.append(dd(args.folder))
-    print(json.dumps({**found, "dd": speeds}) if args.json else table(found, speeds))
+    speeds.append(disk_speeds(args.folder))
+    print(json.dumps({**found, "disk": speeds}) if args.json else table(found, speeds))
 
 
 if __name__ == "__main__":

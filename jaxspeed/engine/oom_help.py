@@ -86,6 +86,11 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
         if saved > 0:
             what = f"zero_optimization.{key}.device: cpu"
             changes.append((saved, f"{what} frees {bytes_text(saved)} per device"))
+    if program.devices[0].platform == "cpu":  # whose memory is the host's
+        on_disk = _otherwise(program, offload=replace(current, optimizer=1.0, disk=True))
+        if (saved := _in_memory(table) - _in_memory(on_disk)) > 0:
+            what = "zero_optimization.offload_optimizer.device: nvme, with nvme_path,"
+            changes.append((saved, f"{what} frees {bytes_text(saved)} per device"))
     changes += _of_activations(program)
     if not changes:
         changes.append((0, f"more devices than the current {program.ranks} data ranks"))
@@ -113,6 +118,11 @@ def _of_activations(program: Program) -> list[tuple[int, str]]:
 def stored_bytes(table: PlacementTable) -> int:
     """Bytes that the table stores on one device."""
     return sum(per_device for _, per_device in table.bytes_by_role().values())
+
+
+def _in_memory(table: PlacementTable) -> int:
+    """Bytes that the table stores on one device and for it in host memory."""
+    return stored_bytes(table) + sum(table.host_bytes_by_role().values())
 
 
 def _otherwise(

@@ -273,6 +273,7 @@ def cost_model(problem: SearchProblem) -> CostModel:
         problem.samples,
         max((x.shape[1] for x in sample.values() if len(x.shape) == 2), default=1),
         flops.get(config.compute_dtype, flops["bf16"]),
+        problem.source.config.zero_optimization.offload_optimizer.device == "nvme",
     )
 
 

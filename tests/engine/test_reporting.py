@@ -181,6 +181,7 @@ def test_running_out_of_memory_in_a_step_is_explained_from_the_table(crowded, mo
     assert {r[4:] for r in remedies if "offload" in r} == {
         "zero_optimization.offload_optimizer.device: cpu frees 1.6 kB per device",
         "zero_optimization.offload_param.device: cpu frees 1.6 kB per device",
+        "zero_optimization.offload_optimizer.device: nvme, with nvme_path, frees 1.6 kB per device",
     }
     assert any("parallel.remat: full" in r for r in remedies)
     assert any("gradient_accumulation_steps: 2" in r for r in remedies)

@@ -41,6 +41,7 @@ class CostModel:
       samples: per step.
       tokens: per sample.
       peak: FLOP/s of a device in the matmuls' dtype.
+      on_disk: whether offloaded optimizer state is on a disk.
     """
 
     sizes: ModelSizes
@@ -49,6 +50,7 @@ class CostModel:
     samples: int
     tokens: int
     peak: float
+    on_disk: bool = False
 
     def __call__(self, choice: Choice) -> AnalyticCost:
         saved_device, saved_host = self._activations(choice)
@@ -86,6 +88,8 @@ class CostModel:
             working += per_device * (s.compute_bytes + s.grad_bytes)
         elif at.accumulation(self.samples) > 1 and at.stage < 3:  # one micro-batch's gradients
             working += per_device * s.compute_bytes
+        if self.on_disk and at.offload_optimizer:
+            host.remove(state)
         return sum(device) + working, sum(host)
 
     def _parts(self, at: Choice) -> list[tuple[float, int]]:

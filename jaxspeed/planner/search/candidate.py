@@ -71,7 +71,8 @@ class Choice:
       gather: when a pipeline gathers under stage 3.
       recompute: `parallel.remat`, as JSON.
       offload_activations: the share of each saved activation that is offloaded to host memory.
-      offload_optimizer, offload_parameters: whether offloaded to host memory.
+      offload_optimizer, offload_parameters: whether offloaded to host memory, or to a disk if the
+        config does so.
       micro: samples per data rank and micro-batch.
     """
 
@@ -187,7 +188,7 @@ def choice_of(config: Config, devices: int) -> Choice:
         gather=parallel.pipeline_gather,
         recompute=FULL if full else remat_json(parallel.remat),
         offload_activations=recompute.host_ratio,
-        offload_optimizer=zero.offload_optimizer.device == "cpu",
+        offload_optimizer=zero.offload_optimizer.device != "none",
         offload_parameters=zero.offload_param.device == "cpu",
         micro=config.batch_on(sizes).micro,
     )
