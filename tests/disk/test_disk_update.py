@@ -13,6 +13,7 @@ import pytest
 
 from jaxspeed.disk.disk_array import is_on_disk
 from jaxspeed.errors import DiskError
+from jaxspeed.placement.codec import PLAIN
 from tests.disk.disk_models import (
     assert_same_state,
     batch_of,
@@ -78,7 +79,8 @@ def with_moments(made, state):
     """The state with moments as of many steps, the same wherever they are."""
     rng, opt = np.random.default_rng(7), made.layout.flat(state.opt)
     for path, leaf in made.layout.places.items():
-        if leaf.shape and jnp.issubdtype(leaf.placement.dtype, jnp.floating):
+        encoded = leaf.placement.codec != PLAIN
+        if leaf.shape and jnp.issubdtype(leaf.placement.dtype, jnp.floating) and not encoded:
             values = np.abs(rng.normal(size=leaf.shape)).astype(leaf.placement.dtype)
             values = np.pad(values, [(0, b - a) for a, b in zip(leaf.shape, leaf.padded)])
             value = jax.device_put(values, made.table.sharding(leaf.placement))
@@ -111,7 +113,7 @@ def updated(made, state, grads):
 
 
 @pytest.mark.default_cases("3 tensor EMA")
-@pytest.mark.parametrize("name", [name for name in CASES if "8 bits" not in name])
+@pytest.mark.parametrize("name", CASES)
 def test_an_update_is_that_of_state_in_host_memory(tmp_path, name):
     on_disk, in_host = (program(at, tmp_path, **CASES[name]) for at in ("nvme", "cpu"))
     rng, programs = np.random.default_rng(3), (on_disk, in_host)
@@ -120,13 +122,16 @@ def test_an_update_is_that_of_state_in_host_memory(tmp_path, name):
     before = values_of(states[0])
     states = [updated(made, x, grads) for made, x in zip(programs, states)]
     for a, b, old in zip(*map(values_of, states), before, strict=True):
-        if not jnp.issubdtype(a.dtype, jnp.floating):
-            np.testing.assert_array_equal(a, b)
+        if not jnp.issubdtype(a.dtype, jnp.floating):  # codes may be rounded to a neighbour
+            difference = np.abs(a.astype(np.int64) - b.astype(np.int64))
+            assert np.all(difference <= (a.dtype == np.uint8)) and np.mean(difference) < 0.01
             continue
         size = np.maximum.reduce([np.abs(b), np.abs(old), np.abs(b - old)])  # of the summands
         spacing = np.spacing(size.astype(np.float32)) * (1 if size.itemsize == 4 else 2**16)
         difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
-        assert np.all(difference <= 2 * spacing)
+        # The decoded moments add a product that may be contracted: 3 in one of 15,000 elements.
+        assert np.all(difference <= (3 if "8 bits" in name else 2) * spacing)
+        assert np.mean(difference > 2 * spacing) < 1e-3
 
 
 def test_a_skipped_step_reads_and_writes_nothing(tmp_path):
