@@ -157,6 +157,8 @@ def _fill(
     """Fill in one "auto", or ask for it."""
     source, resolver = _RESOLVERS.get(path, ("", lambda tree: None))
     value = resolver(autos.tree)
+    if value is LEAVE_OUT and read(autos.tree, "elasticity.enabled") is True:
+        source = "elasticity"
     if value is None and preset == "hf" and path in _HF:
         source, default = "Hugging Face's default", _HF[path]
         value = default(autos.tree, platform) if callable(default) else default

@@ -43,6 +43,7 @@ class TorchOnly(Section):
     torch_adam: Flag = approximated(
         False,
         "Optax computes the update. The weight decay is 0.01 by default, as in torch's AdamW.",
+        False,
     )
     set_grad_none: Flag = harmless(True, _TORCH_KERNELS)
     fp32_optimizer_states: Flag = harmless(True, _TORCH_KERNELS)

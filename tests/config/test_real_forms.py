@@ -156,7 +156,7 @@ REFUSED = {
     "hooks in ZeRO": (
         zero(grad_hooks=True),
         "zero_optimization.grad_hooks",
-        "DeepSpeed refuses it too: remove it.",
+        "Remove it. DeepSpeed refuses it too.",
         zero(),
     ),
     # The other keys that 0.19.8 removed.
