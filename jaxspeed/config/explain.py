@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jaxspeed.config.auto import DROPPED, AutoValues
+from jaxspeed.config.auto import DECAY_END, DROPPED, EPOCHS, STEPS, AutoValues
+from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN
 from jaxspeed.config.config import Config
 from jaxspeed.config.deepspeed_forms import ZERO, canonical_path
 from jaxspeed.config.load import Examined, examine
@@ -61,6 +62,7 @@ def explain(examined: Examined) -> list[ExplainedKey]:
             rows.append(
                 ExplainedKey(path, read(examined.given, path), "refused", _sentence(problem, path))
             )
+            explained.add(path)
     if not examined.is_read:
         return rows
     for path, value in examined.filled.items():
@@ -74,6 +76,23 @@ def explain(examined: Examined) -> list[ExplainedKey]:
             note = f"Not set. {note.removeprefix('Not set: ')}"
             rows.append(ExplainedKey(path, value, key.verdict, f"{note} {key.sentence}"))
     return rows
+
+
+def still_needed(examined: Examined) -> list[str]:
+    """What `jaxspeed.initialize` needs beside the config, a model and its loss: a line each."""
+    settings, wrong = examined.settings, {p.path.partition(".")[0] for p in examined.problems}
+    lines = []
+    if settings.optimizer is None and "optimizer" not in wrong:
+        lines.append(
+            'optimizer: {"type": "AdamW", "params": {"lr": 5e-5}} with your values, --auto hf for '
+            "the AdamW of Hugging Face's Trainer, or initialize(optimizer=...)"
+        )
+    batch = settings.train_batch_size or settings.train_micro_batch_size_per_gpu
+    if not (batch or settings.elasticity.enabled or wrong & {TRAIN, MICRO, ACCUMULATION}):
+        lines.append(f"{TRAIN} or {MICRO}")
+    if (end := examined.filled.get(DECAY_END)) and end.source == EPOCHS:
+        lines.append(f"{STEPS}: only training by a config knows the steps of {EPOCHS}")
+    return lines
 
 
 def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]) -> ExplainedKey:

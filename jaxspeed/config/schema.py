@@ -270,7 +270,7 @@ class OptimizerSection(Lenient):
 class Scheduler(Lenient):
     """A schedule: DeepSpeed's `type` and `params`."""
 
-    type: Text = honoured(..., "The schedule, by DeepSpeed's formula.")
+    type: Text = honoured(..., "The schedule, by DeepSpeed's formula; linear by Hugging Face's.")
     params: Opaque = Field(default_factory=dict)
 
 
