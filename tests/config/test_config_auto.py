@@ -160,6 +160,26 @@ def test_no_rate_is_asked_for_that_the_schedule_would_overrule():
     assert config.optimizer.type == "AdamW" and config.scheduler.type == "OneCycle"
 
 
+def test_what_is_filled_in_are_the_defaults_of_transformers(references):
+    theirs = references.call("trainer.defaults")
+    tree = BATCH | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    config = Config.load(tree, auto={"preset": "hf", **ASKED})
+    params = config.optimizer.params
+    ours = {
+        "weight_decay": params["weight_decay"],
+        "adam_beta1": params["betas"][0],
+        "adam_beta2": params["betas"][1],
+        "adam_epsilon": params["eps"],
+        "lr_scheduler_type": config.scheduler.type,
+        "warmup_steps": config.scheduler.params["warmup_num_steps"],
+        "max_grad_norm": config.gradient_clipping,
+        "bf16": config.bf16.enabled,
+        "fp16": config.fp16.enabled,
+    }
+    assert theirs.pop("optim").startswith("adamw_torch") and config.optimizer.type == "AdamW"
+    assert theirs == {name: str(value) for name, value in ours.items()}
+
+
 def test_an_optimizer_without_a_schedule_decays_as_in_the_trainer():
     tree = BATCH | {"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}
     config = Config.load(tree, auto=["hf", "scheduler.params.total_num_steps=10"])
