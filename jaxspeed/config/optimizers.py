@@ -49,7 +49,9 @@ class TorchOnly(Section):
     fp32_optimizer_states: Flag = harmless(True, _TORCH_KERNELS)
     amsgrad: Flag = refused(False, "DeepSpeed's fused optimizers have no AMSGrad.")
     maximize: Flag = refused(False, "Return the negative loss from loss_fn.")
-    max_grad_norm: NonNegative = refused(0.0, "Write gradient_clipping at the top level.")
+    max_grad_norm: NonNegative = refused(
+        0.0, "Write gradient_clipping at the top level; DeepSpeed refuses this, too."
+    )
 
 
 class AdamParams(TorchOnly):

@@ -204,10 +204,10 @@ class Zero(Coercing):
     stage3_module_granularity_threshold: Natural = harmless(0, _SCHEDULED)
     stage3_use_all_reduce_for_fetch_params: Flag = harmless(False, _SCHEDULED)
     stage3_allgather_sequential: Flag = harmless(False, _SCHEDULED)
-    sub_group_size: Count = approximated(
+    sub_group_size: Natural = approximated(
         1_000_000_000,
         "Elements of a bucket, counted per device: at most 4,194,304, since several are in host "
-        "memory at once.",
+        "memory at once; 0 is the most.",
         when=ON_DISK,
     )
     compute_grad_norm: Flag = harmless(True, "The norm is a metric of every step.")

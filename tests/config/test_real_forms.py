@@ -281,6 +281,12 @@ LOADED = {
         "harmless",
         "Rounded to 15099494.",
     ),
+    "groups of a parameter each": (
+        zero(sub_group_size=0),
+        "zero_optimization.sub_group_size",
+        "harmless",
+        "Ignored while zero_optimization.offload_optimizer.device is \"none\"",
+    ),
     "autocast with bf16": (
         BF16 | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "torch_autocast.enabled",
