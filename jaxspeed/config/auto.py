@@ -203,7 +203,7 @@ def _fill(autos: Autos, path: str, preset: str | None, asked: dict[str, Any], ac
         return
     autos.tree = with_value(autos.tree, path, LEAVE_OUT)
     works = "Write a value"
-    if source:
+    if source and not (source == _PEAK and read(autos.tree, "scheduler.type") == "linear"):
         works = f"It is resolved from {source}, which the config does not set. {works}"
     if path in _ASKED:
         key, example = _ASKED[path]

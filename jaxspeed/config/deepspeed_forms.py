@@ -101,6 +101,7 @@ def _is_fraction(value: Any, field: Any) -> bool:
     return (
         isinstance(value, float)
         and math.isfinite(value)
+        and not value.is_integer()
         and int in (kinds := _kinds(field.annotation))
         and float not in kinds
     )

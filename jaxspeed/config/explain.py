@@ -71,7 +71,7 @@ def explain(examined: Examined) -> list[ExplainedKey]:
             explained.add(path)
     for path, note in {**NOTED_DEFAULTS, **examined.notes}.items():
         value = read(examined.settings, path)
-        if path not in explained and value is not None:
+        if path not in explained | problems.keys() and value is not None:
             key = VOCABULARY[path]
             note = f"Not set. {note.removeprefix('Not set: ')}"
             rows.append(ExplainedKey(path, value, key.verdict, f"{note} {key.sentence}"))

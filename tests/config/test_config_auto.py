@@ -137,6 +137,10 @@ def test_its_rate_and_its_steps_are_asked_for(name):
     asked = {option.partition("=")[0] for option in options}
     assert asked == {*ASKED, *(["train_micro_batch_size_per_gpu"] if name == "auto" else [])}
     assert Config.load(WITHOUT_OPTIMIZER[name], auto=["hf", *(o.strip() for o in options)])
+    line = next(x for x in str(caught.value).splitlines() if "optimizer.params.lr: found" in x)
+    assert ("warmup_max_lr" in line) == (name == "a scheduler alone")
+    rows = explain_config({"optimizer": None, **WITHOUT_OPTIMIZER[name]}, auto="hf")
+    assert not [row for row in rows if "is taken" in row.sentence]
     with_steps = WITHOUT_OPTIMIZER[name] | {"run": {"steps": 7}} | BATCH
     with_steps.pop("train_batch_size", None)
     config = Config.load(with_steps, auto=["hf", "optimizer.params.lr=1e-3"])

@@ -287,6 +287,12 @@ LOADED = {
         "harmless",
         "Ignored while zero_optimization.offload_optimizer.device is \"none\"",
     ),
+    "a size as a power of ten": (
+        zero(reduce_bucket_size=5e8),
+        "zero_optimization.reduce_bucket_size",
+        "harmless",
+        "An option of DeepSpeed's runtime",
+    ),
     "autocast with bf16": (
         BF16 | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "torch_autocast.enabled",
@@ -332,6 +338,7 @@ def test_a_form_loads_with_its_verdict(name):
     assert Config.load(tree)
     (row,) = [row for row in explain_config(tree) if row.key == path]
     assert row.verdict == verdict and hint in row.sentence
+    assert row.sentence.startswith("Rounded") == ("fraction" in name)
 
 
 def test_what_deepspeed_removed_loads_switched_off_though_it_raises_there():
