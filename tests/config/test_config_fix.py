@@ -100,6 +100,20 @@ def test_the_command_s_summary_comes_first_and_80_columns_break_no_key(
     assert max(map(len, lines)) <= 80
 
 
+def test_the_command_ends_with_what_initialize_still_needs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "config.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    assert main(["config", str(path)]) == 0
+    *_, title, optimizer, batch = capsys.readouterr().out.splitlines()
+    assert title == "jaxspeed.initialize still needs:"
+    assert optimizer.startswith("  optimizer: {") and "--auto hf" in optimizer
+    assert batch == "  train_batch_size or train_micro_batch_size_per_gpu"
+    path.write_text('{"optimizer": {"type": "Adam"}, "train_batch_size": 8}')
+    assert main(["config", str(path)]) == 0
+    assert "still needs" not in capsys.readouterr().out
+
+
 def test_the_command_writes_a_fixed_config(tmp_path, capsys):
     bad, good = tmp_path / "bad.json", tmp_path / "good.json"
     trained = '"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}'
