@@ -67,7 +67,8 @@ def initialize(
         only files from sources you trust.
       auto: values for keys that are "auto" in the config, which Hugging Face fills in:
         `{"preset": "hf", "train_micro_batch_size_per_gpu": 8, "optimizer.params.lr": 5e-5}`. The
-        preset "hf" has Hugging Face's defaults, with the precision by the devices' platform.
+        preset "hf" has Hugging Face's defaults, and its Trainer's AdamW and linear schedule where
+        neither the config nor `optimizer` has one.
 
     Raises:
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
@@ -86,13 +87,9 @@ def initialize(
 
     leave_out_libtpu()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
-    platform = None
-    if auto is not None:
-        start_processes()
-        platform = devices[0].platform if devices else jax.default_backend()
     source = {} if config is None else config
-    known = hidden_size_of(model)
-    loaded = load_config(source, over, auto=auto, platform=platform, hidden_size=known)
+    known, passed = hidden_size_of(model), optimizer is not None
+    loaded = load_config(source, over, auto=auto, hidden_size=known, has_optimizer=passed)
     start_processes(loaded.run.watchdog.start)
     monitored = require_monitors(loaded)
     if example_extra is not None:

@@ -97,7 +97,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         metavar="hf|a.b=c",
         action="append",
         default=None,
-        help='value of a key that is "auto", or hf: Hugging Face\'s defaults; may be repeated',
+        help='value of a key that is "auto", or hf: what Hugging Face\'s Trainer has by default, '
+        "its optimizer and schedule too; may be repeated",
     )
     parser.add_argument(
         "--strict",

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from jaxspeed.config import Config, examine, fix_config
-    from jaxspeed.config.explain import explain
+    from jaxspeed.config.explain import explain, still_needed
     from jaxspeed.config.parse import LAST_COMMA, shipped_configs
     from jaxspeed.config.problems import config_error
 
@@ -90,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"fixed: {line}", file=sys.stderr)
     else:
         _show(rows, examined, fixed, args.fix)
+        if needs := still_needed(examined):
+            lines = "".join(f"\n  {line}" for line in needs)
+            out().print(f"jaxspeed.initialize still needs:{lines}", markup=False, highlight=False)
     return 2 if examined.problems else 0
 
 

@@ -1,16 +1,18 @@
 """Values for "auto" keys, which Hugging Face fills in from a Trainer's arguments.
 
 A value comes from the first of: the caller's `auto`, the rest of the config, the preset "hf" (what
-Hugging Face takes by default), and DeepSpeed's own default for the keys whose "auto" it drops.
-Batch size, learning rate and number of steps are never guessed: they are asked for.
+Hugging Face's Trainer does by default), and DeepSpeed's own default for the keys whose "auto" it
+drops. Where a config has no optimizer or no schedule, the preset adds the Trainer's. Batch size,
+learning rate and number of steps are never guessed: they are asked for.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN
+from jaxspeed.config.lr_schedules import ABSOLUTE_SCHEDULES
 from jaxspeed.config.parse import apply_override, as_tree
 from jaxspeed.config.problems import Problem, unknown_key
 from jaxspeed.config.tree import VOCABULARY, declared, given_leaves, read, section_at
@@ -28,6 +30,7 @@ LEAVE_OUT = object()
 """Result for an "auto" that other keys or the default determine: the key is removed."""
 
 DROPPED = "DeepSpeed's default"
+_BY_TRAINER = "Hugging Face's default"
 
 # Keys with a value "auto" of their own.
 OWN_AUTO = {
@@ -63,11 +66,15 @@ class Filled:
 
 @dataclass
 class Autos:
-    """A config without "auto", what was filled in, and what could not be."""
+    """A config without "auto", what was filled in, and what could not be.
+
+    `notes` has, by path, what a user should know of it.
+    """
 
     tree: Tree
     filled: dict[str, Filled] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
     advice: str = ""  # the lines to add
 
 
@@ -101,23 +108,25 @@ def read_auto(auto: AutoValues) -> tuple[str | None, dict[str, Any], list[Proble
 def fill_autos(
     tree: Tree,
     auto: AutoValues = None,
-    platform: str | None = None,
     hidden_size: HiddenSize | None = None,
+    has_optimizer: bool = False,
 ) -> Autos:
     """Fill in every "auto", and the caller's values for keys that the config does not have.
 
     Args:
       tree: the config, in the schema's names.
       auto: as for `read_auto`.
-      platform: cpu, gpu or tpu, by which the preset chooses the precision; by default that of
-        `run.devices`, and an accelerator if the config does not set it.
       hidden_size: finds that of the model, by which Hugging Face fills in a threshold; by default
         it is model.config.hidden_size.
+      has_optimizer: whether the caller has an optimizer, to which the preset adds none.
     """
     preset, values, problems = read_auto(auto)
     autos = Autos(tree, problems=problems)
+    adds = preset == "hf" and not has_optimizer
+    missing = [section for section in _TRAINERS if adds and not tree.get(section)]
     for path, value in values.items():
         _put(autos, path, value)
+    added = {path for section in missing for path in _add_trainers(autos, section)}
     open_paths = [
         path
         for path, value in given_leaves(autos.tree)
@@ -129,7 +138,7 @@ def fill_autos(
         autos.tree = with_value(autos.tree, BY_HIDDEN_SIZE, 10 * size)
     asked: dict[str, Any] = {}
     for path in open_paths:
-        _fill(autos, path, preset, platform or _platform(autos.tree), asked)
+        _fill(autos, path, preset, asked, "nothing" if path in added else '"auto"')
     if asked:
         autos.advice = _lines_to_add(asked, preset)
     return autos
@@ -151,15 +160,36 @@ def _put(autos: Autos, path: str, value: Any) -> None:
         autos.problems.append(Problem(path, actual, "Make them equal, or remove one."))
 
 
-def _fill(
-    autos: Autos, path: str, preset: str | None, platform: str | None, asked: dict[str, Any]
-) -> None:
+def _add_trainers(autos: Autos, section: str) -> Iterator[str]:
+    """Add the Trainer's optimizer or schedule; yield its parameters, which are "auto"."""
+    if (chosen := f"{section}.type") in autos.filled:  # by the caller
+        return
+    schedule = str(read(autos.tree, "scheduler.type")).lower()
+    is_absolute = schedule in map(str.lower, ABSOLUTE_SCHEDULES)
+    is_idle = is_absolute and read(autos.tree, _PEAK) != "auto"
+    for path, value in given_leaves(_TRAINERS[section], section):
+        if read(autos.tree, path) is None and not (path == _LR and is_idle):
+            autos.tree = with_value(autos.tree, path, value)
+            if value == "auto":
+                yield path
+            else:
+                autos.filled[path] = Filled(value, _BY_TRAINER)
+    autos.notes[chosen] = (
+        f"Not set: {_TRAINERS[section]['type']}, as Hugging Face's Trainer has it."
+    )
+
+
+def _fill(autos: Autos, path: str, preset: str | None, asked: dict[str, Any], actual: str) -> None:
     """Fill in one "auto", or ask for it."""
     source, resolver = _RESOLVERS.get(path, ("", lambda tree: None))
     value = resolver(autos.tree)
+    if value is LEAVE_OUT and read(autos.tree, "elasticity.enabled") is True:
+        source = "elasticity"
     if value is None and preset == "hf" and path in _HF:
-        source, default = "Hugging Face's default", _HF[path]
-        value = default(autos.tree, platform) if callable(default) else default
+        source, value = _BY_TRAINER, _HF[path]
+        if value is False:
+            works = f'--auto {path}=true, or auto={{"{path}": true}}, enables it.'
+            autos.notes[path] = f'"auto" is false in Hugging Face\'s Trainer by default: {works}'
     if value is None and _is_dropped(path):
         source, value = DROPPED, LEAVE_OUT
     if value is None and path == DECAY_END and read(autos.tree, EPOCHS) is not None:
@@ -173,7 +203,7 @@ def _fill(
         return
     autos.tree = with_value(autos.tree, path, LEAVE_OUT)
     works = "Write a value"
-    if source:
+    if source and not (source == _PEAK and read(autos.tree, "scheduler.type") == "linear"):
         works = f"It is resolved from {source}, which the config does not set. {works}"
     if path in _ASKED:
         key, example = _ASKED[path]
@@ -184,7 +214,7 @@ def _fill(
         works += ', or fill in Hugging Face\'s default by auto "hf"'
     autos.problems.append(
         Problem(
-            path, '"auto", which Hugging Face fills in from a Trainer\'s arguments', f"{works}."
+            path, f"{actual}, which Hugging Face fills in from a Trainer's arguments", f"{works}."
         )
     )
 
@@ -225,11 +255,6 @@ def with_value(tree: Tree, path: str, value: Any) -> Tree:
     if value is LEAVE_OUT:
         return {key: item for key, item in tree.items() if key != head}
     return {**tree, head: value}
-
-
-def _platform(tree: Tree) -> str | None:
-    devices = read(tree, "run.devices")
-    return devices.partition(":")[0] if isinstance(devices, str) else None
 
 
 # -- values from the config ------------------------------------------------------------------------
@@ -274,15 +299,6 @@ _RESOLVERS: dict[str, tuple[str, Callable[[Tree], Any]]] = {
 # -- Hugging Face's defaults -----------------------------------------------------------------------
 
 
-def _bf16(tree: Tree, platform: str | None) -> bool:
-    return read(tree, "fp16.enabled") is not True and platform != "cpu"
-
-
-def _fp16(tree: Tree, platform: str | None) -> bool:
-    """Enable fp16 on a GPU, for a file that does not know bf16."""
-    return read(tree, "bf16.enabled") is None and platform in ("gpu", "cuda")
-
-
 _HF: dict[str, Any] = {
     "optimizer.type": "AdamW",
     "scheduler.type": "WarmupDecayLR",
@@ -292,6 +308,17 @@ _HF: dict[str, Any] = {
     "optimizer.params.weight_decay": 0.0,
     "scheduler.params.warmup_min_lr": 0.0,
     "scheduler.params.warmup_num_steps": 0,
-    "fp16.enabled": _fp16,
-    "bf16.enabled": _bf16,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+}
+_TRAINERS: Tree = {
+    "optimizer": {
+        "type": "AdamW",
+        "exclude_norms_and_biases": True,
+        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    },
+    "scheduler": {
+        "type": "linear",
+        "params": dict.fromkeys(("warmup_num_steps", "total_num_steps"), "auto"),
+    },
 }

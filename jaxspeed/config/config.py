@@ -48,8 +48,8 @@ class Config(Settings):
         *,
         auto: "AutoValues" = None,
         strict: bool = False,
-        platform: str | None = None,
         hidden_size: "HiddenSize | None" = None,
+        has_optimizer: bool = False,
     ) -> Self:
         """Load a dict, a .json, .yaml or .yml file, or a Config, with `a.b=c` overrides.
 
@@ -57,10 +57,11 @@ class Config(Settings):
           source: the config or its path.
           overrides: each `section.key=value`, with the value as in YAML.
           auto: values for keys that are "auto": `{"preset": "hf", "train_batch_size": 8}`, or
-            `["hf", "train_batch_size=8"]`. The preset "hf" has Hugging Face's defaults.
+            `["hf", "train_batch_size=8"]`. The preset "hf" has Hugging Face's defaults, and its
+            Trainer's AdamW and linear schedule where the config has none.
           strict: whether unknown keys are errors also where DeepSpeed ignores them.
-          platform: cpu, gpu or tpu, by which the preset "hf" chooses the precision.
           hidden_size: finds that of the model, for "auto" keys that depend on it.
+          has_optimizer: whether the caller has an optimizer, to which the preset adds none.
 
         Raises:
           ConfigError: lists every problem of the config, each with its key's path.
@@ -73,8 +74,8 @@ class Config(Settings):
         if isinstance(source, cls) and not overrides and auto is None and not strict:
             return source
         plain = source.given if isinstance(source, Config) else source
-        options: dict[str, Any] = {"auto": auto, "strict": strict, "platform": platform}
-        examined = examine(plain, overrides, hidden_size=hidden_size, **options)
+        options: dict[str, Any] = {"auto": auto, "strict": strict, "hidden_size": hidden_size}
+        examined = examine(plain, overrides, has_optimizer=has_optimizer, **options)
         if examined.problems:
             raise config_error(examined.problems, examined.origin, examined.advice)
         # A value by the model's size is kept: the config may be loaded again without the model.

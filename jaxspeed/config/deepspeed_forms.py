@@ -17,13 +17,13 @@ from jaxspeed.config.types import Coercing, Lenient, Section
 from jaxspeed.config.verdicts import Key, shown
 from jaxspeed.near_words import is_near
 
-_ZERO = "zero_optimization"
+ZERO = "zero_optimization"
 
 ALIASES = {"bfloat16": "bf16", "tensor_parallel.tensor_parallel": "tensor_parallel.tp"} | {
     # DeepSpeed's fields have these names, and the ones with stage3_ are Pydantic's aliases of them.
     path.replace("stage3_", ""): path
     for path in VOCABULARY
-    if path.startswith(f"{_ZERO}.stage3_") and "fp16" not in path
+    if path.startswith(f"{ZERO}.stage3_") and "fp16" not in path
 }
 ALIASES["tensor_parallel.kernel_inject"] = "tensor_parallel.replace_with_kernel_inject"
 
@@ -73,7 +73,7 @@ def _rewritten(node: dict[str, Any], section: type[Section], prefix: str, forms:
         field = section.model_fields.get(known)
         inner = section_in(field.annotation) if field else None
         path = prefix + known
-        if path == _ZERO and isinstance(value, bool):
+        if path == ZERO and isinstance(value, bool):
             value = {"stage": int(value)}
             forms.notes[path] = f"{shown(bool(value['stage']))} is stage {value['stage']}."
         if field is None and written is not None and issubclass(section, Lenient):
@@ -101,6 +101,7 @@ def _is_fraction(value: Any, field: Any) -> bool:
     return (
         isinstance(value, float)
         and math.isfinite(value)
+        and not value.is_integer()
         and int in (kinds := _kinds(field.annotation))
         and float not in kinds
     )

@@ -59,8 +59,8 @@ def examine(
     *,
     auto: AutoValues = None,
     strict: bool = False,
-    platform: str | None = None,
     hidden_size: HiddenSize | None = None,
+    has_optimizer: bool = False,
 ) -> Examined:
     """Read and validate a config without raising: its settings and all its problems as data.
 
@@ -71,8 +71,8 @@ def examine(
       overrides: each `section.key=value`, with the value as in YAML.
       auto: values for "auto" keys, or the preset "hf": see `auto.read_auto`.
       strict: whether unknown keys are problems that DeepSpeed ignores.
-      platform: cpu, gpu or tpu, by which the preset chooses the precision.
       hidden_size: finds that of the model, for "auto" keys that depend on it.
+      has_optimizer: whether the caller has an optimizer, to which the preset adds none.
     """
     written, problems, origin = read_source(source)
     if problems and not written:
@@ -84,7 +84,7 @@ def examine(
     plain = _without_comments(written)
     forms = rewrite(plain, strict or plain.get("strict") is True)
     problems += forms.problems
-    autos = fill_autos(forms.tree, auto, platform, hidden_size)
+    autos = fill_autos(forms.tree, auto, hidden_size, has_optimizer)
     tree = autos.tree
     problems += autos.problems
     settings, wrong = _validated(tree)
@@ -111,7 +111,7 @@ def examine(
         origin=origin,
         filled=autos.filled,
         ignored=forms.ignored,
-        notes=forms.notes | notes,
+        notes=forms.notes | autos.notes | notes,
         advice=autos.advice,
     )
 

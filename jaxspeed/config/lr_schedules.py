@@ -1,4 +1,4 @@
-"""Parameters of learning-rate schedules, with DeepSpeed's names and defaults."""
+"""Parameters of learning-rate schedules, with DeepSpeed's names and defaults; "linear" beside."""
 
 from typing import Annotated, Literal
 
@@ -25,6 +25,9 @@ _WARMUP_END = "Learning rate at the end of the warm-up."
 _DECAY_END = "The step at which the decay ends."
 
 
+_WARMUP_STEPS = 'Number of warm-up steps, at least 2 but in "linear".'
+
+
 class ScheduleParams(Section):
     """Parameters of every schedule."""
 
@@ -36,7 +39,7 @@ class ScheduleParams(Section):
 class WarmupParams(ScheduleParams):
     """Length and curve of a warm-up."""
 
-    warmup_num_steps: Natural = honoured(1000, "Number of warm-up steps, at least 2.")
+    warmup_num_steps: Natural = honoured(1000, _WARMUP_STEPS)
     warmup_type: WarmupType = honoured(
         "log", 'The warm-up\'s curve: "log", DeepSpeed\'s default, or "linear".'
     )
@@ -97,12 +100,20 @@ class LRRangeTestParams(ScheduleParams):
     lr_range_test_staircase: Flag = honoured(False, "Grows in stairs.")
 
 
+class LinearParams(ScheduleParams):
+    """Hugging Face's: to the optimizer's `lr`, then linearly to zero at `total_num_steps`."""
+
+    total_num_steps: Count = honoured(..., _DECAY_END)
+    warmup_num_steps: Natural = honoured(0, _WARMUP_STEPS)
+
+
 SCHEDULERS: dict[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
+    "linear": LinearParams,
 }
 
 # These set the rate itself; WarmupCosineLR scales the optimizer's, and so may WarmupLR.

@@ -43,12 +43,15 @@ class TorchOnly(Section):
     torch_adam: Flag = approximated(
         False,
         "Optax computes the update. The weight decay is 0.01 by default, as in torch's AdamW.",
+        False,
     )
     set_grad_none: Flag = harmless(True, _TORCH_KERNELS)
     fp32_optimizer_states: Flag = harmless(True, _TORCH_KERNELS)
     amsgrad: Flag = refused(False, "DeepSpeed's fused optimizers have no AMSGrad.")
     maximize: Flag = refused(False, "Return the negative loss from loss_fn.")
-    max_grad_norm: NonNegative = refused(0.0, "Write gradient_clipping at the top level.")
+    max_grad_norm: NonNegative = refused(
+        0.0, "Write gradient_clipping at the top level; DeepSpeed refuses this, too."
+    )
 
 
 class AdamParams(TorchOnly):

@@ -346,6 +346,7 @@ class PipelineSection(Lenient):
         0,
         'Same as parallel.pipeline_recompute "layers": more than 1 counts as 1, since each layer '
         "is one checkpoint; 0 does not set it.",
+        0,
         unless=_NO_PIPELINE,
     )
     pipe_partitioned: Flag = approximated(True, _PARTITIONED, unless=_NO_PIPELINE)
@@ -359,12 +360,14 @@ class ActivationCheckpointing(Lenient):
         False,
         "Saved residuals are sharded over tensor, and gathered in the backward pass. "
         + _SWITCHES_ON,
+        False,
         unless=NO_TENSOR,
     )
     cpu_checkpointing: Flag = approximated(
         False,
         'Saved residuals are offloaded to host memory; without parallel.remat those of "full". '
         + _SWITCHES_ON,
+        False,
     )
     cpu_checkpointing_ratio: Share = honoured(
         1.0,
@@ -376,6 +379,7 @@ class ActivationCheckpointing(Lenient):
         None,
         "Number of units that save their input: parallel.remat every_n, by count. In DeepSpeed it "
         "is the number of contiguous buffers, and changes nothing that is saved.",
+        None,
     )
     contiguous_memory_optimization: Flag = harmless(False, _BUFFERS)
     synchronize_checkpoint_boundary: Flag = harmless(False, _BUFFERS)

@@ -3,12 +3,12 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxspeed.config.suggestions import REMOVE, Fix, suggest
 from jaxspeed.config.tree import PARAMS, VOCABULARY, keys_in, read, section_at
-from jaxspeed.config.types import Coercing
+from jaxspeed.config.types import Coercing, Lenient
 from jaxspeed.config.verdicts import printable, shown
 from jaxspeed.errors import ConfigError
 from jaxspeed.near_words import closest, did_you_mean
@@ -92,8 +92,17 @@ def unknown_key(
     is_checked = types or (kind is not None and issubclass(kind, Coercing))
     fix = {path: REMOVE} if is_checked else {}
     if is_checked and len(siblings) > _MANY:
-        return Problem(path, actual, "DeepSpeed refuses it too: remove it.", fix=fix)
+        return Problem(path, actual, "Remove it.", fix=fix)
     return Problem(path, actual, f"Keys of {section}: {', '.join(siblings)}.", fix=fix)
+
+
+def _in_deepspeed(section: str) -> str:
+    """What DeepSpeed does with an unknown key of a section; '' for a section that it has not."""
+    kind = Coercing if section in PARAMS else section_at(section)
+    if kind is None or not issubclass(kind, Coercing | Lenient):
+        return ""
+    is_ignored = issubclass(kind, Lenient) or section == "expert_parallel"
+    return " DeepSpeed ignores it." if is_ignored else " DeepSpeed refuses it too."
 
 
 _MANY = 30  # keys of a section, which nobody reads in an error
@@ -132,7 +141,8 @@ def from_pydantic(
     path = prefix + ".".join(str(part) for part in error["loc"] if part not in _NO_KEYS)
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return unknown_key(path, value, siblings, tree)
+        problem = unknown_key(path, value, siblings, tree)
+        return replace(problem, works=problem.works + _in_deepspeed(path.rpartition(".")[0]))
     if kind == "missing":
         return Problem(path, "nothing", f"Needs {_NEEDS[kind]}.")
     hint = ""

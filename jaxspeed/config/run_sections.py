@@ -98,7 +98,9 @@ class Checkpoint(Lenient):
     )
     load_universal: Flag = harmless(False, "Always on: a checkpoint can be restored onto any mesh.")
     use_node_local_storage: Flag = approximated(
-        False, "A checkpoint is one folder, which all processes share: put it on shared storage."
+        False,
+        "A checkpoint is one folder, which all processes share: put it on shared storage.",
+        False,
     )
     parallel_write: Opaque | None = harmless(None, "Always on: each process writes its own shards.")
 

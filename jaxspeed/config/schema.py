@@ -270,7 +270,7 @@ class OptimizerSection(Lenient):
 class Scheduler(Lenient):
     """A schedule: DeepSpeed's `type` and `params`."""
 
-    type: Text = honoured(..., "The schedule, by DeepSpeed's formula.")
+    type: Text = honoured(..., "The schedule, by DeepSpeed's formula; linear by Hugging Face's.")
     params: Opaque = Field(default_factory=dict)
 
 
@@ -309,14 +309,15 @@ class Settings(Lenient):
         None,
         "Gradients are reduced in this dtype under stage 3 and where they are reduced once per "
         "step; otherwise in the dtype that the backward pass computes.",
+        None,
     )
     seq_parallel_communication_data_type: Dtype = approximated(
         "fp32",
         "Where it is set, and mesh.seq is above 1, it takes the place of communication_data_type.",
         unless=NO_SEQUENCE,
     )
-    prescale_gradients: Flag = approximated(False, _DIVISION)
-    gradient_predivide_factor: Positive = approximated(1.0, _DIVISION)
+    prescale_gradients: Flag = approximated(False, _DIVISION, False)
+    gradient_predivide_factor: Positive = approximated(1.0, _DIVISION, 1.0)
     sparse_gradients: Flag = refused(
         False,
         f"{REMOVED}. Gradients are dense arrays in XLA; remove the key, embeddings train without "
@@ -370,6 +371,7 @@ class Settings(Lenient):
         "Waits for every step, and logs the median time of a step every steps_per_print steps. "
         "Forward pass, backward pass and update are one program, without times of their own; "
         "run.profile_step writes a trace of them.",
+        False,
     )
     memory_breakdown: Flag = honoured(False, "Logs device memory every steps_per_print steps.")
     dump_state: Flag = honoured(False, "Logs the config and the placement table at the start.")

@@ -106,6 +106,7 @@ class TensorParallel(Coercing):
         False,
         'With parallel.sequence_parallel_activations the same as parallel.tensor_overlap "ring"; '
         "otherwise no effect: XLA overlaps what it can.",
+        False,
         unless=NO_TENSOR,
     )
     vocab_parallel_lm_head: Flag | None = approximated(

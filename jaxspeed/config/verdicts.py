@@ -20,9 +20,10 @@ Switch = tuple[str, tuple[Any, ...]]  # the path of a key, and some of its value
 class Key:
     """Verdict and sentence of one config key.
 
-    A refused key is accepted with a value that `is_off` calls a no-op. `when` names another key and
-    its values for which this key has an effect, `unless` one and its values for which it has none.
-    While another key has the values of `differs`, the key is approximated, for the reason there.
+    A refused or approximated key is harmless with a value that `is_off` calls a no-op. `when` names
+    another key and its values for which this key has an effect, `unless` one and its values for
+    which it has none. While another key has the values of `differs`, the key is approximated, for
+    the reason there.
     """
 
     verdict: Verdict
@@ -47,12 +48,12 @@ def _declared(
     is_off: Callable[[Any], bool] | None = None,
     differs: tuple[Switch, str] | None = None,
 ) -> Any:
-    """Field with this default and verdict; a refused key is off at its default and at `off`."""
+    """Field with this default and verdict; off at `off`, and at the default unless approximated."""
+    no_ops = off if verdict == "approximated" else (default, *off)
 
     def is_no_op(value: Any) -> bool:
         return any(
-            value == item and isinstance(value, bool) == isinstance(item, bool)
-            for item in (default, *off)
+            value == item and isinstance(value, bool) == isinstance(item, bool) for item in no_ops
         )
 
     key: Any = Key(verdict, sentence, is_off or is_no_op, when, unless, differs)
@@ -113,8 +114,8 @@ def judge(key: Key, value: Any, read: Callable[[str], Any]) -> tuple[Verdict, st
     for switch, is_idle in _switches(key):
         if is_idle(read(switch)):
             return "harmless", f"Ignored while {switch} is {shown(read(switch))}."
-    if key.verdict == "refused" and key.is_off(value):
-        return "harmless", f"A no-op at this value; others are refused: {key.sentence}"
+    if key.verdict in ("refused", "approximated") and key.is_off(value):
+        return "harmless", f"A no-op at this value; others are {key.verdict}: {key.sentence}"
     if key.differs is not None and not key.is_off(value):
         (switch, values), reason = key.differs
         if read(switch) in values:

@@ -39,7 +39,8 @@ _PINNED = "Always on: host transfers inside of the step need pinned memory."
 _TRANSFERS = "An option of DeepSpeed's runtime; XLA schedules host transfers."
 _SCHEDULED = "An option of DeepSpeed's runtime; XLA schedules collectives and buffers."
 _NO_GATHERING = "Arrays are global: a save needs no gathering in advance."
-_OFFLOADED_PARAM = ("zero_optimization.offload_param.device", ("cpu",))
+_OFFLOADED_PARAM = ("zero_optimization.offload_param.device", ("cpu", "nvme"))
+_PARAM_ON_DISK = ("zero_optimization.offload_param.device", ("nvme",))
 _OFFLOADED_OPTIMIZER = ("zero_optimization.offload_optimizer.device", ("cpu", "nvme"))
 ON_DISK = ("zero_optimization.offload_optimizer.device", ("nvme",))
 _OVERLAPPED = "Always on: a bucket is read, and one written, while another is updated."
@@ -59,11 +60,11 @@ class OffloadParam(Coercing):
             "DeepSpeed offloads parameters at stage 3 only.",
         ),
     )
-    nvme_path: Text | None = harmless(None, _NVME, when=_OFFLOADED_PARAM)
+    nvme_path: Text | None = harmless(None, _NVME, when=_PARAM_ON_DISK)
     pin_memory: Flag = approximated(True, _PINNED, when=_OFFLOADED_PARAM)
-    buffer_count: Natural = harmless(5, _NVME, when=_OFFLOADED_PARAM)
-    buffer_size: Natural = harmless(100_000_000, _NVME, when=_OFFLOADED_PARAM)
-    max_in_cpu: Natural = harmless(1_000_000_000, _NVME, when=_OFFLOADED_PARAM)
+    buffer_count: Natural = harmless(5, _NVME, when=_PARAM_ON_DISK)
+    buffer_size: Natural = harmless(100_000_000, _NVME, when=_PARAM_ON_DISK)
+    max_in_cpu: Natural = harmless(1_000_000_000, _NVME, when=_PARAM_ON_DISK)
 
 
 class OffloadOptimizer(Coercing):
@@ -163,6 +164,7 @@ class Zero(Coercing):
         "Frozen weights of linear layers are stored and gathered as model.quantize says, by "
         "default in rows of int8; DeepSpeed's blocks are others. Without frozen ones it has no "
         "effect, as there.",
+        False,
     )
     zero_quantized_gradients: Flag = refused(
         False, "Quantised reductions are not built; remove it."
@@ -202,10 +204,10 @@ class Zero(Coercing):
     stage3_module_granularity_threshold: Natural = harmless(0, _SCHEDULED)
     stage3_use_all_reduce_for_fetch_params: Flag = harmless(False, _SCHEDULED)
     stage3_allgather_sequential: Flag = harmless(False, _SCHEDULED)
-    sub_group_size: Count = approximated(
+    sub_group_size: Natural = approximated(
         1_000_000_000,
         "Elements of a bucket, counted per device: at most 4,194,304, since several are in host "
-        "memory at once.",
+        "memory at once; 0 is the most.",
         when=ON_DISK,
     )
     compute_grad_norm: Flag = harmless(True, "The norm is a metric of every step.")

@@ -332,8 +332,8 @@ def muon(
     """DeepSpeed's MuonWithAuxAdam: Muon for hidden (real) matrices, AdamW for all other leaves.
 
     `muon_lr` and `adam_lr` override `lr`; the defaults are 0.02 and 3e-4. A scheduler that sets an
-    absolute lr (all but WarmupCosineLR, and WarmupLR without `warmup_max_lr`) sets both to it, and
-    none changes the betas: DeepSpeed's class declares none.
+    absolute lr (all but linear, WarmupCosineLR, and WarmupLR without `warmup_max_lr`) sets both to
+    it, and none changes the betas: DeepSpeed's class declares none.
     """
 
     def view(path: str, p: Any) -> MatrixView | None:

@@ -4,6 +4,7 @@ As in deepspeed/runtime/lr_schedules.py (0.19.6). A schedule is a function of th
 of optimizer updates that were completed before this one**, 0 for the first; skipped steps do not
 count. DeepSpeed's scheduler is stepped *after* each update, so its `last_batch_iteration`, k below,
 is step - 1: the first update uses what its constructor set (k = -1), the second k = 0, and so on.
+`linear` is Hugging Face's, which has no such lag.
 """
 
 import math
@@ -36,7 +37,7 @@ def build_schedule(type: str | None, params: Mapping[str, Any]) -> LRSchedule:
     """The schedule of a config's `scheduler`; `type` None is no scheduler.
 
     Args:
-      type: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest.
+      type: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or linear.
       params: its parameters by DeepSpeed's names, validated by the config.
 
     Raises:
@@ -233,6 +234,23 @@ def _stairs(position: jax.Array, size: int, count: int) -> jax.Array:
     return _float(position) / size
 
 
+def linear(*, total_num_steps: int, warmup_num_steps: int = 0) -> LRSchedule:
+    """Hugging Face's linear schedule: the optimizer's lr times a ratio.
+
+    Of T steps in all, with n the step, 0 for the first update (transformers, optimization.py)
+
+        ratio(n) = n / max(1, W)   for n < W, then   max(0, (T - n) / max(1, T - W))
+    """
+    decay_steps = max(1, total_num_steps - warmup_num_steps)
+
+    def lr(step: Step, base_lr: float) -> jax.Array:
+        n = _float(step)
+        fall = jnp.maximum(0, (total_num_steps - n) / decay_steps)
+        return base_lr * jnp.where(n < warmup_num_steps, n / max(1, warmup_num_steps), fall)
+
+    return LRSchedule(lr)
+
+
 def _float(step: Step) -> jax.Array:
     """The step as float32, or float64 where that is enabled."""
     return jnp.asarray(step).astype(float)
@@ -244,4 +262,5 @@ _SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
     "WarmupCosineLR": warmup_cosine_lr,
     "OneCycle": one_cycle,
     "LRRangeTest": lr_range_test,
+    "linear": linear,
 }

@@ -466,7 +466,8 @@ def _streamed(
     """
     if not _is_streamed(table, optimizer):
         return None
-    bucket = min(zero.sub_group_size, LARGEST_BUCKET) if table.disk_bytes_by_role() else None
+    elements = min(zero.sub_group_size or LARGEST_BUCKET, LARGEST_BUCKET)
+    bucket = elements if table.disk_bytes_by_role() else None
     streamed = StreamedUpdate(
         table,
         model,

@@ -12,12 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.config import Config
+from jaxspeed.config import Config, examine
+from jaxspeed.config.auto import with_value
+from jaxspeed.config.suggestions import OWN_SECTIONS
+from jaxspeed.config.tree import section_paths
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim import loss_scale
 from jaxspeed.optim.schedules import build_schedule
 
 STEPS = 200
+# Those that need a type, and lists.
+OTHER_SECTIONS = {"optimizer", "optimizer.groups", "scheduler", "objective", "data.mixture"}
+OF_JAXSPEED = {"tensor_parallel.partition_config"}
 
 
 def generated(number):
@@ -210,3 +216,23 @@ def test_elastic_batches_are_deepspeeds(references, version, prefer_larger):
     assert seen["fits"] > 50
     if version == 0.1:
         assert seen["refused"] > 50
+
+
+def test_messages_on_unknown_keys_say_what_deepspeed_does_with_them(references):
+    sections = ["", *(path for path in section_paths() if path not in OTHER_SECTIONS)]
+    trees = {path: with_value({}, f"{path}.frobnicate".lstrip("."), 1) for path in sections}
+    works = {
+        path: next(p.works for p in examine(tree, strict=True).problems if "frobnicate" in p.path)
+        for path, tree in trees.items()
+    }
+    theirs = references.call(
+        "deepspeed_rules.read",
+        configs=[({"train_batch_size": 8, **tree}, 1) for tree in trees.values()],
+    )
+    says = {True: "DeepSpeed ignores it.", False: "DeepSpeed refuses it too."}
+    for path, read in zip(trees, theirs, strict=True):
+        if path.partition(".")[0] in (*OWN_SECTIONS, "lora") or path in OF_JAXSPEED:
+            assert "DeepSpeed" not in works[path]
+        else:
+            assert works[path].endswith(says[read is not None]), path
+    assert {read is None for read in theirs} == {True, False}

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxspeed.config import Config, explain_config
-from jaxspeed.config.tree import given_leaves
+from jaxspeed.config.auto import with_value
+from jaxspeed.config.tree import VOCABULARY, given_leaves, read
 
 pytestmark = pytest.mark.fast
 
@@ -107,6 +108,22 @@ def test_an_auto_says_what_it_became():
     )
 
 
+def test_a_batch_size_that_follows_from_others_is_computed():
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": "auto",
+    }
+    rows = rows_of(config)
+    here = "Here: computed, from train_micro_batch_size_per_gpu."
+    assert rows["train_batch_size"].sentence.endswith(here)
+    here = "Here: computed, from train_batch_size or train_micro_batch_size_per_gpu."
+    assert rows["gradient_accumulation_steps"].sentence.endswith(here)
+    sizes = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2]}
+    elastic = rows_of({"train_batch_size": "auto", "elasticity": sizes})
+    assert elastic["train_batch_size"].sentence.endswith("Here: computed, from elasticity.")
+
+
 def test_a_rate_that_the_schedule_overrules_is_harmless():
     config = {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
@@ -135,13 +152,102 @@ def test_a_bad_config_is_explained_and_not_raised_about():
         "zero_optimization.stge",
         "zero_optimization.offload_optimizer.nvme_path",
         "optimizer.params.betas",
-        "amp.enabled",
-        "amp.opt_level",
+        "amp",
         "bfloat16.enabled",
         "gradient_clipping",
     }
     assert 'Did you mean "stage"?' in rows["zero_optimization.stge"].sentence
     assert rows["mesh.tensor"].verdict == "honoured"
+
+
+def test_a_refused_section_is_one_row():
+    shared = {"enabled": True, "quantize_groups": 1, "schedule_offset": 0}
+    weights = {"shared_parameters": shared, "different_groups": {"a": {"modules": ["x"]}}}
+    section = {"weight_quantization": weights, "activation_quantization": {"enabled": False}}
+    config = {"train_batch_size": 8, "compression_training": section}
+    rows = rows_of(config)
+    assert rows.keys() == {"train_batch_size", "compression_training", "gradient_clipping"}
+    row = rows["compression_training"]
+    assert (row.value, row.verdict) == (section, "refused")
+    assert row.sentence.startswith("Found {") and "Removed in DeepSpeed 0.19.8" in row.sentence
+
+
+@pytest.mark.parametrize(("written", "stage"), [(True, 1), (False, 0)])
+def test_zero_as_a_flag_is_its_stage(written, stage):
+    row = rows_of({"zero_optimization": written})["zero_optimization"]
+    assert (row.value, row.verdict) == (written, "honoured")
+    assert row.sentence.startswith(f"{str(written).lower()} is stage {stage}. State sharded")
+    assert rows_of({"zero_optimization": {}})["zero_optimization"].sentence.startswith("Empty")
+    assert rows_of({"optimizer": None})["optimizer"].sentence == "Not set."
+
+
+OFF = {
+    "wall_clock_breakdown": False,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "communication_data_type": None,
+    "activation_checkpointing.cpu_checkpointing": False,
+    "activation_checkpointing.partition_activations": False,
+    "activation_checkpointing.number_checkpoints": None,
+    "checkpoint.use_node_local_storage": False,
+    "optimizer.params.torch_adam": False,
+    "pipeline.activation_checkpoint_interval": 0,
+    "tensor_parallel.tp_overlap_comm": False,
+    "zero_optimization.zero_quantized_nontrainable_weights": False,
+}
+WITH_ALL_AXES = {"mesh": {"tensor": 2, "pipe": 2}, "optimizer": {"type": "Adam", "params": {}}}
+
+
+@pytest.mark.parametrize("path", OFF)
+def test_a_key_that_is_off_does_nothing(path):
+    row = rows_of(with_value(WITH_ALL_AXES, path, OFF[path]))[path]
+    assert row.verdict == "harmless"
+    assert row.sentence.startswith("A no-op at this value; others are approximated: ")
+
+
+def test_a_flag_that_is_approximated_at_false_says_why():
+    """Each of the others has a reason to be no no-op at its default."""
+    flags = {path for path, key in VOCABULARY.items()
+             if key.verdict == "approximated" and not key.is_off(False)
+             and OFF.keys().isdisjoint([path])}  # fmt: skip
+    defaults = {path: read(Config.load({}), path) for path in flags}
+    assert {path for path, value in defaults.items() if value is False} == {"fp16.auto_cast"}
+    row = rows_of({"fp16": {"enabled": True, "auto_cast": False}})["fp16.auto_cast"]
+    assert row.verdict == "approximated" and "in any case" in row.sentence
+
+
+def test_options_of_parameters_on_a_disk_are_explained_where_they_would_be():
+    keys = {"nvme_path": "/nvme", "buffer_count": 4, "buffer_size": 1, "max_in_cpu": 1}
+    for device, sentence in {
+        "nvme": "parameters are not stored there",
+        "cpu": 'Ignored while zero_optimization.offload_param.device is "cpu".',
+    }.items():
+        section = {"device": device, "pin_memory": True, **keys}
+        rows = rows_of({"zero_optimization": {"stage": 3, "offload_param": section}})
+        for key in keys:
+            row = rows[f"zero_optimization.offload_param.{key}"]
+            assert row.verdict == "harmless" and sentence in row.sentence
+        pinned = rows["zero_optimization.offload_param.pin_memory"]
+        assert pinned.verdict == "approximated" and "Always on" in pinned.sentence
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"max_grad_norm": 1.0}, 'Did you mean "gradient_clipping"? DeepSpeed ignores it.'),
+        ({"bf16": {"loss_scale": 0}}, "remove the key. DeepSpeed refuses it too."),
+        ({"fp16": {"opt_level": "O1"}}, "remove the key. DeepSpeed refuses it too."),
+        ({"fp16": {"frobnicate": 1}}, "min_loss_scale, auto_cast, fp16_master_weights_and_grads. "
+                                      "DeepSpeed refuses it too."),
+        ({"optimizer": {"type": "SGD", "params": {"beta": 1}}}, "DeepSpeed refuses it too."),
+        ({"expert_parallel": {"enable": True}}, "DeepSpeed ignores it."),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_refused_here_says_what_deepspeed_does(tree, sentence):
+    (row,) = [row for row in rows_of(tree).values() if row.verdict == "refused"]
+    assert row.sentence.endswith(sentence)
+    (own,) = [r for r in rows_of({"mesh": {"tensr": 2}}).values() if r.verdict == "refused"]
+    assert "DeepSpeed" not in own.sentence
 
 
 def test_a_file_that_is_not_there_is_a_refused_row():

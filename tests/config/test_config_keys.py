@@ -224,16 +224,18 @@ SCHEDULE_DEFAULTS = {
         "lr_range_test_step_rate": 1.0,
         "lr_range_test_staircase": False,
     },
+    "linear": {"total_num_steps": 9, "warmup_num_steps": 0},
 }
 REQUIRED = {
     "WarmupDecayLR": {"total_num_steps": 9},
     "WarmupCosineLR": {"total_num_steps": 9},
     "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    "linear": {"total_num_steps": 9},
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedules_are_filled_with_deepspeeds_defaults(name):
+def test_schedules_are_filled_with_their_defaults(name):
     tree = {
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
         "scheduler": {"type": name.lower(), "params": REQUIRED.get(name, {})},

@@ -156,7 +156,7 @@ REFUSED = {
     "hooks in ZeRO": (
         zero(grad_hooks=True),
         "zero_optimization.grad_hooks",
-        "DeepSpeed refuses it too: remove it.",
+        "Remove it. DeepSpeed refuses it too.",
         zero(),
     ),
     # The other keys that 0.19.8 removed.
@@ -281,6 +281,18 @@ LOADED = {
         "harmless",
         "Rounded to 15099494.",
     ),
+    "groups of a parameter each": (
+        zero(sub_group_size=0),
+        "zero_optimization.sub_group_size",
+        "harmless",
+        "Ignored while zero_optimization.offload_optimizer.device is \"none\"",
+    ),
+    "a size as a power of ten": (
+        zero(reduce_bucket_size=5e8),
+        "zero_optimization.reduce_bucket_size",
+        "harmless",
+        "An option of DeepSpeed's runtime",
+    ),
     "autocast with bf16": (
         BF16 | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "torch_autocast.enabled",
@@ -326,6 +338,7 @@ def test_a_form_loads_with_its_verdict(name):
     assert Config.load(tree)
     (row,) = [row for row in explain_config(tree) if row.key == path]
     assert row.verdict == verdict and hint in row.sentence
+    assert row.sentence.startswith("Rounded") == ("fraction" in name)
 
 
 def test_what_deepspeed_removed_loads_switched_off_though_it_raises_there():

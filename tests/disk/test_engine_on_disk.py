@@ -84,6 +84,12 @@ def test_engine_step_is_refused_since_a_step_waits_for_the_host(pair):
         _ = pair[0].step
 
 
+def test_a_group_size_of_0_is_the_largest_bucket(tmp_path):
+    sizes = {size: program("nvme", tmp_path, bucket=size, **BF16) for size in (0, 50, 1 << 30)}
+    counts = {size: len(made.update.tier.buckets) for size, made in sizes.items()}
+    assert counts[0] == counts[1 << 30] < counts[50]
+
+
 def test_equal_slices_share_a_compiled_update(tmp_path):
     made = program("nvme", tmp_path, bucket=50, **BF16)
     started = engine(made)

@@ -111,8 +111,11 @@ def test_auto_is_filled_in_by_initialize(caplog):
     config = tiny.config(bf16={"enabled": "auto"}, gradient_clipping="auto", msamp={"a": 1})
     del config["train_micro_batch_size_per_gpu"]
     auto = {"preset": "hf", "train_micro_batch_size_per_gpu": 1}
+    auto["scheduler.params.total_num_steps"] = 5
     engine = jaxspeed.initialize(PAIR, tiny.squared_error, config, auto=auto)
     assert engine.program.batch.train == engine.program.mesh.size
     assert engine.config.gradient_clipping == 1.0
-    assert not engine.config.bf16.enabled  # on a CPU
+    assert not engine.config.bf16.enabled
+    assert 'bf16.enabled: "auto" is false in Hugging Face\'s Trainer' in caplog.text
+    assert "scheduler.type: Not set: linear, as Hugging Face's Trainer has it." in caplog.text
     assert "msamp: Ignored, as by DeepSpeed." in caplog.text

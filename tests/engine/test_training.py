@@ -12,6 +12,7 @@ from jaxspeed.engine import reporter
 from jaxspeed.train import dispatch_limit
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Linen, Listed, squared_error
+from tests.optim.test_lr_schedules import BASE_LR, linear, warmup_decay_lr
 
 STEP_METRICS = {
     "loss",
@@ -38,6 +39,60 @@ def with_metrics(model, batch):
 def test_training_lowers_the_loss(engine):
     losses = [float(engine.train_batch(tiny.batch())["loss"]) for _ in range(10)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+BATCH = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+DECAY = dict.fromkeys(
+    ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+)
+WITHOUT_OPTIMIZER = {
+    "plain": (BATCH, linear(5, 5)),
+    "auto": (BATCH | {"train_batch_size": "auto", "bf16": {"enabled": "auto"}}, linear(5, 5)),
+    "a scheduler alone": (
+        BATCH | {"scheduler": {"type": "WarmupDecayLR", "params": DECAY}},
+        warmup_decay_lr(5, 5, high=BASE_LR, steps=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_OPTIMIZER)
+def test_a_config_without_an_optimizer_trains_as_hugging_faces_trainer_does(name):
+    """Optax's AdamW of clipped gradients, with the rates of the schedules' formulas."""
+    config, rates = WITHOUT_OPTIMIZER[name]
+    auto = {"preset": "hf", "optimizer.params.lr": BASE_LR, "scheduler.params.total_num_steps": 5}
+    engine = jaxspeed.initialize(PAIR, squared_error, config, auto=auto)
+    schedule = jnp.asarray(rates, jnp.float32)
+    adamw = optax.adamw(lambda n: schedule[n], weight_decay=0.0)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    params = {path: jnp.asarray(np.asarray(x)) for path, x in engine.parameters.items()}
+
+    def loss(params, batch):
+        layers = [{"w": params[path]} for path in sorted(params) if path != "out"]
+        out = tiny.apply_pair({"layers": layers, "out": params["out"]}, batch["x"])
+        return jnp.square(out[:, 0] - batch["y"]).mean()
+
+    @jax.jit
+    def step(params, state, batch):
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = optimizer.init(params)
+    for number in range(5):
+        batch = tiny.batch(seed=number)
+        metrics = engine.train_batch(batch)
+        params, state, value = step(params, state, batch)
+        assert float(metrics["lr"]) == pytest.approx(rates[number], rel=1e-6)
+        assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+
+
+def test_an_optimizer_that_is_passed_is_not_replaced_by_hugging_faces():
+    sgd = optax.sgd(0.25)
+    engine = jaxspeed.initialize(PAIR, squared_error, BATCH, optimizer=sgd, auto="hf")
+    assert engine.config.optimizer is None and engine.config.scheduler is None
+    before = np.asarray(engine.parameters["out"])
+    engine.train_batch(tiny.batch())
+    assert (np.asarray(engine.parameters["out"]) != before).any()
 
 
 def test_metrics_are_scalar_arrays_on_the_devices(engine):

@@ -59,6 +59,13 @@ def warmup_cosine_lr(updates, total, low=0.0, steps=1000, floor=0.0001, kind="lo
     return table(0.0, lr, updates)
 
 
+def linear(updates, total, steps=0):
+    def ratio(n):
+        return n / max(1, steps) if n < steps else max(0.0, (total - n) / max(1, total - steps))
+
+    return [BASE_LR * ratio(n) for n in range(updates)]
+
+
 def range_test(updates, low, size, rate, stairs=False):
     def lr(k):
         interval = (k + 1) // size if stairs else (k + 1) / size
@@ -165,6 +172,24 @@ def test_lr_range_test(staircase):
     params = {"lr_range_test_min_lr": 0.003, "lr_range_test_step_size": 7}
     params |= {"lr_range_test_step_rate": 1.5, "lr_range_test_staircase": staircase}
     assert_curve("LRRangeTest", params, range_test(30, 0.003, 7, 1.5, staircase))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 20])
+def test_linear(steps):
+    assert_curve(
+        "linear", {"total_num_steps": 20, "warmup_num_steps": steps}, linear(30, 20, steps)
+    )
+
+
+def test_linear_has_no_warm_up_by_default():
+    assert_curve("linear", {"total_num_steps": 9}, linear(12, 9))
+
+
+def test_linear_is_the_schedule_of_transformers(references):
+    lengths = [(20, 0), (20, 1), (20, 7), (3, 5), (1, 0)]
+    theirs = references.call("trainer.linear_rates", lengths=lengths, lr=BASE_LR, updates=25)
+    for (total, steps), rates in zip(lengths, theirs, strict=True):
+        assert_curve("linear", {"total_num_steps": total, "warmup_num_steps": steps}, rates)
 
 
 CYCLES = {

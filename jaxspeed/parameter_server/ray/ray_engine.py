@@ -107,7 +107,8 @@ def initialize(
       RunError: the cluster cannot be joined, or lacks resources.
     """
     source = {} if config is None else config
-    loaded = load_config(source, auto=auto, hidden_size=hidden_size_of(model))
+    known, passed = hidden_size_of(model), optimizer is not None
+    loaded = load_config(source, auto=auto, hidden_size=known, has_optimizer=passed)
     ray_resources(loaded)  # before anything starts
     with contextlib.ExitStack() as opened:
         opened.enter_context(connected(address))

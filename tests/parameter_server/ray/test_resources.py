@@ -75,7 +75,7 @@ def test_auto_is_filled_in_before_anything_starts(monkeypatch):
 
     monkeypatch.setattr(ray_engine, "ray_resources", stop)
     given = config(gradient_clipping="auto")
-    values = {"preset": "hf"}
+    values = {"preset": "hf", "scheduler.params.total_num_steps": 5}
     with pytest.raises(Loaded) as found:
         ray_engine.initialize(tiny.PAIR, tiny.squared_error, given, auto=values)
     assert found.value.args[0].gradient_clipping == 1.0
