@@ -144,8 +144,6 @@ class Checkpointer:
           adapters: those that are not, by name.
         """
         self.wait()
-        if program.update.tier:
-            program.update.tier.refuse_lost()
         step = int(state.step)
         tag = check_tag(default_tag(step) if tag is None else tag)
         contents = dict(files or {})
@@ -166,7 +164,7 @@ class Checkpointer:
                 from_disk = None
                 if (tier := program.update.tier) and snapshot.on_disk:
                     from_disk = partial(write_from_disk, folder, snapshot.on_disk, tier)
-                    self._hold = tier.hold()
+                    self._hold = tier.hold(step)
                 begin = partial(self._files.begin, folder, snapshot.arrays, from_disk)
                 if not snapshot.copied:
                     begin()

@@ -123,7 +123,10 @@ def restore_state(
             )
         else:
             notes += [f"{name} was rounded by the codec {codec}" for name in names]
-    return as_state(program, {**saved, **fresh}, params), adapters, notes
+    state = as_state(program, {**saved, **fresh}, params)
+    if tier:
+        tier.step = int(state.step)
+    return state, adapters, notes
 
 
 def _onto_disk(

@@ -18,7 +18,7 @@ from jaxspeed.checkpoint.header import FILES
 from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.object_storage import first_line, is_local, open_bucket
 from jaxspeed.checkpoint.tensorstore_arrays import FOLDER as ARRAYS
-from jaxspeed.disk.locked_folder import lock_is_free, lock_mark
+from jaxspeed.disk.locked_folder import lock_is_free, lock_mark, remove_marked
 from jaxspeed.errors import CheckpointError, JaxspeedError
 
 log = logging.getLogger("jaxspeed")
@@ -126,7 +126,7 @@ class LocalStore:
 
     def remove(self, tag: str) -> None:
         if aside := self._set_aside(Path(self.root / tag)):
-            _remove(aside)
+            remove_marked(aside, manifest.MARK)
 
     def tags(self) -> list[str]:
         if not self.root.is_dir():
@@ -271,19 +271,9 @@ def _is_tag(name: str) -> bool:
     return bool(name.strip()) and name[0] != "." and not name.endswith((_WRITING, _REMOVED))
 
 
-def _remove(folder: Path) -> None:
-    """Remove a marked folder, the mark last: what is left if that is interrupted is known."""
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != manifest.MARK:
-            entry.unlink()
-    shutil.rmtree(folder)
-
-
 def _try_to_remove(folder: Path) -> None:
     try:
-        _remove(folder)
+        remove_marked(folder, manifest.MARK)
     except OSError as error:  # the next save tries again
         log.warning("%s cannot be removed: %s", folder, error)
 

@@ -88,8 +88,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--disk",
         metavar="SPEED",
-        help="for state on a disk (offload_optimizer.nvme_path): its speed, like 5GB/s, or a path "
-        "on it, which is measured",
+        help="for state on a disk (offload_optimizer.nvme_path): its speed, like 5GB/s, or a "
+        "folder on it, which is measured",
     )
     parser.add_argument("--targets", action="store_true", help="list the known chips")
     parser.add_argument("--hardware", metavar="FILE", help="a YAML file with further chips")
@@ -123,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--tokens needs a --target: device-hours depend on the chip")
     if args.search and not args.target:
         raise ConfigError("--search needs a --target")
-    disk = _rate_of(args.disk) if args.disk is not None else None
+    rate = None
+    if args.disk is not None:
+        from jaxspeed.disk.measure import disk_rate, measure_disk
+
+        rate = disk_rate(args.disk)
     if args.write is not None:
         from jaxspeed.planner.search.result import refuse_path
 
@@ -161,7 +165,12 @@ def run(args: argparse.Namespace) -> int:
 
         source = source_of(config, name=args.config)
         planned = plan_run(source, compiling=args.compile is not False)
-    planned = replace(planned, disk_rate=disk)
+    if args.disk is not None:
+        if planned.program.update.tier is None:
+            raise ConfigError(
+                "--disk: the config has no state on a disk (offload_optimizer.device)"
+            )
+        planned = replace(planned, disk_rate=rate or measure_disk(args.disk).both)
     if args.html:
         Path(args.html).write_text(planned.html(), "utf-8")
     if args.json:
@@ -171,13 +180,6 @@ def run(args: argparse.Namespace) -> int:
     if planned.search and not planned.search.winner:
         return FAILED
     return FAILED if planned.fits is False else 0
-
-
-def _rate_of(disk: str) -> float:
-    """Bytes a second that are read and written together."""
-    from jaxspeed.disk.measure import disk_rate, measure_disk
-
-    return disk_rate(disk) or measure_disk(disk).both
 
 
 def tokens_of(written: str) -> float:

@@ -11,8 +11,9 @@ import mmap
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,9 @@ def aligned(nbytes: int) -> int:
 def aligned_buffer(nbytes: int) -> np.ndarray:
     """Bytes in pages of their own, which are unmapped with the last view of them."""
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # fewer pages to pin for each transfer
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(AttributeError, OSError):
+        pages.madvise(mmap.MADV_DONTFORK)  # direct I/O writes into pages that a child shares
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin for each transfer
     return np.frombuffer(pages, np.uint8)[:nbytes]
 
 
@@ -53,11 +55,14 @@ class Transfer:
           DiskError: some could not be transferred.
         """
         spans, failure = list[Span](), None
-        for chunk in self._chunks:  # all, before their buffer is used for anything else
-            try:
-                spans.append(chunk.result())
-            except DiskError as error:
-                failure = failure or error
+        try:
+            for chunk in self._chunks:
+                try:
+                    spans.append(chunk.result())
+                except DiskError as error:
+                    failure = failure or error
+        finally:  # of Ctrl-C too: their buffer is used for something else from then on
+            wait(self._chunks)
         if failure:
             raise failure
         return min(a for a, _ in spans), max(b for _, b in spans)
@@ -73,6 +78,7 @@ class DirectFile:
     def __init__(self, path: Path, nbytes: int, threads: int = THREADS) -> None:
         self.path, self.nbytes = path, nbytes
         self._file = _allocated(path, nbytes)
+        self._end = weakref.finalize(self, os.close, self._file)
         self.is_direct = _set_direct(path, self._file)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxspeed-disk")
         self._stamp = self._current_stamp()
@@ -97,9 +103,7 @@ class DirectFile:
     def close(self) -> None:
         """Wait for what is in progress, and close the file; a second call is a no-op."""
         self._pool.shutdown()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._end()
 
     def _current_stamp(self) -> tuple[int, int]:
         status = os.fstat(self._file)

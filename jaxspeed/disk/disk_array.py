@@ -5,7 +5,7 @@ that this process's devices have are in its file, once each.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxspeed.disk.direct_file import aligned
+from jaxspeed.errors import DiskError
 
 
 class DiskValues(Protocol):
@@ -36,17 +37,27 @@ class DiskArray:
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding  # of what is read
-    store: DiskValues
+    store: Callable[[], DiskValues | None]  # a weak reference
 
     def read(self) -> jax.Array:
         """The values, in the memory of `sharding`."""
-        return self.store.read(self.name)
+        return self._values.read(self.name)
 
     def write(self, value: jax.Array) -> "DiskArray":
         """Replace the values, unless these are only traced; itself."""
         if not isinstance(value, jax.core.Tracer):
-            self.store.write(self.name, value)
+            self._values.write(self.name, value)
         return self
+
+    @property
+    def _values(self) -> DiskValues:
+        if (values := self.store()) is None:
+            raise DiskError(f"{self.name} was on a disk until its program was deleted")
+        return values
+
+    @property
+    def shape_struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.read(), dtype)
@@ -62,6 +73,22 @@ def is_on_disk(x: Any) -> bool:
 def in_memory(tree: Any) -> Any:
     """The tree with the values of arrays that are on a disk."""
     return jax.tree.map(lambda x: x.read() if is_on_disk(x) else x, tree, is_leaf=is_on_disk)
+
+
+def assembled(
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    values: Sequence[np.ndarray],
+    shards: Sequence["Shard"],
+) -> jax.Array:
+    """An array from the values of its shards."""
+    on = {
+        device: jax.device_put(x, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for x, shard in zip(values, shards, strict=True)
+        for device in shard.devices
+    }
+    arrays = [on[device] for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 @dataclass(frozen=True)
@@ -170,14 +197,7 @@ class BucketArray:
 
     def array(self, buffer: np.ndarray) -> jax.Array:
         """The rows as an array. On CPUs it is a view: the buffer has to stay as it is meanwhile."""
-        kind = self.sharding.memory_kind
-        on = {
-            device: jax.device_put(view, SingleDeviceSharding(device, memory_kind=kind))
-            for view, shard in zip(self.views(buffer), self.shards, strict=True)
-            for device in shard.devices
-        }
-        arrays = [on[device] for device in self.sharding.addressable_devices]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
+        return assembled(self.shape, self.sharding, self.views(buffer), self.shards)
 
     def store(self, value: jax.Array, buffer: np.ndarray, *, of_all: bool = False) -> None:
         """Copy the rows into a buffer, from an array of them or, with `of_all`, of all rows."""

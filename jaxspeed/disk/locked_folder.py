@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 
@@ -35,3 +36,13 @@ def lock_is_free(folder: Path, mark: str, *, without_locks: bool = True) -> bool
     finally:
         os.close(opened)
     return True
+
+
+def remove_marked(folder: Path, mark: str) -> None:
+    """Remove a marked folder, the mark last: what is left if that is interrupted is known."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != mark:
+            entry.unlink()
+    shutil.rmtree(folder)

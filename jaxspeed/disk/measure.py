@@ -1,6 +1,5 @@
 """Measured speed of a disk, by the transfers that state on it needs."""
 
-import re
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +7,7 @@ from typing import NamedTuple
 from jaxspeed.disk.direct_file import ALIGNMENT, DirectFile, aligned_buffer
 from jaxspeed.disk.scratch import Scratch
 from jaxspeed.errors import ConfigError
+from jaxspeed.hardware.chip import amount
 
 MEASURED_BYTES = 1 << 30
 _BUFFER = 64 << 20
@@ -67,12 +67,11 @@ def measure_disk(
 
 
 def disk_rate(written: str) -> float | None:
-    """Bytes a second of `5GB/s` or `800 MB/s`; None for anything else, such as a path."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B/s\s*", written, re.IGNORECASE)
-    if match is None:
-        return None
-    base = 1024 if match[3] else 1000
-    rate = float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")
-    if not rate:
-        raise ConfigError(f"--disk {written}: needs a speed above 0, like 5GB/s, or a path")
-    return rate
+    """Bytes a second of `5GB/s`; None for an existing folder.
+
+    Raises ConfigError for anything else.
+    """
+    rate = amount(written, "B/s")
+    if rate or (rate is None and Path(written).is_dir()):
+        return rate
+    raise ConfigError(f"--disk {written}: needs a speed above 0, like 5GB/s, or an existing folder")

@@ -3,11 +3,10 @@
 import contextlib
 import os
 import secrets
-import shutil
 import weakref
 from pathlib import Path
 
-from jaxspeed.disk.locked_folder import lock_is_free, lock_mark
+from jaxspeed.disk.locked_folder import lock_is_free, lock_mark, remove_marked
 from jaxspeed.errors import DiskError
 
 PREFIX, MARK = "jaxspeed-state-", ".lock"
@@ -49,7 +48,7 @@ def remove_dead(root: Path) -> None:
             if not os.path.lexists(folder / MARK):
                 folder.rmdir()  # if it is empty: its process was killed before it had a mark
             elif lock_is_free(folder, MARK, without_locks=False):
-                shutil.rmtree(folder)
+                remove_marked(folder, MARK)
 
 
 def _locked_folder(root: Path, rank: int) -> tuple[Path, int]:
@@ -66,5 +65,6 @@ def _locked_folder(root: Path, rank: int) -> tuple[Path, int]:
 
 def _remove(folder: Path, mark: int, process: int) -> None:
     if os.getpid() == process:  # not in a process that was forked from it
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_marked(folder, MARK)
         os.close(mark)

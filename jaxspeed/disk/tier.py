@@ -4,10 +4,11 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxspeed.disk.direct_file import DirectFile, Span, Transfer, aligned_buffer
-from jaxspeed.disk.disk_array import BucketArray, DiskArray, DiskBucket
+from jaxspeed.disk.disk_array import BucketArray, DiskArray, DiskBucket, assembled
 from jaxspeed.disk.scratch import Scratch
 from jaxspeed.errors import DiskError
 
@@ -50,14 +51,21 @@ class StepSeconds(NamedTuple):
 class DiskTier:
     """The file of a process, opened when it is first used; buffers are mapped then.
 
-    A program has one: a fresh or restored state replaces the values of the one before it.
+    A program has one, with the values of one state: a fresh or restored state replaces them.
+
+    Attributes:
+      step: of the train state that has these values; None while they are replaced.
+      last: the seconds of the last update.
     """
 
     def __init__(self, buckets: Sequence[DiskBucket], options: DiskOptions) -> None:
         self.buckets, self.options = buckets, options
-        self.last: StepSeconds | None = None  # of the last update
+        self.step: int | None = None
+        self.last: StepSeconds | None = None
         self._lost: BaseException | None = None
-        self._held = threading.Lock()  # while values are replaced, or must not be
+        self._held = threading.Lock()  # while values are replaced, or a checkpoint is written
+        self._replaced = threading.Lock()  # while they are replaced,
+        self._writer: int | None = None  # by this thread
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +91,9 @@ class DiskTier:
     def arrays(self) -> dict[str, DiskArray]:
         """All arrays, by name."""
         firsts = {name: parts[0][1] for name, parts in self.places.items()}
+        store = weakref.ref(self)
         return {
-            name: DiskArray(name, first.full_shape, first.dtype, first.sharding, self)
+            name: DiskArray(name, first.full_shape, first.dtype, first.sharding, store)
             for name, first in firsts.items()
         }
 
@@ -92,35 +101,29 @@ class DiskTier:
 
     def read(self, name: str) -> jax.Array:
         """An array, on the devices."""
-        self.refuse_lost()
         parts = self.places[name]
         _, first = parts[0]
         shape = first.full_shape
         local = [np.empty(first.sharding.shard_shape(shape), first.dtype) for _ in first.shards]
-        for bucket, x in parts:
-            with self._buffer() as buffer:
-                part = buffer[x.offset : x.offset + x.nbytes]
-                self._file.read(bucket.offset + x.offset, part).wait()
-                for to, view in zip(local, x.views(buffer), strict=True):
-                    rows = x.rows.of(to) if x.rows else to
-                    np.copyto(rows, view.reshape(rows.shape))
-        kind = first.sharding.memory_kind
-        on = {
-            device: jax.device_put(x, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
-            for x, shard in zip(local, first.shards, strict=True)
-            for device in shard.devices
-        }
-        arrays = [on[device] for device in first.sharding.addressable_devices]
-        return jax.make_array_from_single_device_arrays(shape, first.sharding, arrays)
+        with nullcontext() if self._writer == threading.get_ident() else self._replaced:
+            self.refuse_lost()
+            for bucket, x in parts:
+                with self._buffer() as buffer:
+                    part = buffer[x.offset : x.offset + x.nbytes]
+                    self._file.read(bucket.offset + x.offset, part).wait()
+                    for to, view in zip(local, x.views(buffer), strict=True):
+                        rows = x.rows.of(to) if x.rows else to
+                        np.copyto(rows, view.reshape(rows.shape))
+        return assembled(shape, first.sharding, local, first.shards)
 
     def write(self, name: str, value: jax.Array) -> None:
-        """Replace an array."""
-        for bucket, x in self.places[name]:
-            with self._buffer() as buffer:
-                x.store(value, buffer, of_all=True)
-                part = buffer[x.offset : x.offset + x.nbytes]
-                self._file.write(bucket.offset + x.offset, part).wait()
-        self._file.seal()
+        """Replace an array, once no checkpoint is written."""
+        with self.replacing(of_all=False):
+            for bucket, x in self.places[name]:
+                with self._buffer() as buffer:
+                    x.store(value, buffer, of_all=True)
+                    part = buffer[x.offset : x.offset + x.nbytes]
+                    self._file.write(bucket.offset + x.offset, part).wait()
 
     def read_all(self) -> Iterator[tuple[DiskBucket, np.ndarray]]:
         """Each bucket with a buffer that holds it until the next one, which is read meanwhile."""
@@ -137,45 +140,59 @@ class DiskTier:
                 read.wait()
                 yield bucket, buffer
                 self._free.put(reads.popleft()[1])
+            self.refuse_lost()
         finally:
             for _, buffer, read in reads:
                 _ended(read.wait)
                 self._free.put(buffer)
 
-    def hold(self) -> ExitStack:
-        """Keep the values as they are until this is closed; an update waits for that."""
+    def hold(self, step: int) -> ExitStack:
+        """Keep the values of a step as they are until this is closed; an update waits for that."""
         with ExitStack() as stack:
             stack.enter_context(self._held)
+            self.refuse_other(step)
             return stack.pop_all()
 
     @contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Context in which all arrays are written; if it fails, the state is lost."""
-        with self._held:
-            self._lost = None
+    def replacing(self, *, of_all: bool = True, step: int | None = None) -> Iterator[None]:
+        """Context in which arrays are written, all or some; if it fails, the state is lost."""
+        if self._writer == threading.get_ident():
+            yield
+            return
+        with self._held, self._replaced:
+            if of_all:
+                self._lost = self.step = None
+            else:
+                self.refuse_lost()
+            if step is not None:
+                self.refuse_other(step)
+            self._writer = threading.get_ident()
             try:
                 yield
+                self._file.seal()
             except BaseException as error:
                 self._lost = error
                 raise
+            finally:
+                self._writer = None
 
     # -- updates --------------------------------------------------------------------------------
 
-    def update(self, compute: Callable[[DiskBucket, Results], Results]) -> None:
+    def update(self, step: int, compute: Callable[[DiskBucket, Results], Results]) -> None:
         """Replace the arrays of each bucket, in their order, by what `compute` returns for them.
 
-        The next buckets are read, and the last ones written, while one is computed.
+        The next buckets are read, and the last ones written, while one is computed. The values are
+        those of `step`, and of the step after it from then on.
 
         Raises:
           DiskError: a part of the state is lost: from then on each call raises it.
         """
         start = time.perf_counter()
-        with self._held:
+        with self.replacing(of_all=False, step=step):
             self._update(compute, time.perf_counter() - start)
+            self.step = step + 1
 
     def _update(self, compute: Callable[[DiskBucket, Results], Results], waited: float) -> None:
-        self.refuse_lost()
-        self._file.refuse_changed()
         spans: Spans = {kind: [] for kind in ("read", "compute", "write")}
         start = time.perf_counter()
         reads, writes = deque[tuple[np.ndarray, Transfer]](), list[Future[None]]()
@@ -202,15 +219,12 @@ class DiskTier:
                     writes.pop(0).result()
             for write in writes:
                 write.result()
-        except BaseException as error:
-            self._lost = error
+        finally:
             for buffer, read in reads:
                 _ended(read.wait)
                 self._free.put(buffer)
             for write in writes:
                 _ended(write.result)
-            raise
-        self._file.seal()
         reading, computing, writing = map(_union, spans.values())
         moved = _union([*spans["read"], *spans["write"]])
         total = time.perf_counter() - start
@@ -273,12 +287,28 @@ class DiskTier:
         finally:
             self._free.put(buffer)
 
+    def refuse_other(self, step: int) -> None:
+        """Raise DiskError unless the values are those of this step."""
+        self.refuse_lost()
+        if self.step != step:
+            raise DiskError(
+                f"the state under nvme_path {self.options.path} is of step {self.step}, not of "
+                f"step {step}: a step was interrupted, or another state of the same program has "
+                "replaced it; restore the newest checkpoint"
+            )
+
     def refuse_lost(self) -> None:
-        """Raise DiskError if an update has failed, and no other state has been written since."""
+        """Raise DiskError if values were lost, and no other state has been written since."""
+        if self._lost is None and self._writer is None and "_file" in self.__dict__:
+            try:
+                self._file.refuse_changed()
+            except DiskError as error:
+                self._lost = error
+                raise
         if self._lost is not None:
             raise DiskError(
-                f"the state under nvme_path {self.options.path} was lost in an earlier step "
-                f"({self._lost}); restore the newest checkpoint"
+                f"the state under nvme_path {self.options.path} was lost earlier ({self._lost}); "
+                "restore the newest checkpoint"
             ) from self._lost
 
     @property
@@ -287,11 +317,14 @@ class DiskTier:
         return self._scratch.folder if "_file" in self.__dict__ else None
 
     def close(self) -> None:
-        """Close the file and remove its folder; a later use opens another."""
-        if "_file" in self.__dict__:
-            self._file.close()
-            self._scratch.close()
-            del self.__dict__["_file"]
+        """Close the file and remove its folder; another state opens another."""
+        with self._held, self._replaced:
+            if "_file" in self.__dict__:
+                self._lost = DiskError("its engine was closed")
+                self._file.close()
+                self._scratch.close()
+                for name in ("_file", "_free", "_storing"):
+                    self.__dict__.pop(name, None)
 
 
 def _ended(wait: Callable[[], Any]) -> None:

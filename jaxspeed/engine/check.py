@@ -2,9 +2,11 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -72,7 +74,9 @@ def check(
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
         held = program.held(state)
-    state = in_memory(state)
+    if tier := program.update.tier:
+        _refuse_large(tier.nbytes)
+        state = in_memory(state)
     probe = _probe(program, reduced_by(program, held))
     plain, parts = _plain(program, program.batch.accumulation), 1
     _fits(plain)
@@ -388,6 +392,20 @@ def _prepared(program: Program, state: TrainState, batch: Any, held: Held) -> An
     """The batch with what phases before the gradients add to it."""
     with program.set_mesh():
         return PhasedStep(program.array_phases, held).batch(state, batch)
+
+
+def _refuse_large(nbytes: int) -> None:
+    """Raise ConfigError if there is no memory for so many bytes of state on a disk, twice."""
+    try:
+        text = Path("/proc/meminfo").read_text("utf-8")
+    except OSError:
+        return
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    if match and 2 * nbytes > (free := 1024 * int(match[1])):
+        raise ConfigError(
+            f"engine.check: it holds the state on the disk in memory, twice {bytes_text(nbytes)}, "
+            f"and {bytes_text(free)} are free: check fewer layers, engine.check(batch, layers=2)"
+        )
 
 
 def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], StepValues]:

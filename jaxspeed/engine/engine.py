@@ -137,10 +137,14 @@ class Engine(DeepSpeedHabits):
     @property
     def state(self) -> TrainState:
         """The train state. Assigning another one continues from its step."""
+        if tier := self.program.update.tier:
+            tier.refuse_lost()
         return self._state
 
     @state.setter
     def state(self, state: TrainState) -> None:
+        if tier := self.program.update.tier:
+            tier.refuse_other(int(state.step))
         self._reporter.begin_at(int(state.step))
         self._gathered.drop()
         self._saver.replaced(self._state, state)
@@ -160,7 +164,7 @@ class Engine(DeepSpeedHabits):
     @property
     def held(self) -> TrainState | None:
         """The state in this process that loading another one frees."""
-        return self.state
+        return self._state
 
     @watched("restore")
     def reset(self) -> None:
@@ -326,7 +330,8 @@ class Engine(DeepSpeedHabits):
         self._reporter.flush()
         if self._phased:
             self._phased.wait()
-        jax.block_until_ready(self.state)
+        arrays = jax.tree.leaves(self._state)
+        jax.block_until_ready([x for x in arrays if not x.is_deleted()])  # by a step that failed
         self._saver.wait()
 
     @watched("save")
@@ -336,6 +341,8 @@ class Engine(DeepSpeedHabits):
         self._saver.close()
         while self._closing:
             self._closing.pop()()
+        if tier := self.program.update.tier:
+            tier.close()
         self._is_closed = True
 
     def on_close(self, fn: Callable[[], None]) -> None:

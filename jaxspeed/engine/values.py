@@ -36,8 +36,13 @@ def averaged_state(program: Program, state: TrainState) -> TrainState:
     for rows in table.parameters.values():
         if any(row.path in state.ema for row in rows):
             average = table.joined({row.path: _average(state, row) for row in rows})
-            for placed, new in zip((params, master), program.storage.placed(average)):
+            for placed, new in zip(
+                (params, master), program.storage.placed(average, onto_disk=False)
+            ):
                 placed |= new
+            for row in rows:
+                if row.master and row.master.disk and row.path in state.ema:
+                    master[row.path] = state.ema[row.path]
     return _with_parameters(state, params, master)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from os.path import abspath, expanduser
 from typing import Any, NamedTuple
 
 import jax
@@ -439,7 +440,8 @@ def _tier_of(config: Config, streamed: StreamedUpdate | None) -> DiskTier | None
         return None
     assert offload.nvme_path is not None
     threads = min(max(config.aio.thread_count, 2), 4)
-    options = DiskOptions(offload.nvme_path, offload.buffer_count, threads)
+    path = abspath(expanduser(offload.nvme_path))
+    options = DiskOptions(path, offload.buffer_count, threads)
     return DiskTier(disk_buckets(streamed), options)
 
 

@@ -5,9 +5,9 @@ skipped), and then for the disk: this host work is on the path of the step. A sk
 writes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.disk.disk_array import DiskArray, DiskBucket
+from jaxspeed.disk.disk_array import DiskBucket, is_on_disk
 from jaxspeed.disk.tier import Results
-from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
+from jaxspeed.offload.offloaded_update import Updated
 from jaxspeed.traced_loss.accumulate import Sums
 from jaxspeed.train.phases import BATCH, METRICS, STATE, SUMS, VARIABLES, StepPhase
 from jaxspeed.train.program import Program
@@ -116,65 +116,69 @@ class BucketUpdate:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._updates: dict[Any, Callable[..., Any]] = {}  # by the slices of a bucket
+        self._compiled: dict[str, Any] = {}  # by the lowered program
 
     def __call__(
         self, state: TrainState, sums: Sums, reduced: ReducedGradients
     ) -> tuple[TrainState, Arrays]:
-        tier = self._program.update.tier
-        assert tier is not None
+        tier, streamed = self._program.update.tier, self._program.update.streamed
+        assert tier is not None and streamed is not None
+        step = int(state.step)
         if not bool(reduced.finite):
+            tier.refuse_other(step)
+            tier.step = step + 1
             return state, _seconds(np.float32(0))
-        program = self._program
-        opt = program.layout.flat(state.opt)
+        table, layout = self._program.table, self._program.layout
+        opt = layout.flat(state.opt)
         fields = Updated(dict(state.params), dict(state.master), opt, dict(state.ema))
-        shared = {path: x for path, x in opt.items() if self._streamed.owner(path) is None}
+        shared = {path: x for path, x in opt.items() if streamed.owner(path) is None}
 
         def compute(bucket: DiskBucket, stored: Results) -> Results:
-            carried = {path: self._carried(path, fields) for path in self._paths(bucket)}
+            carried = {}
+            for path in dict.fromkeys(piece.path for piece in bucket.pieces):
+                arrays = streamed.arrays_of(table[path], fields)
+                carried[path] = {n: x for n, x in arrays.items() if not is_on_disk(x)}
             starts = [jnp.int32(p.rows.start if p.rows else 0) for p in bucket.pieces]
             grads = {path: sums.grads[path] for path in carried}
-            update = self._update_of(bucket, carried)
-            factor = reduced.multiplier
-            rows, arrays = update(carried, stored, grads, shared, factor, starts)
-            for path, updated in arrays.items():
-                self._streamed.put(program.table[path], fields, updated)
+            rest = grads, shared, reduced.multiplier, starts
+            rows, arrays_after = self._updated(bucket, stored, carried, rest)
+            for path, updated in arrays_after.items():
+                streamed.put(table[path], fields, updated)
             return rows
 
-        tier.update(compute)
-        moments = jax.tree.unflatten(program.layout.tree, fields.opt.values())
+        tier.update(step, compute)
+        moments = jax.tree.unflatten(layout.tree, fields.opt.values())
         params, master, _, average = fields
         after = replace(state, params=params, master=master, opt=moments, ema=average)
         assert tier.last is not None
         return after, _seconds(*map(np.float32, tier.last))
 
-    @cached_property
-    def _streamed(self) -> StreamedUpdate:
-        assert self._program.update.streamed is not None
-        return self._program.update.streamed
-
-    def _paths(self, bucket: DiskBucket) -> Sequence[str]:
-        return [*dict.fromkeys(piece.path for piece in bucket.pieces)]
-
-    def _carried(self, path: str, fields: Updated) -> Arrays:
-        """The arrays of a parameter that are in memory."""
-        arrays = self._streamed.arrays_of(self._program.table[path], fields)
-        return {name: x for name, x in arrays.items() if not isinstance(x, DiskArray)}
-
-    def _update_of(self, bucket: DiskBucket, carried: dict[str, Arrays]) -> Callable[..., Any]:
-        """The compiled update of a bucket; one for those with equal slices."""
+    def _updated(
+        self, bucket: DiskBucket, stored: Results, carried: dict[str, Arrays], rest: Any
+    ) -> tuple[Results, dict[str, Arrays]]:
+        """`StreamedUpdate.update_rows` of a bucket, by a program for all with equal operations."""
+        streamed, changed = self._program.update.streamed, (stored, carried)
+        assert streamed is not None
         pieces = tuple((p.path, p.rows.count if p.rows else None) for p in bucket.pieces)
-        if pieces not in self._compiled:
+        leaves, tree = jax.tree.flatten(changed)
+        others, tree_of_others = jax.tree.flatten(rest)
+        if pieces not in self._updates:
 
-            def update(carried: Any, stored: Any, *rest: Any) -> Any:
-                return self._streamed.update_rows(pieces, stored, carried, *rest)
+            def update(leaves: Any, others: Any) -> Any:
+                stored, carried = jax.tree.unflatten(tree, leaves)
+                grads, *rest = jax.tree.unflatten(tree_of_others, others)
+                after = streamed.update_rows(pieces, stored, carried, grads, *rest)
+                return jax.tree.leaves(after)
 
-            at = (
-                [
-                    {role: x.sharding for role, x in zip(p.roles, p.arrays, strict=True)}
-                    for p in bucket.pieces
-                ],
-                jax.tree.map(lambda x: x.sharding, carried),
-            )
-            self._compiled[pieces] = self._program.jit(update, donate_argnums=0, out_shardings=at)
-        return self._compiled[pieces]
+            at = [x.sharding for x in leaves]
+            run = self._program.jit(update, donate_argnums=0, out_shardings=at)
+            lowered = run.lower(leaves, others)
+            text = lowered.as_text()
+            if text not in self._compiled:
+                self._compiled[text] = lowered.compile()
+            self._updates[pieces] = self._compiled[text]
+        after: tuple[Results, dict[str, Arrays]] = jax.tree.unflatten(
+            tree, self._updates[pieces](leaves, others)
+        )
+        return after

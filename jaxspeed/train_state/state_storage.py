@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,8 +136,12 @@ class StateStorage:
         The model before the rest, so that the memory of random initialization is free before the
         moments are allocated.
         """
-        with self.tier.replacing() if self.tier and not is_traced(seed) else nullcontext():
+        if self.tier is None or is_traced(seed):
             return self._fresh(seed)
+        with self.tier.replacing():
+            state = self._fresh(seed)
+        self.tier.step = 0
+        return state
 
     def _fresh(self, seed: int) -> TrainState:
         at = self.shardings
@@ -204,8 +207,11 @@ class StateStorage:
         names = ("step", "skipped", "opt", "ema", "loss_scale", "ring_errors")
         return {name: getattr(self.shardings, name) for name in names}
 
-    def placed(self, values: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-        """(params, masters) of these values by path, sharded as stored, one parameter at a time."""
+    def placed(self, values: Mapping[str, Any], *, onto_disk: bool = True) -> tuple[Arrays, Arrays]:
+        """(params, masters) of these values by path, sharded as stored, one parameter at a time.
+
+        Those that belong on a disk replace what is there, or are left out.
+        """
         params: Arrays = {}
         master: Arrays = {}
         table = self.table
@@ -226,7 +232,7 @@ class StateStorage:
                     continue
                 value = value.data
             for stored, placement in ((params, row.param), (master, row.master)):
-                if placement is not None:
+                if placement is not None and (onto_disk or not placement.disk):
                     form = self.table.stored(row, placement)
                     copy = _stored_copy(value, form.dtype, form.padded, form.sharding)
                     stored[path] = _encoded(form)(copy)

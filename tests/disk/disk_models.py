@@ -103,11 +103,16 @@ class MemoryTier(DiskTier):
         def seal(self):
             pass
 
+        def refuse_changed(self):
+            pass
+
     def __init__(self, buckets, options):
         super().__init__(buckets, options)
         self._file = self._Regions(self.nbytes)
 
-    def update(self, compute):
+    def update(self, step, compute):
+        assert step == self.step
+        self.step = step + 1
         for bucket in self.buckets:
             buffer = np.zeros(bucket.nbytes, np.uint8)
             self._file.read(bucket.offset, buffer)

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -103,6 +104,26 @@ def test_a_failure_waits_for_the_other_chunks(file, monkeypatch):
     monkeypatch.setattr(os, "preadv", first_fails)
     with pytest.raises(DiskError):
         file.read(0, aligned_buffer(2 * CHUNK)).wait()
+    assert finished.is_set()
+
+
+def test_an_interrupted_wait_ends_after_the_transfer(file, monkeypatch):
+    """Its buffer is used for another transfer from then on."""
+    finished, real = threading.Event(), os.preadv
+
+    def slow(handle, buffers, offset):
+        finished.wait(0.1)
+        finished.set()
+        return real(handle, buffers, offset)
+
+    def interrupted(future, timeout=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "preadv", slow)
+    transfer = file.read(0, aligned_buffer(4096))
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        transfer.wait()
     assert finished.is_set()
 
 

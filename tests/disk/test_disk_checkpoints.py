@@ -95,7 +95,7 @@ def test_a_run_resumes_bitwise_from_a_save_beside_the_next_step(tmp_path, monkey
 def test_an_update_waits_for_a_checkpoint_that_is_being_written(tmp_path):
     made = program("nvme", tmp_path, **BF16)
     started = trained(made)
-    hold, before = made.update.tier.hold(), values_of(started.state.opt)
+    hold, before = made.update.tier.hold(int(started.state.step)), values_of(started.state.opt)
     step = threading.Thread(
         target=started.train_batch, args=[batch_of(made.batch.train, 2)], daemon=True
     )

@@ -61,9 +61,11 @@ def test_without_a_speed_a_plan_has_no_seconds(tmp_path):
 
 def test_a_speed_is_a_number_or_measured(tmp_path):
     assert disk_rate("5GB/s") == 5e9 and disk_rate(" 1.5 MiB/s") == 1.5 * 2**20
-    assert disk_rate("/mnt/nvme") is None
-    with pytest.raises(ConfigError, match="above 0"):
-        disk_rate("0GB/s")
+    assert disk_rate(str(tmp_path)) is None
+    for wrong in ("0GB/s", "5Gb/s", "5GBps", str(tmp_path / "absent")):
+        with pytest.raises(ConfigError, match="above 0"):
+            disk_rate(wrong)
+    assert not [*tmp_path.iterdir()]
     speed = measure_disk(tmp_path, 8 << 20)
     assert min(speed.read, speed.write, speed.both) > 1e5
     assert not [*tmp_path.iterdir()]

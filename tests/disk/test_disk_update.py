@@ -177,7 +177,7 @@ def test_a_buffer_is_used_again_only_after_its_readers_are_done(tmp_path):
         return [{role: slow(x) for role, x in arrays.items()} for arrays in stored]
 
     for _ in range(3):
-        tier.update(compute)
+        tier.update(tier.step, compute)
         for name, x in tier.arrays.items():
             np.testing.assert_array_equal(np.asarray(x), expected[name])
             expected[name] = expected[name] + 1
@@ -206,9 +206,9 @@ def test_a_failing_disk_ends_the_run_by_name_and_a_fresh_state_begins_another(
     with pytest.raises(DiskError, match=r"\(EIO\).*newest checkpoint restores"):
         ours.train_batch(batch)
     monkeypatch.undo()
-    with pytest.raises(DiskError, match="was lost in an earlier step"):
+    with pytest.raises(DiskError, match="was lost earlier"):
         ours.train_batch(batch)
-    with pytest.raises(DiskError, match="was lost in an earlier step"):
+    with pytest.raises(DiskError, match="was lost earlier"):
         _ = ours.parameters
     ours.reset()
     ours.train_batch(batch)

@@ -1,6 +1,7 @@
 """Scratch folders: private, removed at the end, and by the next run after a kill."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -56,6 +57,21 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path, child):
     time.sleep(0.05)
     Scratch(tmp_path).close()
     assert not left.exists()
+
+
+def test_a_removal_that_is_interrupted_leaves_the_mark(tmp_path, monkeypatch):
+    scratch = Scratch(tmp_path)
+    (scratch.folder / "state").write_bytes(b"x")
+
+    def killed(*_, **options):
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        scratch.close()
+    assert [path.name for path in scratch.folder.iterdir()] == [MARK]
+    remove_dead(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_only_what_is_known_to_be_scratch_is_removed(tmp_path):

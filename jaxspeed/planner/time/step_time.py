@@ -216,7 +216,8 @@ class Time:
             lines.append(Text(f"  {self.assumes}"))
         lines += [
             Text(
-                f"  on the host, {name}: reads {bytes_text(read)}, writes {bytes_text(written)}; "
+                f"  on the host, {name}: reads {bytes_text(read)} of memory, writes "
+                f"{bytes_text(written)}; "
                 "its time is not in the estimate"
             )
             for name, (read, written) in self.on_host.items()
