@@ -102,7 +102,11 @@ def saved_leaves(program: Program, exclude_frozen: bool = False) -> dict[str, Sa
     values |= {f"opt/{path}": value for path, value in program.layout.values.items()}
     logical = {name: value.shape for name, value in values.items()}
     logical |= {f"ema/{row.path}": row.leaf.shape for row in table}
-    arrays = jax.tree.map(_shape, saved_arrays(program, program.state), is_leaf=is_on_disk)
+    arrays = jax.tree.map(
+        lambda x: x.shape_struct if is_on_disk(x) else x,
+        saved_arrays(program, program.state),
+        is_leaf=is_on_disk,
+    )
     leaves = {name: _leaf(x, values.get(name), logical.get(name)) for name, x in arrays.items()}
     for group in program.layout.packed:
         has = {f"opt/{group.first}": leaves[f"opt/{group.first}"]}
@@ -193,13 +197,6 @@ def group_in_state(group: PackedLeaves, leaves: Mapping[str, SavedLeaf]) -> dict
     nothing = SavedLeaf((0,), jax.ShapeDtypeStruct((0,), stack.stored.dtype, sharding=at))
     paths = group.paths.values()
     return _under("opt", {path: stack if path == group.first else nothing for path in paths})
-
-
-def _shape(x: Any) -> Any:
-    """The shape of what is on a disk; any other value unchanged."""
-    if not is_on_disk(x):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _leaf(x: Any, value: StoredValue | None, logical: tuple[int, ...] | None) -> SavedLeaf:

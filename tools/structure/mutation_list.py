@@ -561,4 +561,29 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "if unlike := list[str]():",
         "test_arrays_of_other_data_weights_or_settings_are_not_used[precision]",
     ),
+    (
+        "program.storage.placed(average, onto_disk=False)",
+        "program.storage.placed(average)",
+        "test_averages_as_parameters_leave_the_masters_as_they_are",
+    ),
+    (
+        "self._file.refuse_changed()",
+        "pass",
+        "test_a_file_that_was_changed_is_neither_saved_nor_read",
+    ),
+    (
+        "            self.refuse_other(step)\n            return stack",
+        "            return stack",
+        "test_an_interrupted_step_is_neither_saved_nor_continued_from",
+    ),
+    (
+        "            wait(self._chunks)",
+        "            pass",
+        "test_an_interrupted_wait_ends_after_the_transfer",
+    ),
+    (
+        "(start + rows.start, start + rows.start + rows.count)",
+        "(start, start + rows.count)",
+        "test_a_run_resumes_bitwise_from_a_save_beside_the_next_step",
+    ),
 ]
