@@ -1,0 +1,1 @@
+"""Runs of DeepSpeed and of torch, read with their optimizer."""
