@@ -1,4 +1,4 @@
-"""`jaxspeed checkpoint list|show|verify|export DIR`: inspect checkpoints, export weights."""
+"""`jaxspeed checkpoint list|show|verify|export|import DIR`: inspect, export, import checkpoints."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import command, out, print_json
+from jaxspeed.cli.common import add_overrides, command, loaded, out, print_json
 from jaxspeed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="list, show and verify a run's checkpoints, export the weights",
-        description="List, show and verify a run's checkpoints, export the weights.",
+        help="list, show and verify a run's checkpoints, export them, import others",
+        description="List, show and verify a run's checkpoints, export the weights, and import "
+        "checkpoints of DeepSpeed and torch.",
         epilog="example: jaxspeed checkpoint export runs/tiny weights/",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -43,8 +44,24 @@ def add(commands: Any) -> None:
             "jaxspeed checkpoint export runs/tiny weights/ --dtype bf16",
             _export,
         ),
+        (
+            "import",
+            "begin a run with a checkpoint of DeepSpeed or torch, and its optimizer",
+            "jaxspeed checkpoint import output/ runs/mine --config ds_config.json",
+            _import,
+        ),
     ):
         verb = command(verbs, name, what, example, config=False)
+        if name == "import":
+            verb.add_argument("folder", metavar="DIR", help="a folder of DeepSpeed's or of DCP's")
+            verb.add_argument("output", metavar="OUT", help="the folder of the run that begins")
+            verb.add_argument("--config", required=True, help="the config of that run")
+            verb.add_argument(
+                "--map", help="a Python file with a mapping table; by default the family's"
+            )
+            add_overrides(verb)
+            verb.set_defaults(run=function)
+            continue
         verb.add_argument("folder", metavar="DIR", help="a run's folder, or that of checkpoints")
         if name == "export":
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
@@ -245,6 +262,39 @@ def _verify(args: argparse.Namespace) -> int:
         if not info.time:
             console.print(f"({info.tag}: {info.problem}; not a checkpoint)", highlight=False)
     return 1 if any(problems.values()) else 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    names = {"run.import_from.folder": args.folder, "run.import_from.map": args.map}
+    more = [f"{name}={json.dumps(value)}" for name, value in names.items() if value is not None]
+    config = loaded(args, more)
+    from jaxspeed.checkpoint.process_agreement import is_first
+    from jaxspeed.config.before_start import check_start
+
+    check_start(config)
+    from jaxspeed.run import open_run, source_of
+    from jaxspeed.run.start import checkpointer_of
+
+    source = source_of(config, name=args.config)
+    if not checkpointer_of(source).is_empty():
+        raise ConfigError(f"{args.output}: has checkpoints already; `jaxspeed train` continues it")
+    trainer = open_run(source, out(stderr=args.json))
+    try:
+        trainer.save()
+        step, folder = trainer.reached.step, str(source.folder.path)
+    finally:
+        trainer.close()
+        trainer.engine.close()
+    if is_first():
+        if args.json:
+            print_json({"step": step, "tokens": trainer.reached.tokens, "folder": folder})
+        else:
+            out().print(
+                f"{folder}: begins at step {step}; `jaxspeed train {folder}` continues",
+                highlight=False,
+                soft_wrap=True,
+            )
+    return 0
 
 
 def _export(args: argparse.Namespace) -> int:

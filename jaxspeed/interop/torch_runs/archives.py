@@ -1,4 +1,4 @@
-"""Files of `torch.save`: zip archives with a pickle and the bytes of its tensors, which are mapped."""
+"""Files of `torch.save`: archives with a pickle and the bytes of its tensors, which are mapped."""
 
 import io
 import math
@@ -79,6 +79,10 @@ class StoredTensor:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def files(self) -> set[MappedFile]:
+        return {self.file}
 
     def array(self) -> np.ndarray:
         """A view of the file."""
@@ -185,7 +189,9 @@ class TorchArchive:
         start, length = self._records[f"data/{key}"]
         _check_sizes(size)
         if size * jnp.dtype(dtype).itemsize > length:
-            raise PickleError(f"has a storage of {size:,} {dtype}, for which it has {length:,} bytes")
+            raise PickleError(
+                f"has a storage of {size:,} {dtype}, for which it has {length:,} bytes"
+            )
         return _Storage(self.file, start, dtype, size)
 
 
@@ -302,5 +308,5 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "torch.Size": _size,
     "torch.serialization._get_layout": _layout,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
+    **dict.fromkeys(("__builtin__.set", "builtins.set"), lambda items=(): [*items]),
 }
-

@@ -27,6 +27,7 @@ from jaxspeed.interop.torch_runs.torch_run import (
 METADATA = ".metadata"
 # {prefix}state.{parameter}.{moment}, with the names of parameters, or with their numbers.
 _OF_OPTIMIZER = re.compile(r"(?:.*\.)?state\.(?P<name>.+)\.(?P<key>\w+)")
+_COUNTS = {"last_epoch": "position", "step": "steps", "ntokens_seen": "tokens"}
 _MEGATRON = (
     "has Megatron's flat buffers (gbuf), which have no parameter's name: save it there with "
     "--dist-ckpt-optim-fully-reshardable, or export it from Megatron to Hugging Face's format"
@@ -119,7 +120,7 @@ def _fill(run: TorchRun, reader: _Reader, entries: dict[str, Record], index: Ind
         last = key.rpartition(".")[2]
         match = _OF_OPTIMIZER.fullmatch(key)
         if entry.fields.get("chunks") is None:
-            if last in ("last_epoch", "step", "ntokens_seen"):
+            if last in _COUNTS:
                 (where,) = index[key].values()
                 _count(run, last, reader.value(where))
             continue
@@ -127,17 +128,17 @@ def _fill(run: TorchRun, reader: _Reader, entries: dict[str, Record], index: Ind
         if match:
             by_number[match["name"].isdecimal()] += 1
             if match["key"] == "step":
-                updates.add(whole_number(tensor.array().item()))
+                updates.add(whole_number(_number(tensor)))
             else:
                 run.moments.setdefault(match["key"], {})[match["name"]] = tensor
-        elif not tensor.shape and last in ("last_epoch", "step", "ntokens_seen"):
-            _count(run, last, tensor.array().item())
+        elif not tensor.shape and last in _COUNTS:
+            _count(run, last, _number(tensor))
         elif math.prod(tensor.shape):
             run.parameters[key] = tensor
     if by_number[True]:
         raise PretrainedError(
-            f"{run.folder}: its optimizer has parameters by numbers: save it with "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which has their names"
+            f"{run.folder}: its optimizer has parameters by numbers: save it there with "
+            "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which has names"
         )
     if not run.moments:
         run.no_optimizer = "its optimizer: it has none (no keys state.NAME.exp_avg)"
@@ -147,10 +148,11 @@ def _fill(run: TorchRun, reader: _Reader, entries: dict[str, Record], index: Ind
     run.steps = run.steps or run.updates
 
 
+def _number(tensor: ChunkedTensor) -> Any:
+    if math.prod(tensor.shape) != 1:
+        raise ValueError(f"a count is a tensor {list(tensor.shape)}")
+    return tensor.array().item()
+
+
 def _count(run: TorchRun, name: str, value: Any) -> None:
-    if name == "last_epoch":
-        run.position = whole_number(value)
-    elif name == "step":
-        run.steps = whole_number(value)
-    else:
-        run.tokens = int(value)
+    setattr(run, _COUNTS[name], whole_number(value))

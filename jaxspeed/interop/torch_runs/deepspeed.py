@@ -12,8 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import StoredTensor, load
+from jaxspeed.interop.torch_runs.pickles import Record
 from jaxspeed.interop.torch_runs.torch_run import (
     FlatTensor,
     Span,
@@ -22,6 +25,7 @@ from jaxspeed.interop.torch_runs.torch_run import (
     shape_of,
     whole_number,
 )
+from jaxspeed.optim.loss_scale import LossScale
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -49,7 +53,9 @@ def read_deepspeed(folder: Path) -> TorchRun:
         if not any(folder.glob("*model_states.pt")):
             tag = (folder / "latest").read_text().strip()
             if Path(tag).name != tag or not (folder / tag).is_dir():
-                raise PretrainedError(f"{folder / 'latest'}: names {tag[:80]!r}, which is no folder")
+                raise PretrainedError(
+                    f"{folder / 'latest'}: names {tag[:80]!r}, which is no folder"
+                )
             folder = folder / tag
         return _read(folder)
 
@@ -72,7 +78,9 @@ def _read(folder: Path) -> TorchRun:
         raise PretrainedError(f"{folder}: has experts that are split over ranks. {_UNIVERSAL}")
     dimensions = first.get("checkpoint_parallel_dimensions") or {}
     if dimensions.get("tp_degree", 1) != 1 or (len(models) > 1 and not layers):
-        raise PretrainedError(f"{folder}: has tensors that are split over tensor ranks. {_UNIVERSAL}")
+        raise PretrainedError(
+            f"{folder}: has tensors that are split over tensor ranks. {_UNIVERSAL}"
+        )
     if (folder / "zero").is_dir():
         _universal(run, folder / "zero")
     else:
@@ -104,7 +112,7 @@ def _values(
     for part, of_ranks in values.items():
         if sorted(of_ranks) != list(range(len(of_ranks))):
             raise PretrainedError(
-                f"{folder}: has files of the ranks {sorted(of_ranks)} of part {part}: some are missing"
+                f"{folder}: of part {part} it has only the files of the ranks {sorted(of_ranks)}"
             )
     return values
 
@@ -126,11 +134,13 @@ def _partitioned(run: TorchRun, models: Values, optim: Values) -> None:
         counts = {len(states), *(n for s in states for n in _partition_counts(s))}
         if len(counts) > 1:
             raise PretrainedError(
-                f"{run.folder}: was saved by {max(counts)} ranks and has {min(counts)} of their files"
+                f"{run.folder}: was saved by {max(counts)} ranks, and has files of {min(counts)}"
             )
         if is_stage_3:
             of_groups = [_of_stage_3(state) for state in states]
-            slices = [_slices_of_stage_3(of_model, rank, len(states)) for rank in range(len(states))]
+            slices = [
+                _slices_of_stage_3(of_model, rank, len(states)) for rank in range(len(states))
+            ]
             _frozen_of_stage_3(run, models[part])
         else:
             of_groups = [_of_stages_1_and_2(state) for state in states]
@@ -142,13 +152,17 @@ def _partitioned(run: TorchRun, models: Values, optim: Values) -> None:
         for (groups, masters), of_rank in zip(of_groups, slices, strict=True):
             for group, name, start, count in of_rank:
                 for key, source in (("", masters[group]), *_flat(groups[group])):
-                    spans.setdefault(key, {}).setdefault(name, []).append(Span(source, start, count))
+                    spans.setdefault(key, {}).setdefault(name, []).append(
+                        Span(source, start, count)
+                    )
         for key, of_key in spans.items():
             target = run.moments.setdefault(key, {}) if key else run.parameters
             for name, some in of_key.items():  # tied ones are in several parts of a pipeline
                 target.setdefault(name, FlatTensor(shapes[name], some))
     if len(updates) > 1:
-        raise PretrainedError(f"{run.folder}: its ranks or groups have taken other steps: {updates}")
+        raise PretrainedError(
+            f"{run.folder}: its ranks or groups have taken other steps: {updates}"
+        )
     run.updates = updates.pop() if updates else run.updates
 
 
@@ -260,6 +274,12 @@ def _position(scheduler: Any) -> int | None:
     return whole_number(scheduler["last_epoch"]) if "last_epoch" in scheduler else None
 
 
-def _scaler(scaler: Any) -> Mapping[str, Any] | None:
-    fields: Mapping[str, Any] = getattr(scaler, "fields", {})
-    return fields if fields.get("dynamic") else None
+def _scaler(scaler: Any) -> LossScale | None:
+    """The state of a dynamic scaler; a static one has none."""
+    if not isinstance(scaler, Record) or not scaler.get("dynamic"):
+        return None
+    scale, iteration, last, hysteresis = (
+        float(scaler.fields[name])
+        for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    )
+    return LossScale(*map(np.asarray, (scale, int(max(0, iteration - last - 1)), int(hysteresis))))

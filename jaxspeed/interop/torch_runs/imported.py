@@ -39,6 +39,8 @@ from jaxspeed.train.program import Program
 from jaxspeed.train_state.opt_layout import owner_of
 from jaxspeed.train_state.state import TrainState
 from jaxspeed.train_state.state_storage import read_shards
+from jaxspeed.user_models.config_model import family_sizes
+from jaxspeed.user_models.user_code import foreign
 
 # torch's name of a field of an optimizer's state here, and its power of the tensor's unit.
 MOMENTS = {
@@ -84,13 +86,14 @@ def table_in(path: str | Path) -> MappingTable | Callable[[Any], MappingTable]:
 def import_run(
     program: Program,
     run: TorchRun,
-    table: MappingTable | None,
+    table: MappingTable | Callable[[Any], MappingTable] | None,
     held: TrainState,
 ) -> Restored:
     """The state of a program at a run's checkpoint, with notes on what was not taken over.
 
     Args:
-      table: which tensors are which parameters; None is that of the model's family.
+      table: which tensors are which parameters, or a function of the model's sizes (of a family) or
+        of its config's keys that returns it; None is that of the model's family.
       held: the current state, whose memory is freed once all has been checked. Its variables that
         the run does not have, such as random streams, stay.
 
@@ -110,6 +113,10 @@ def import_run(
                 f"{run.folder}: the model is of no family, so that its tensors need a mapping "
                 "table: run.import_from.map, or --map"
             ) from None
+    elif not isinstance(table, MappingTable):
+        section = program.config.model
+        with foreign("the table of run.import_from.map"):
+            table = table(family_sizes(program.config) or (section.config if section else {}))
     source = _ImportedArrays(program, run, table, held)
 
     def ready() -> None:
@@ -211,7 +218,10 @@ class _ImportedArrays:
             )
 
     def _weights(
-        self, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, TensorInParts], power: int
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        tensors: Mapping[str, TensorInParts],
+        power: int,
     ) -> FolderWeights:
         """Tensors as a model's values; moments in units of the parameters' gradients."""
         table, prefix = _fitting(self.table, shapes, tensors)
@@ -219,7 +229,9 @@ class _ImportedArrays:
             rules = [replace(rule, scale=rule.scale**-power) for rule in table.rules]
             table = replace(table, rules=rules)
         inside = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
-        floats = {n: x for n, x in inside.items() if jnp.issubdtype(jnp.dtype(x.dtype), jnp.inexact)}
+        floats = {
+            n: x for n, x in inside.items() if jnp.issubdtype(jnp.dtype(x.dtype), jnp.inexact)
+        }
         if unread := sorted(tensors.keys() - {f"{prefix}{n}" for n in floats}):
             self.notes.append(f"{counted(len(unread), 'tensor')} were not read: {listed(unread)}")
         folder: Any = TorchTensors(self.run.folder, floats)
@@ -238,10 +250,7 @@ class _ImportedArrays:
             numbers[name] = position
         if run.scaler is not None and isinstance(self.program.optimizer.rule, DynamicRule):
             scaler, self._rule = run.scaler, repr(self.program.optimizer.rule)
-            since = int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
-            numbers["loss_scale/scale"] = float(scaler["cur_scale"])
-            numbers["loss_scale/good_steps"] = max(0, since)
-            numbers["loss_scale/hysteresis_left"] = int(scaler["cur_hysteresis"])
+            numbers |= {f"loss_scale/{k}": x for k, x in scaler._asdict().items()}
         elif run.scaler is None and not isinstance(self.program.optimizer.rule, DynamicRule):
             scale, self._rule = self.held.loss_scale, repr(self.program.optimizer.rule)
             numbers |= {f"loss_scale/{k}": np.asarray(x) for k, x in scale._asdict().items()}

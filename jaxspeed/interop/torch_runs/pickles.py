@@ -1,7 +1,7 @@
 """Pickles, read without importing or calling anything that they name.
 
-A pickle is a program for a stack machine, and Python's own reader imports and calls what the program
-says. This one interprets the instructions: a class or a function is only its name, and the few
+A pickle is a program for a stack machine, and Python's own reader imports and calls what it says.
+This one interprets the instructions: a class or a function is only its name, and the few
 constructors that torch's and DeepSpeed's files need are replaced by functions of this package. What
 any other would have constructed becomes `Inert`.
 """
@@ -87,7 +87,9 @@ class PickleReader:
             files need.
         """
         if len(data) > MOST_BYTES:
-            raise PickleError(f"has {len(data):,} bytes, more than the {MOST_BYTES:,} that are read")
+            raise PickleError(
+                f"has {len(data):,} bytes, more than the {MOST_BYTES:,} that are read"
+            )
         try:
             return self._run(data)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
@@ -97,6 +99,7 @@ class PickleReader:
         stack: list[Any] = []
         marks: list[list[Any]] = []
         memo: dict[int, Any] = {}
+        argument: Any
         for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             name: str = opcode.name
             if number > _MOST_STEPS:

@@ -1,4 +1,4 @@
-"""What a run of torch has at a checkpoint: parameters, moments, counts; a tensor's parts in files."""
+"""A run of torch at a checkpoint: parameters, moments, counts; a tensor's parts in files."""
 
 import math
 from collections import Counter
@@ -14,14 +14,16 @@ import numpy as np
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.interop.torch_runs.archives import MappedFile, StoredTensor
+from jaxspeed.optim.loss_scale import LossScale
 
 
 class TensorInParts(Protocol):
     """A tensor of which files have parts."""
 
-    shape: tuple[int, ...]
-    dtype: str
-
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
     @property
     def files(self) -> set[MappedFile]: ...
 
@@ -34,16 +36,16 @@ class Span(NamedTuple):
 
     source: StoredTensor
     start: int
-    count: int
+    length: int
 
 
 class FlatTensor:
     """A tensor whose elements are in flat partitions, one after another."""
 
     def __init__(self, shape: tuple[int, ...], spans: Sequence[Span]) -> None:
-        self.shape, self.spans = shape, [span for span in spans if span.count]
+        self.shape, self.spans = shape, [span for span in spans if span.length]
         dtypes = {span.source.dtype for span in spans}
-        if len(dtypes) != 1 or sum(span.count for span in spans) != math.prod(shape):
+        if len(dtypes) != 1 or sum(span.length for span in spans) != math.prod(shape):
             raise ValueError(f"its partitions are not those of a tensor {list(shape)}")
         for source, start, count in self.spans:
             if source.strides != (1,) or not 0 <= start < start + count <= source.size:
@@ -60,7 +62,8 @@ class FlatTensor:
         if len(parts) == 1:
             return parts[0].reshape(self.shape)
         flat = np.empty(math.prod(self.shape), jnp.dtype(self.dtype))
-        np.concatenate(parts, out=flat) if parts else None
+        if parts:
+            np.concatenate(parts, out=flat)
         return flat.reshape(self.shape)
 
 
@@ -79,19 +82,22 @@ class ChunkedTensor:
     def __init__(self, shape: tuple[int, ...], dtype: str, chunks: Sequence[Chunk]) -> None:
         self.shape, self.dtype = shape, dtype
         self.chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-        starts = [sorted({chunk.offsets[dim] for chunk in self.chunks}) for dim in range(len(shape))]
+        if not math.prod(shape):
+            return
+        starts = [
+            sorted({chunk.offsets[dim] for chunk in self.chunks}) for dim in range(len(shape))
+        ]
         ends = [
             dict(zip(some, [*some[1:], n], strict=True))
             for some, n in zip(starts, shape, strict=True)
         ]
-        corners = {chunk.offsets for chunk in self.chunks}
-        is_grid = len(corners) == len(self.chunks) == math.prod(map(len, starts)) and all(
-            (chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim])
-            == (chunk.offsets[dim], ends[dim][chunk.offsets[dim]])
+        is_grid = not any(some[0] for some in starts) and all(
+            start + size == of_dim[start]
             for chunk in self.chunks
-            for dim in range(len(shape))
+            for start, size, of_dim in zip(chunk.offsets, chunk.sizes, ends, strict=True)
         )
-        if not is_grid or any(some and some[0] for some in starts):
+        corners = {chunk.offsets for chunk in self.chunks}
+        if not is_grid or not len(corners) == len(self.chunks) == math.prod(map(len, starts)):
             raise ValueError(f"its chunks are not those of a tensor {list(shape)}")
 
     @property
@@ -128,7 +134,7 @@ class TorchRun:
       no_optimizer: why there are no moments; empty if there are.
       updates: number of completed updates of the optimizer.
       position: number of completed steps of the learning rate's schedule.
-      scaler: the fields of DeepSpeed's dynamic loss scaler.
+      scaler: of a dynamic loss scale, the fields of `LossScale`.
       inert: what was not read, by class, with its number.
     """
 
@@ -143,7 +149,7 @@ class TorchRun:
     position: int | None = None
     samples: int | None = None
     tokens: int | None = None
-    scaler: Mapping[str, Any] | None = None
+    scaler: LossScale | None = None
     inert: Counter[str] = field(default_factory=Counter)
 
 
@@ -192,9 +198,9 @@ def shape_of(value: Any) -> tuple[int, ...]:
 def whole_number(value: Any) -> int:
     """A count that a file has as a number, or as a tensor."""
     if isinstance(value, StoredTensor):
-        value = value.array().reshape(-1)[0].item()
+        value = value.array().item()
     number = int(value)
-    if number != value or not 0 <= number < 1 << 31:
+    if number != value or not 0 <= number < 1 << 53:
         raise ValueError(f"a count is {value!r:.40}")
     return number
 
@@ -208,6 +214,6 @@ def as_pretrained_error(where: object) -> Iterator[None]:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, OSError) as error:
         lacks = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise PretrainedError(f"{where}: is damaged, or of a version that is not read: {lacks}") from (
-            None
-        )
+        raise PretrainedError(
+            f"{where}: is damaged, or of a version that is not read: {lacks}"
+        ) from (None)
