@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import StoredTensor, load
 from jaxspeed.interop.torch_runs.pickles import Record
@@ -274,7 +272,7 @@ def _position(scheduler: Any) -> int | None:
     return whole_number(scheduler["last_epoch"]) if "last_epoch" in scheduler else None
 
 
-def _scaler(scaler: Any) -> LossScale | None:
+def _scaler(scaler: Any) -> dict[str, float] | None:
     """The state of a dynamic scaler; a static one has none."""
     if not isinstance(scaler, Record) or not scaler.get("dynamic"):
         return None
@@ -282,4 +280,5 @@ def _scaler(scaler: Any) -> LossScale | None:
         float(scaler.fields[name])
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     )
-    return LossScale(*map(np.asarray, (scale, int(max(0, iteration - last - 1)), int(hysteresis))))
+    values = scale, max(0.0, iteration - last - 1), hysteresis
+    return dict(zip(LossScale._fields, values, strict=True))

@@ -250,7 +250,7 @@ class _ImportedArrays:
             numbers[name] = position
         if run.scaler is not None and isinstance(self.program.optimizer.rule, DynamicRule):
             scaler, self._rule = run.scaler, repr(self.program.optimizer.rule)
-            numbers |= {f"loss_scale/{k}": x for k, x in scaler._asdict().items()}
+            numbers |= {f"loss_scale/{k}": x for k, x in scaler.items()}
         elif run.scaler is None and not isinstance(self.program.optimizer.rule, DynamicRule):
             scale, self._rule = self.held.loss_scale, repr(self.program.optimizer.rule)
             numbers |= {f"loss_scale/{k}": np.asarray(x) for k, x in scale._asdict().items()}

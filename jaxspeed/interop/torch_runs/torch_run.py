@@ -14,7 +14,6 @@ import numpy as np
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.interop.torch_runs.archives import MappedFile, StoredTensor
-from jaxspeed.optim.loss_scale import LossScale
 
 
 class TensorInParts(Protocol):
@@ -149,7 +148,7 @@ class TorchRun:
     position: int | None = None
     samples: int | None = None
     tokens: int | None = None
-    scaler: LossScale | None = None
+    scaler: Mapping[str, float] | None = None
     inert: Counter[str] = field(default_factory=Counter)
 
 
