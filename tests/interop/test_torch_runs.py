@@ -99,7 +99,7 @@ def test_other_folders_are_refused(tmp_path):
     with pytest.raises(PretrainedError, match="no such folder"):
         read_torch_run(tmp_path / "absent")
     (tmp_path / "iter_0000100").mkdir()
-    with pytest.raises(PretrainedError, match="has no checkpoint that can be imported.*Megatron"):
+    with pytest.raises(PretrainedError, match=r"can be imported.*Megatron"):
         read_torch_run(tmp_path)
     values = {"": {"optimizer.distributed.gbuf_idx_0.param": np.zeros(3, np.float32)}}
     with pytest.raises(PretrainedError, match="Megatron's flat buffers"):

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import (
     MappedFile,
@@ -66,13 +68,14 @@ class _Reader:
         dtype = state[0] if state else properties.get("dtype")
         if not isinstance(dtype, Name):
             raise ValueError(f"{key} has no dtype")
+        element = jnp.dtype(dtype.text.removeprefix("torch.")).name
         chunks = []
         for chunk in of.fields["chunks"]:
             offsets, sizes = (shape_of(chunk.fields[name]) for name in ("offsets", "sizes"))
             blob = self.blob(index[key][offsets])
             opened = partial(_tensor_of, blob)
             chunks.append(Chunk(offsets, sizes, blob.file, opened))
-        return ChunkedTensor(shape_of(of.fields["size"]), dtype.text.removeprefix("torch."), chunks)
+        return ChunkedTensor(shape_of(of.fields["size"]), element, chunks)
 
 
 def _tensor_of(blob: TorchArchive) -> StoredTensor:

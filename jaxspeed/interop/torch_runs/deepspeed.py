@@ -50,9 +50,10 @@ def read_deepspeed(folder: Path) -> TorchRun:
     with as_pretrained_error(folder):
         if not any(folder.glob("*model_states.pt")):
             tag = (folder / "latest").read_text().strip()
-            if Path(tag).name != tag or not (folder / tag).is_dir():
+            is_name = 0 < len(tag) < 256 and "\0" not in tag and Path(tag).name == tag
+            if not is_name or not (folder / tag).is_dir():
                 raise PretrainedError(
-                    f"{folder / 'latest'}: names {tag[:80]!r}, which is no folder"
+                    f"{folder / 'latest'}: names no folder beside it: {tag[:80]!r}"
                 )
             folder = folder / tag
         return _read(folder)
@@ -265,7 +266,7 @@ def _universal(run: TorchRun, folder: Path) -> None:
 
 def _position(scheduler: Any) -> int | None:
     """Completed steps of a schedule: DeepSpeed's counts from -1, torch's from 0."""
-    if not isinstance(scheduler, dict):
+    if scheduler is None:
         return None
     if "last_batch_iteration" in scheduler:
         return whole_number(scheduler["last_batch_iteration"] + 1)
