@@ -5,7 +5,7 @@ import contextlib
 import datetime
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxspeed.cli.common import add_overrides, command, loaded, out, print_json
@@ -67,9 +67,15 @@ def add(commands: Any) -> None:
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
             verb.add_argument(
                 "--format",
-                choices=("native", "hf", "peft"),
+                choices=("native", "hf", "peft", "safetensors"),
                 help="hf: Hugging Face's, with config.json and the tokenizer; peft: the adapters "
-                "alone, as PEFT loads them; by default native, the parameters by their paths",
+                "alone, as PEFT loads them; safetensors: the tensors by their names in "
+                "torch's memory; by default native, the parameters by their paths",
+            )
+            verb.add_argument(
+                "--moments",
+                action="store_true",
+                help="write the optimizer's state too, with --format safetensors, for dcp.load",
             )
             verb.add_argument(
                 "--merge",
@@ -303,6 +309,10 @@ def _export(args: argparse.Namespace) -> int:
     folder = _folder(args)
     if args.merge and args.format not in (None, "hf"):
         raise ConfigError(f"--merge writes Hugging Face's format; leave out --format {args.format}")
+    if args.moments and args.format != "safetensors":
+        raise ConfigError(
+            "--moments: needs --format safetensors, whose names torch's optimizers have"
+        )
     from jaxspeed.interop import export, export_adapter
     from jaxspeed.interop.exporting import NoHFForm
     from jaxspeed.placement.show import bytes_text
@@ -316,6 +326,10 @@ def _export(args: argparse.Namespace) -> int:
         # Keys of adapters may be the paths of parameters.
         with contextlib.suppress(*([NoHFForm] if args.format == "peft" else [])):
             form, base, how["weights"] = _hf_form(args)
+    if args.format == "safetensors":
+        assert form is not None
+        form = replace(form, table=form.table.in_memory(), config=None, files=())
+        how["moments"] = args.moments
     if args.format == "peft":
         summary = export_adapter(folder, args.out, form=form, base=base, **how)
     else:

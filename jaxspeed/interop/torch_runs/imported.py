@@ -27,6 +27,7 @@ from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, ConfigError, PretrainedError
 from jaxspeed.interop.exporting import NoHFForm, hf_form
 from jaxspeed.interop.mapping import MappingTable, bind
+from jaxspeed.interop.moments import MOMENTS, in_units, moments_in
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.torch_runs.dcp import is_dcp, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import is_deepspeed, read_deepspeed
@@ -36,17 +37,11 @@ from jaxspeed.placement.codec import Stored, StoredValue
 from jaxspeed.placement.paths import counted, listed
 from jaxspeed.placement.rows import IS_RANGE, LayerRange, Leaf
 from jaxspeed.train.program import Program
-from jaxspeed.train_state.opt_layout import owner_of
 from jaxspeed.train_state.state import TrainState
 from jaxspeed.train_state.state_storage import read_shards
 from jaxspeed.user_models.config_model import family_sizes
 from jaxspeed.user_models.user_code import foreign
 
-# torch's name of a field of an optimizer's state here, and its power of the tensor's unit.
-MOMENTS = {
-    "mu": ("exp_avg", 1), "nu": ("exp_avg_sq", 2), "trace": ("momentum_buffer", 1),
-    "sum_of_squares": ("sum", 2),
-}  # fmt: skip
 _READ = (
     "DeepSpeed's (stages 0 to 3, its pipeline, universal) and those of torch's DCP. Megatron's own "
     "are read as Hugging Face folders, if it exports them"
@@ -190,28 +185,24 @@ class _ImportedArrays:
     def _find_moments(self, leaves: Mapping[str, SavedLeaf]) -> None:
         table = self.program.table
         parameters = {*table.parameters, *(row.path for row in table)}
-        of_fields: dict[str, dict[str, Leaf]] = {}
-        for name, leaf in leaves.items():
-            if not name.startswith("opt/") or not leaf.shape:
-                continue
-            path = name.removeprefix("opt/")
-            owner = owner_of(path, dict.fromkeys(parameters))
-            kind = path.removesuffix(f"/{owner}").rpartition("/")[2]
-            of_parameter = _leaf(owner, leaf.shape) if owner else None
-            if of_parameter is None or kind not in MOMENTS:
-                raise CheckpointError(f"{self.run.folder}: has nothing for {name} of the optimizer")
-            of_fields.setdefault(kind, {})[name] = of_parameter
-        for kind, of_kind in of_fields.items():
+        fields = moments_in((n for n, x in leaves.items() if x.shape), parameters)
+        for kind, names in fields.items():
+            if kind not in MOMENTS:
+                some = listed(sorted(names.values()))
+                raise CheckpointError(
+                    f"{self.run.folder}: has no such state of an optimizer: {some}"
+                )
             key, power = MOMENTS[kind]
             if key not in self.run.moments:
                 raise CheckpointError(
                     f"{self.run.folder}: its optimizer has {listed(sorted(self.run.moments))}, and "
                     f"that of the config needs {key}"
                 )
+            of_kind = {name: _leaf(path, leaves[name].shape) for path, name in names.items()}
             shapes = {x.parameter: table.shape_of(x.parameter) for x in of_kind.values()}
             weights = self._weights(shapes, self.run.moments[key], power)
             self._sources |= {name: (weights, leaf) for name, leaf in of_kind.items()}
-        if unused := self.run.moments.keys() - {MOMENTS[kind][0] for kind in of_fields}:
+        if unused := self.run.moments.keys() - {MOMENTS[kind][0] for kind in fields}:
             raise CheckpointError(
                 f"{self.run.folder}: its optimizer has {listed(sorted(unused))}, which that of the "
                 "config does not have"
@@ -225,9 +216,7 @@ class _ImportedArrays:
     ) -> FolderWeights:
         """Tensors as a model's values; moments in units of the parameters' gradients."""
         table, prefix = _fitting(self.table, shapes, tensors)
-        if power:
-            rules = [replace(rule, scale=rule.scale**-power) for rule in table.rules]
-            table = replace(table, rules=rules)
+        table = in_units(table, power) if power else replace(table, variables=())
         inside = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
         floats = {
             n: x for n, x in inside.items() if jnp.issubdtype(jnp.dtype(x.dtype), jnp.inexact)
@@ -235,7 +224,7 @@ class _ImportedArrays:
         if unread := sorted(tensors.keys() - {f"{prefix}{n}" for n in floats}):
             self.notes.append(f"{counted(len(unread), 'tensor')} were not read: {listed(unread)}")
         folder: Any = TorchTensors(self.run.folder, floats)
-        weights = FolderWeights(folder, replace(table, variables=()))
+        weights = FolderWeights(folder, table)
         weights.check(shapes)
         return weights
 

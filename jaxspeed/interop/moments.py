@@ -1,0 +1,34 @@
+"""The state of an optimizer by torch's names: `state.NAME.exp_avg` is `opt/.../mu/PATH` here."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from jaxspeed.interop.mapping import MappingTable
+from jaxspeed.train_state.opt_layout import owner_of
+
+# By a field of Optax's states: torch's name, and its power of the gradient's unit.
+MOMENTS = {
+    "mu": ("exp_avg", 1),
+    "nu": ("exp_avg_sq", 2),
+    "trace": ("momentum_buffer", 1),
+    "sum_of_squares": ("sum", 2),
+}
+
+
+def moments_in(leaves: Iterable[str], parameters: Collection[str]) -> dict[str, dict[str, str]]:
+    """{field: {path of a parameter: leaf}} of the leaves `opt/...`; "" has all others."""
+    fields: dict[str, dict[str, str]] = {}
+    known: Mapping[str, None] = dict.fromkeys(parameters)
+    for leaf in leaves:
+        path = leaf.removeprefix("opt/")
+        if path != leaf:
+            owner = owner_of(path, known) or path
+            kind = path.removesuffix(f"/{owner}").rpartition("/")[2]
+            fields.setdefault(kind if kind in MOMENTS else "", {})[owner] = leaf
+    return fields
+
+
+def in_units(table: MappingTable, power: int) -> MappingTable:
+    """The table for moments: where a tensor is a multiple of its parameter, they are too."""
+    rules = [replace(rule, scale=rule.scale**-power) for rule in table.rules]
+    return replace(table, rules=rules, variables=())
