@@ -23,8 +23,9 @@ def trained(
       kind: deepspeed, pipeline, or dcp.
       batches: the tokens of each step, of all ranks.
       saved_at: number of the steps before the checkpoint.
-      options: `sizes` of the model, the config (`config`) of DeepSpeed, `seed`, `deepspeed`: the
-        folder of another version; `init`: safetensors that begin.
+      options: the model's `sizes`, the `config` of DeepSpeed or the arguments of AdamW;
+        `deepspeed`: the folder of another version; `flat`: keys as torchtitan has them; `exported`:
+        a folder to continue from at the step `position`; `universal`: convert the checkpoint.
 
     Returns:
       The losses of all steps, and the parameters and moments that were saved, by their names.
@@ -61,6 +62,11 @@ def trained(
     answer: dict[str, Any] = json.loads((there / "losses.json").read_text())
     from safetensors.torch import load_file
 
+    if options.get("universal"):
+        folders = ["--input_folder", there / "saved", "--output_folder", there / "universal"]
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders]
+        command += ["--inject_missing_state"]
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     truth = [load_file(path) for path in sorted(there.glob("truth*.safetensors"))]
     return {**answer, "values": {name: x for part in truth for name, x in part.items()}}
 
@@ -120,7 +126,9 @@ def _dcp(request: dict[str, Any], rank: int) -> tuple[list[float], Any]:
     fully_shard(model)
     arguments = request["config"]
     optimizer = torch.optim.AdamW(model.parameters(), **arguments)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    begun = request.get("position", 0)
+    warmup = lambda step: max(0, begun + step - 1) / 20  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
     flat = states.StateDictOptions(flatten_optimizer_state_dict=bool(request.get("flat")))
     if exported := request.get("exported"):
         params = states.get_model_state_dict(model)
@@ -138,9 +146,7 @@ def _dcp(request: dict[str, Any], rank: int) -> tuple[list[float], Any]:
         states.set_model_state_dict(model, {name: both[name] for name in params})
         moments |= {name: both[name] for name in tensors}
         states.set_optimizer_state_dict(model, optimizer, moments, options=options)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: 1 / (1 + step + request["position"])
-        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
     losses = []
     for step, batch in enumerate(request["batches"]):
         if step == request["saved_at"]:

@@ -1,15 +1,13 @@
 """Files of `torch.save`: archives with a pickle and the bytes of its tensors, which are mapped."""
 
-import io
 import math
 import mmap
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +24,10 @@ from jaxspeed.interop.torch_runs.pickles import (
 _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
     "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
-    "Bool": "bool", "ComplexFloat": "complex64",
+    "Bool": "bool",
 }  # fmt: skip
 _LOCAL_HEADER = 30
-_MOST_DIMS = 64
-_OBJECTS = (
+_RECORDS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
@@ -39,239 +36,151 @@ _OBJECTS = (
 )
 
 
-class MappedFile:
-    """A file, of which only the pages that are used are read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._mapped: mmap.mmap | None = None
-        try:
-            self.size = path.stat().st_size
-        except OSError as error:
-            raise PretrainedError(f"{path}: {error.strerror}") from None
-
-    @property
-    def mapped(self) -> mmap.mmap:
-        if self._mapped is None:
-            try:
-                with self.path.open("rb") as file:
-                    self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise PretrainedError(f"{self.path}: cannot be read: {error}") from None
-        return self._mapped
-
-    def release(self) -> None:
-        """Unmap the pages that were used."""
-        if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapped.madvise(mmap.MADV_DONTNEED)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor in a file, whose elements are all within it."""
+    """A tensor in a mapped file, whose elements are all within it."""
 
-    file: MappedFile
+    mapped: mmap.mmap
     start: int  # in bytes
     dtype: str  # NumPy's name
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def files(self) -> set[MappedFile]:
-        return {self.file}
-
     def array(self) -> np.ndarray:
         """A view of the file."""
         dtype = jnp.dtype(self.dtype)
-        if not self.size:
+        if not math.prod(self.shape):
             return np.empty(self.shape, dtype)
         count = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
-        flat = np.frombuffer(self.file.mapped, dtype, count, self.start)
+        flat = np.frombuffer(self.mapped, dtype, count, self.start)
         strides = [step * dtype.itemsize for step in self.strides]
         return np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
 
 
-@dataclass(frozen=True)
-class _Storage:
-    file: MappedFile
+class _Storage(NamedTuple):
+    mapped: mmap.mmap
     start: int
     dtype: str
     size: int  # in elements
 
 
-class TorchArchive:
-    """A file of `torch.save`, or what it wrote at a place in a file.
+@dataclass
+class TorchFiles:
+    """Reads files of `torch.save`.
 
     Attributes:
-      inert: the classes and functions that its pickle names and that are not read.
+      inert: how often classes and functions were named that are not read.
     """
 
-    def __init__(self, file: MappedFile, start: int = 0, length: int | None = None) -> None:
-        self.file = file
-        self._start, self._length = start, file.size - start if length is None else length
-        if not 0 <= start <= start + self._length <= file.size:
-            raise PretrainedError(f"{self}: is not within the {file.size:,} bytes of its file")
-        self.inert = Counter[str]()
+    inert: Counter[str] = field(default_factory=Counter)
+    _mapped: list[mmap.mmap] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        is_all = (self._start, self._length) == (0, self.file.size)
-        at = "" if is_all else f" at {self._start:,}, {self._length:,} bytes"
-        return f"{self.file.path}{at}"
-
-    @cached_property
-    def _records(self) -> Mapping[str, tuple[int, int]]:
-        """(start in the file, length) of each member of the archive, without its folder."""
-        view = memoryview(self.file.mapped)[self._start : self._start + self._length]
-        records: dict[str, tuple[int, int]] = {}
-        try:
-            if self._length == 0 or bytes(view[:2]) != b"PK":
-                raise PretrainedError(
-                    f"{self}: is no archive of torch.save; files of torch before 1.6, and damaged "
-                    "ones, are not read"
-                )
-            with zipfile.ZipFile(_Window(view)) as archive:
-                members = archive.infolist()
-            for member in members:
-                name = member.filename.partition("/")[2]
-                at = member.header_offset
-                header = bytes(view[at : at + _LOCAL_HEADER])
-                if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04" or name in records:
-                    raise PretrainedError(f"{self}: its member {name!r} is not where it says")
-                if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-                    raise PretrainedError(
-                        f"{self}: {name} is compressed or encrypted, which torch never does"
-                    )
-                lengths = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-                begin = at + _LOCAL_HEADER + sum(lengths)
-                if member.file_size != member.compress_size or not (
-                    0 <= at < begin <= begin + member.file_size <= self._length
-                ):
-                    raise PretrainedError(f"{self}: {name} is not within its file")
-                records[name] = self._start + begin, member.file_size
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError) as bad:
-            if isinstance(bad, PretrainedError):
-                raise
-            raise PretrainedError(f"{self}: is truncated or damaged: {bad}") from None
-        return records
-
-    def _bytes(self, name: str) -> bytes | None:
-        if name not in self._records:
-            return None
-        start, length = self._records[name]
-        if length > MOST_BYTES:
-            raise PretrainedError(f"{self}: {name} has {length:,} bytes")
-        return self.file.mapped[start : start + length]
-
-    @cached_property
-    def value(self) -> Any:
-        """The saved object, whose tensors are `StoredTensor`.
+    def load(self, path: Path, start: int = 0, length: int | None = None) -> Any:
+        """The object of a file, or of a part of it; its tensors are `StoredTensor`.
 
         Raises:
           PretrainedError: it is damaged, or has what is not read.
         """
-        pickled = self._bytes("data.pkl")
-        if pickled is None or self._bytes("byteorder") not in (None, b"little"):
-            raise PretrainedError(f"{self}: has no data.pkl of a little-endian machine")
-        return read_pickle(pickled, str(self), self.inert, self._storage)
+        where = f"{path}" if length is None else f"{path} at {start:,}"
+        try:
+            size = path.stat().st_size
+            end = size if length is None else start + length
+            if not 0 <= start < end <= size:
+                raise ValueError(f"it has {size:,} bytes")
+            first = start - start % mmap.ALLOCATIONGRANULARITY
+            with path.open("rb") as file:
+                read = mmap.ACCESS_READ
+                mapped = mmap.mmap(file.fileno(), end - first, access=read, offset=first)
+            if mapped[start - first : start - first + 2] != b"PK":
+                raise ValueError("it is no archive of torch.save (of torch from 1.6)")
+            members = _members(mapped)
+            if length is None:
+                self._mapped.append(mapped)
+            begin, nbytes = members["data.pkl"]
+            at, count = members.get("byteorder", (0, 0))
+            if mapped[at : at + count] not in (b"", b"little"):
+                raise ValueError("it is of a big-endian machine")
+            pickled = mapped[begin : begin + min(nbytes, MOST_BYTES + 1)]
+        except (ValueError, LookupError, OSError, OverflowError, zipfile.BadZipFile) as error:
+            raise PretrainedError(f"{where}: is truncated or damaged: {error}") from None
+        except NotImplementedError as error:  # of zipfile
+            raise PretrainedError(f"{where}: is damaged: {error}") from None
+        return self.unpickled(pickled, where, lambda of: _storage(mapped, members, of))
 
-    def _storage(self, reference: Any) -> _Storage:
-        kind, storage, key, _, size = reference
-        element = storage.text.removeprefix("torch.").removesuffix("Storage")
-        if kind != "storage" or not isinstance(key, str):
-            raise PickleError("refers to what is no storage")
-        if element not in _STORAGES:
-            raise PickleError(f"has a storage of {storage.text}, which is not read")
-        dtype = _STORAGES[element]
-        start, length = self._records[f"data/{key}"]
-        _check_sizes(size)
-        if size * jnp.dtype(dtype).itemsize > length:
-            raise PickleError(
-                f"has a storage of {size:,} {dtype}, for which it has {length:,} bytes"
-            )
-        return _Storage(self.file, start, dtype, size)
+    def unpickled(
+        self, data: bytes, where: str, storage: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """The object of a pickle of torch's or DeepSpeed's."""
+        try:
+            if len(data) > MOST_BYTES:
+                raise PickleError(f"has more than {MOST_BYTES:,} bytes")
+            return PickleReader(data, _CONSTRUCTORS, _RECORDS, self.inert, storage).read()
+        except PickleError as error:
+            raise PretrainedError(f"{where}: its pickle {error}") from None
 
-
-def read_pickle(
-    data: bytes,
-    where: str,
-    inert: Counter[str],
-    storage: Callable[[Any], Any] | None = None,
-) -> Any:
-    """The object of a pickle of torch's or DeepSpeed's; `inert` counts what is not read."""
-    reader = PickleReader(_CONSTRUCTORS, _OBJECTS, storage, inert)
-    try:
-        return reader.read(data)
-    except PickleError as error:
-        raise PretrainedError(f"{where}: its pickle {error}") from None
-
-
-def load(path: Path, inert: Counter[str]) -> Any:
-    """The object that `torch.save` wrote to a file."""
-    archive = TorchArchive(MappedFile(path))
-    try:
-        return archive.value
-    finally:
-        inert.update(archive.inert)
+    def release(self) -> None:
+        """Drop the pages of files that were used."""
+        for mapped in self._mapped if hasattr(mmap, "MADV_DONTNEED") else ():
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
-class _Window(io.RawIOBase):
-    """Bytes as a file."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, len(self._view))[whence]
-        if self._at < 0:
-            raise ValueError("an offset before the file")
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        some = self._view[self._at : self._at + len(buffer)]
-        buffer[: len(some)] = some
-        self._at += len(some)
-        return len(some)
+def _members(mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
+    """(start, length) of each member of an archive, without its folder."""
+    members: dict[str, tuple[int, int]] = {}
+    file: Any = mapped
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    for entry in entries:
+        name, at = entry.filename.partition("/")[2], entry.header_offset
+        begin = at + _LOCAL_HEADER
+        header = mapped[at:begin] if at >= 0 else b""
+        if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04" or name in members:
+            raise ValueError(f"{name} is not where it says, or twice")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise ValueError(f"{name} is compressed or encrypted, which torch never does")
+        begin += sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+        if entry.file_size != entry.compress_size or begin + entry.file_size > len(mapped):
+            raise ValueError(f"{name} is not within its file")
+        members[name] = begin, entry.file_size
+    return members
 
 
-def _check_sizes(*sizes: Any) -> None:
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes):
+def sizes_of(values: Any) -> tuple[int, ...]:
+    """Sizes that a file has."""
+    sizes = tuple(values)
+    if len(sizes) > 64 or not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes):
         raise PickleError("has a size that is no number of elements")
+    return sizes
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Any:
+# -- what stands for torch's and DeepSpeed's constructors ------------------------------------------
+
+
+def _storage(mapped: mmap.mmap, members: Mapping[str, tuple[int, int]], reference: Any) -> _Storage:
+    kind, storage, key, _, size = reference
+    dtype = _STORAGES.get(storage.text.removeprefix("torch.").removesuffix("Storage"))
+    if kind != "storage" or dtype is None or type(key) is not str:
+        raise PickleError(f"has a storage of {storage.text}, which is not read")
+    start, length = members[f"data/{key}"]
+    (size,) = sizes_of((size,))
+    if size * jnp.dtype(dtype).itemsize > length:
+        raise PickleError(f"has {length:,} bytes of a storage of {size:,} {dtype}")
+    return _Storage(mapped, start, dtype, size)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
     """torch._utils._rebuild_tensor_v2."""
-    if not isinstance(storage, _Storage):
-        raise PickleError("has a tensor without a storage")
-    shape, strides = tuple(shape), tuple(strides)
-    _check_sizes(offset, *shape, *strides)
-    if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
-        raise PickleError("has a tensor whose strides do not fit its shape")
+    shape, strides, (offset,) = sizes_of(shape), sizes_of(strides), sizes_of((offset,))
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    if (math.prod(shape) and last >= storage.size) or math.prod(shape) > storage.size:
-        raise PickleError(f"has a tensor {list(shape)} beyond its storage of {storage.size:,}")
+    size = math.prod(shape)
+    if not isinstance(storage, _Storage) or size > storage.size or (size and last >= storage.size):
+        raise PickleError(f"has a tensor {list(shape)} that is not within its storage")
     start = storage.start + offset * jnp.dtype(storage.dtype).itemsize
-    return StoredTensor(storage.file, start, storage.dtype, shape, strides)
-
-
-def _parameter(tensor: Any, *_: Any) -> Any:
-    """torch._utils._rebuild_parameter."""
-    return tensor
+    return StoredTensor(storage.mapped, start, storage.dtype, shape, strides)
 
 
 def _of_type(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
     """torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are not read."""
-    if function not in map(Name, _TENSORS) or type(arguments) is not tuple:
-        raise PickleError("has a tensor of a kind that is not read")
     return _TENSORS[function.text](*arguments)
 
 
@@ -280,33 +189,16 @@ def _dict(pairs: Any = ()) -> dict[Any, Any]:
     return {hashable(key): value for key, value in pairs}
 
 
-def _size(sizes: Any = ()) -> tuple[int, ...]:
-    """torch.Size."""
-    _check_sizes(*sizes)
-    return tuple(sizes)
-
-
-def _stage(number: Any) -> int:
-    """deepspeed.runtime.zero.config.ZeroStageEnum."""
-    _check_sizes(number)
-    return int(number)
-
-
-def _layout(name: Any) -> Name:
-    """torch.serialization._get_layout."""
-    return Name(str(name)[:99]) if isinstance(name, str) else Name("")
-
-
 _TENSORS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     **_TENSORS,
     "torch._tensor._rebuild_from_type_v2": _of_type,
     "collections.OrderedDict": _dict,
-    "torch.Size": _size,
-    "torch.serialization._get_layout": _layout,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
-    **dict.fromkeys(("__builtin__.set", "builtins.set"), lambda items=(): [*items]),
+    "torch.Size": sizes_of,
+    "torch.serialization._get_layout": lambda _: Name("a layout"),
+    "deepspeed.runtime.zero.config.ZeroStageEnum": lambda number: sizes_of([number])[0],
+    **dict.fromkeys(("__builtin__.set", "builtins.set"), lambda items=(): list(items)),
 }

@@ -2,28 +2,22 @@
 
 import math
 import re
-from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.torch_runs.archives import (
-    MappedFile,
-    StoredTensor,
-    TorchArchive,
-    read_pickle,
-)
-from jaxspeed.interop.torch_runs.pickles import MOST_BYTES, Name, Record
+from jaxspeed.interop.torch_runs.archives import StoredTensor, sizes_of
+from jaxspeed.interop.torch_runs.pickles import MOST_BYTES, Record
 from jaxspeed.interop.torch_runs.torch_run import (
-    Chunk,
-    ChunkedTensor,
+    TensorInParts,
     TorchRun,
     as_pretrained_error,
-    shape_of,
-    whole_number,
+    number_of,
 )
 
 METADATA = ".metadata"
@@ -34,55 +28,11 @@ _MEGATRON = (
     "has Megatron's flat buffers (gbuf), which have no parameter's name: save it there with "
     "--dist-ckpt-optim-fully-reshardable, or export it from Megatron to Hugging Face's format"
 )
-Index = dict[str, dict[tuple[int, ...], Record]]  # where it is, by key and offsets
-
-
-class _Reader:
-    def __init__(self, folder: Path, run: TorchRun) -> None:
-        self._folder, self._run = folder, run
-        self._files: dict[str, MappedFile] = {}
-
-    def blob(self, where: Record) -> TorchArchive:
-        """What torch.save wrote at a place."""
-        path = where.fields["relative_path"]
-        if where.get("transform_descriptors"):
-            raise PretrainedError(f"{self._folder}: is compressed by an extension of torch's")
-        if not isinstance(path, str) or Path(path).name != path:
-            raise PretrainedError(f"{self._folder}: names a file that is not in it")
-        if path not in self._files:
-            self._files[path] = MappedFile(self._folder / path)
-        start, length = shape_of((where.fields["offset"], where.fields["length"]))
-        return TorchArchive(self._files[path], start, length)
-
-    def value(self, where: Record) -> Any:
-        blob = self.blob(where)
-        try:
-            return blob.value
-        finally:
-            self._run.inert.update(blob.inert)
-
-    def tensor(self, key: str, of: Record, index: Index) -> ChunkedTensor:
-        """A tensor, of which nothing is read yet."""
-        properties = of.fields["properties"]
-        state = properties.get("state")
-        dtype = state[0] if state else properties.get("dtype")
-        if not isinstance(dtype, Name):
-            raise ValueError(f"{key} has no dtype")
-        element = jnp.dtype(dtype.text.removeprefix("torch.")).name
-        chunks = []
-        for chunk in of.fields["chunks"]:
-            offsets, sizes = (shape_of(chunk.fields[name]) for name in ("offsets", "sizes"))
-            blob = self.blob(index[key][offsets])
-            opened = partial(_tensor_of, blob)
-            chunks.append(Chunk(offsets, sizes, blob.file, opened))
-        return ChunkedTensor(shape_of(of.fields["size"]), element, chunks)
-
-
-def _tensor_of(blob: TorchArchive) -> StoredTensor:
-    value = blob.value
-    if not isinstance(value, StoredTensor):
-        raise PretrainedError(f"{blob}: has no tensor")
-    return value
+_BY_NUMBER = (
+    "its optimizer has parameters by numbers: save it there with get_optimizer_state_dict of "
+    "torch.distributed.checkpoint.state_dict, which has names"
+)
+Index = dict[str, dict[tuple[int, ...], Record]]  # where a value is, by its key and offsets
 
 
 def is_dcp(folder: Path) -> bool:
@@ -96,66 +46,94 @@ def read_dcp(folder: Path) -> TorchRun:
     Raises:
       PretrainedError: it is incomplete or damaged, or its optimizer has no names.
     """
-    path = folder / METADATA
-    run = TorchRun(folder, "torch's DCP")
+    path, run = folder / METADATA, TorchRun(folder, "torch's DCP")
     with as_pretrained_error(path):
         if not path.is_file():
             raise PretrainedError(f"{path}: missing: the save did not end")
-        if path.stat().st_size > MOST_BYTES:
-            raise PretrainedError(f"{path}: has more than {MOST_BYTES:,} bytes")
-        metadata = read_pickle(path.read_bytes(), str(path), run.inert)
+        with path.open("rb") as file:
+            metadata = run.files.unpickled(file.read(MOST_BYTES + 1), str(path))
         entries = metadata.fields["state_dict_metadata"]
-        index: Index = {}
-        for key, where in metadata.fields["storage_data"].items():
-            offset = key.get("offset")
-            at = shape_of(offset) if offset is not None else ()
-            index.setdefault(key.fields["fqn"], {})[at] = where
         if any("gbuf" in key for key in entries):
             raise PretrainedError(f"{folder}: {_MEGATRON}")
-        _fill(run, _Reader(folder, run), entries, index)
+        index: Index = {}
+        for key, place in metadata.fields["storage_data"].items():
+            name, offset = key.fields["fqn"], sizes_of(key.fields.get("offset") or ())
+            if type(name) is str:
+                index.setdefault(name, {})[offset] = place
+        _fill(run, entries, index)
     return run
 
 
-def _fill(run: TorchRun, reader: _Reader, entries: dict[str, Record], index: Index) -> None:
+def _fill(run: TorchRun, entries: Mapping[str, Record], index: Index) -> None:
     updates = set[int]()
-    by_number = Counter[bool]()
     for key, entry in entries.items():
-        last = key.rpartition(".")[2]
-        match = _OF_OPTIMIZER.fullmatch(key)
-        if entry.fields.get("chunks") is None:
-            if last in _COUNTS:
-                (where,) = index[key].values()
-                _count(run, last, reader.value(where))
-            continue
-        tensor = reader.tensor(key, entry, index)
-        if match:
-            by_number[match["name"].isdecimal()] += 1
-            if match["key"] == "step":
-                updates.add(whole_number(_number(tensor)))
+        last, match = key.rpartition(".")[2], _OF_OPTIMIZER.fullmatch(key)
+        value: Any = None
+        if "chunks" in entry.fields:
+            value = _tensor(run, key, entry.fields, index)
+        elif last in _COUNTS:
+            value = _opener(run, *index[key].values())()
+        if match and isinstance(value, TensorInParts):
+            if match["name"].isdecimal():
+                raise PretrainedError(f"{run.folder}: {_BY_NUMBER}")
+            if last == "step":
+                updates.add(number_of(value))
             else:
-                run.moments.setdefault(match["key"], {})[match["name"]] = tensor
-        elif not tensor.shape and last in _COUNTS:
-            _count(run, last, _number(tensor))
-        elif math.prod(tensor.shape):
-            run.parameters[key] = tensor
-    if by_number[True]:
-        raise PretrainedError(
-            f"{run.folder}: its optimizer has parameters by numbers: save it there with "
-            "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which has names"
-        )
+                run.moments.setdefault(last, {})[match["name"]] = value
+        elif last in _COUNTS and value is not None and not match:
+            setattr(run, _COUNTS[last], number_of(value))
+        elif value is not None and math.prod(value.shape):
+            run.parameters[key] = value
     if not run.moments:
-        run.no_optimizer = "its optimizer: it has none (no keys state.NAME.exp_avg)"
-    if len(updates) > 1:
-        raise PretrainedError(f"{run.folder}: its parameters have taken other steps: {updates}")
-    run.updates = updates.pop() if updates else run.steps
+        run.no_optimizer = "an optimizer's state (keys state.NAME.exp_avg)"
+    run.took(updates)
     run.steps = run.steps or run.updates
 
 
-def _number(tensor: ChunkedTensor) -> Any:
-    if math.prod(tensor.shape) != 1:
-        raise ValueError(f"a count is a tensor {list(tensor.shape)}")
-    return tensor.array().item()
+def _opener(run: TorchRun, place: Record) -> Callable[[], Any]:
+    """What reads the object at a place."""
+    name = place.fields["relative_path"]
+    if place.fields.get("transform_descriptors"):
+        raise ValueError("it is compressed by an extension of torch's")
+    if type(name) is not str or Path(name).name != name:
+        raise ValueError("it names a file that is not in its folder")
+    start, length = sizes_of(place.fields[key] for key in ("offset", "length"))
+    path = run.folder / name
+    if start + length > path.stat().st_size:
+        raise ValueError(f"{name} ends before {start + length:,}")
+    return partial(run.files.load, path, start, length)
 
 
-def _count(run: TorchRun, name: str, value: Any) -> None:
-    setattr(run, _COUNTS[name], whole_number(value))
+def _tensor(run: TorchRun, key: str, fields: Mapping[str, Any], index: Index) -> TensorInParts:
+    """A tensor in chunks that are a grid; nothing of it is read yet."""
+    shape, properties = sizes_of(fields["size"]), fields["properties"].fields
+    state = properties.get("state")
+    dtype = (state[0] if state else properties["dtype"]).text.removeprefix("torch.")
+    dtype, starts, boxes = jnp.dtype(dtype).name, [{n} for n in shape], dict[Any, Any]()
+    parts: list[tuple[tuple[slice, ...], Callable[[], np.ndarray]]] = []
+    for chunk in fields["chunks"]:
+        offsets, sizes = (sizes_of(chunk.fields[name]) for name in ("offsets", "sizes"))
+        if not math.prod(sizes):
+            continue
+        place = index[key][offsets]
+        boxes[offsets] = sizes
+        for of_dim, start in zip(starts, offsets, strict=True):
+            of_dim.add(start)
+        at = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+        parts.append((at, partial(_chunk, _opener(run, place), sizes, dtype, key)))
+    edges = [sorted(of_dim) for of_dim in starts]
+    is_grid = math.prod(len(of_dim) - 1 for of_dim in edges) == len(boxes) == len(parts) and all(
+        of_dim[0] == 0 and of_dim[of_dim.index(start) + 1] == start + size
+        for offsets, sizes in boxes.items()
+        for of_dim, start, size in zip(edges, offsets, sizes, strict=True)
+    )
+    if math.prod(shape) and not is_grid:
+        raise ValueError(f"the chunks of {key} are not those of a tensor {list(shape)}")
+    return TensorInParts(shape, dtype, parts)
+
+
+def _chunk(opened: Callable[[], Any], sizes: tuple[int, ...], dtype: str, key: str) -> np.ndarray:
+    value = opened()
+    if not isinstance(value, StoredTensor) or (value.shape, value.dtype) != (sizes, dtype):
+        raise PretrainedError(f"{key}: a chunk of its file is no {dtype} {list(sizes)}")
+    return value.array()

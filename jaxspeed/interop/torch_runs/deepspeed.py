@@ -7,33 +7,34 @@ each rank has `ceil(n / ranks)` elements of every parameter, in the order of `pa
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.torch_runs.archives import StoredTensor, load
+from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles, sizes_of
 from jaxspeed.interop.torch_runs.pickles import Record
 from jaxspeed.interop.torch_runs.torch_run import (
-    FlatTensor,
     Span,
     TorchRun,
     as_pretrained_error,
-    shape_of,
-    whole_number,
+    flat_tensor,
+    number_of,
 )
 from jaxspeed.optim.loss_scale import LossScale
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)(?:-(.+))?-model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
 _BY_INDEX = (
-    "its optimizer, which has its state by the parameters' numbers, without names: only ZeRO's "
-    "stages 1 to 3 store names. The weights alone are read"
+    "its optimizer, whose state goes by the parameters' numbers: only ZeRO's stages 1 to 3 store "
+    "names. The weights alone are read"
 )
-_UNIVERSAL = "Convert it with DeepSpeed's ds_to_universal.py, and import what that writes"
-Values = dict[int, dict[int, dict[str, Any]]]  # by number of the model's part, and data rank
+_SPLIT = (
+    "is split over tensor or expert ranks: convert it with DeepSpeed's ds_to_universal.py, and "
+    "import what that writes"
+)
+Values = Mapping[str, Any]
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -56,212 +57,163 @@ def read_deepspeed(folder: Path) -> TorchRun:
                     f"{folder / 'latest'}: names no folder beside it: {tag[:80]!r}"
                 )
             folder = folder / tag
-        return _read(folder)
+        run = TorchRun(folder, "DeepSpeed")
+        models = _values(run, _MODEL)
+        if not models:
+            raise PretrainedError(f"{folder}: has no *_model_states.pt of rank 0")
+        first, layers = models[min(models)][0], sorted(folder.glob("layer_*-model_states.pt"))
+        of_experts = [*folder.glob("*expp_rank_*"), *folder.glob("*_expert_*")]
+        tensor_ranks = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
+        if of_experts or tensor_ranks != 1 or (len(models) > 1 and not layers):
+            raise PretrainedError(f"{folder}: {_SPLIT}")
+        run.steps = number_of(first.get("global_steps") or 0)
+        run.skipped = number_of(first.get("skipped_steps") or 0)
+        run.samples = number_of(first.get("global_samples") or 0)
+        run.position = _position(first.get("lr_scheduler"))
+        if (folder / "zero").is_dir():
+            _read_universal(run)
+        else:
+            _read_partitions(run, models)
+        stored = _layers(run.files, layers) if layers else first["module"]
+        for name, tensor in stored.items():
+            if isinstance(tensor, StoredTensor) and tensor.shape != (0,):  # that of stage 3
+                run.parameters.setdefault(name, tensor)
+        for alias, name in (first.get("shared_params") or {}).items():
+            for tensors in (run.parameters, *run.moments.values()):
+                if type(name) is str and name in tensors:
+                    tensors.setdefault(alias, tensors[name])
+        return run
 
 
-def _read(folder: Path) -> TorchRun:
-    inert = Counter[str]()
-    models = _values(folder, _MODEL, inert)
-    if not models:
-        raise PretrainedError(f"{folder}: has no *_model_states.pt of rank 0")
-    first = models[min(models)][0]
-    layers = sorted(folder.glob("layer_*-model_states.pt"))
-    run = TorchRun(folder, "DeepSpeed", inert=inert)
-    run.steps, run.skipped = (
-        whole_number(first.get(name) or 0) for name in ("global_steps", "skipped_steps")
-    )
-    run.updates = run.steps - run.skipped
-    run.samples = whole_number(first.get("global_samples") or 0)
-    run.position = _position(first.get("lr_scheduler"))
-    if any(folder.glob("*expp_rank_*")) or any(folder.glob("*_expert_*")):
-        raise PretrainedError(f"{folder}: has experts that are split over ranks. {_UNIVERSAL}")
-    dimensions = first.get("checkpoint_parallel_dimensions") or {}
-    if dimensions.get("tp_degree", 1) != 1 or (len(models) > 1 and not layers):
-        raise PretrainedError(
-            f"{folder}: has tensors that are split over tensor ranks. {_UNIVERSAL}"
-        )
-    if (folder / "zero").is_dir():
-        _universal(run, folder / "zero")
-    else:
-        _partitioned(run, models, _values(folder, _OPTIM, inert, "optimizer_state_dict"))
-    stored = _layers(layers, inert) if layers else dict(first["module"] or {})
-    for name, tensor in stored.items():
-        if isinstance(tensor, StoredTensor) and tensor.shape != (0,):  # a placeholder of stage 3
-            run.parameters.setdefault(name, tensor)
-    for alias, name in (first.get("shared_params") or {}).items():
-        for tensors in (run.parameters, *run.moments.values()):
-            if name in tensors:
-                tensors.setdefault(alias, tensors[name])
-    return run
-
-
-def _values(
-    folder: Path, pattern: re.Pattern[str], inert: Counter[str], key: str | None = None
-) -> Values:
-    values: Values = {}
-    for path in sorted(folder.iterdir()):
+def _values(run: TorchRun, pattern: re.Pattern[str]) -> dict[int, list[dict[str, Any]]]:
+    """The objects of files, by the number of the model's part and by the data rank."""
+    by_part: dict[int, dict[int, dict[str, Any]]] = {}
+    for path in sorted(run.folder.iterdir()):
         if match := pattern.fullmatch(path.name):
             rank, part = (int(number or 0) for number in match.groups())
-            value = load(path, inert)
-            of_part = values.setdefault(part, {})
-            if rank in of_part:
-                raise PretrainedError(f"{path}: there are two files of its rank")
-            with as_pretrained_error(path):
-                of_part[rank] = dict(value[key] if key else value)
-    for part, of_ranks in values.items():
+            value = run.files.load(path)
+            if type(value) is not dict:
+                raise PretrainedError(f"{path}: has no dict")
+            by_part.setdefault(part, {})[rank] = value
+    for part, of_ranks in by_part.items():
         if sorted(of_ranks) != list(range(len(of_ranks))):
+            ranks = sorted(of_ranks)
             raise PretrainedError(
-                f"{folder}: of part {part} it has only the files of the ranks {sorted(of_ranks)}"
+                f"{run.folder}: of part {part} it has only files of ranks {ranks}"
             )
-    return values
+    return {part: [x for _, x in sorted(of_ranks.items())] for part, of_ranks in by_part.items()}
 
 
-def _partitioned(run: TorchRun, models: Values, optim: Values) -> None:
+def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) -> None:
     """Read masters and moments from flat partitions."""
+    optim, updates = _values(run, _OPTIM), set[int]()
     if not optim:
         run.kind, run.no_optimizer = "DeepSpeed, stage 0", _BY_INDEX
-        return
-    if optim.keys() != models.keys():
+    elif optim.keys() != models.keys():
         raise PretrainedError(f"{run.folder}: lacks *_optim_states.pt of some ranks")
-    updates = set[int]()
     for part, of_ranks in sorted(optim.items()):
-        states = [of_ranks[rank] for rank in sorted(of_ranks)]
-        of_model = models[part][0]
-        is_stage_3 = "fp32_flat_groups" in states[0]
-        stage = states[0].get("zero_stage", 1)
-        run.kind = f"DeepSpeed, stage {stage}"
-        counts = {len(states), *(n for s in states for n in _partition_counts(s))}
-        if len(counts) > 1:
-            raise PretrainedError(
-                f"{run.folder}: was saved by {max(counts)} ranks, and has files of {min(counts)}"
-            )
-        if is_stage_3:
-            of_groups = [_of_stage_3(state) for state in states]
-            slices = [
-                _slices_of_stage_3(of_model, rank, len(states)) for rank in range(len(states))
-            ]
-            _frozen_of_stage_3(run, models[part])
-        else:
-            of_groups = [_of_stages_1_and_2(state) for state in states]
-            slices = [_slices_of_stages_1_and_2(state) for state in states]
-        updates |= {n for groups, _ in of_groups for n in _updates(groups)}
+        states = [of_rank["optimizer_state_dict"] for of_rank in of_ranks]
+        model, ranks = models[part][0], len(states)
+        run.kind = f"DeepSpeed, stage {number_of(states[0].get('zero_stage', 1))}"
         run.scaler = _scaler(states[0].get("loss_scaler")) or run.scaler
-        shapes = {n: shape_of(x) for group in of_model["param_shapes"] for n, x in group.items()}
-        spans: dict[str, dict[str, list[Span]]] = {}
-        for (groups, masters), of_rank in zip(of_groups, slices, strict=True):
-            for group, name, start, count in of_rank:
-                for key, source in (("", masters[group]), *_flat(groups[group])):
-                    spans.setdefault(key, {}).setdefault(name, []).append(
-                        Span(source, start, count)
-                    )
-        for key, of_key in spans.items():
+        shapes = {n: sizes_of(x) for group in model["param_shapes"] for n, x in group.items()}
+        spans: dict[tuple[str, str], list[Span]] = {}
+        for rank, state in enumerate(states):
+            count = state.get("partition_count", ranks)
+            counts = {*map(number_of, count if isinstance(count, list) else [count])}
+            if counts != {ranks}:
+                of = f"{max(counts)} ranks, of which {ranks} are there"
+                raise PretrainedError(f"{run.folder}: was saved by {of}")
+            if "fp32_flat_groups" in state:
+                base, masters = state["optimizer_state_dict"], state["fp32_flat_groups"]
+                slices = _slices_of_stage_3(model, rank, ranks)
+            else:
+                base, masters = (
+                    state[name]
+                    for name in ("base_optimizer_state", "single_partition_of_fp32_groups")
+                )
+                slices = _slices_of_stages_1_and_2(state)
+            groups = _groups(base, masters)
+            updates |= {number_of(group["step"]) for group in groups if "step" in group}
+            for number, name, start, length in slices:
+                for key, source in groups[number].items():
+                    is_flat = isinstance(source, StoredTensor) and len(source.shape) == 1
+                    if is_flat or not key:
+                        spans.setdefault((key, name), []).append(Span(source, start, length))
+        for (key, name), some in spans.items():
             target = run.moments.setdefault(key, {}) if key else run.parameters
-            for name, some in of_key.items():  # tied ones are in several parts of a pipeline
-                target.setdefault(name, FlatTensor(shapes[name], some))
-    if len(updates) > 1:
-        raise PretrainedError(
-            f"{run.folder}: its ranks or groups have taken other steps: {updates}"
-        )
-    run.updates = updates.pop() if updates else run.updates
+            # Tied parameters are in several parts of a pipeline.
+            target.setdefault(name, flat_tensor(shapes[name], some))
+        for name, shape in (model.get("frozen_param_shapes") or {}).items():
+            shape, fragments = (
+                sizes_of(shape),
+                [of["frozen_param_fragments"][name] for of in models[part]],
+            )
+            if len(fragments) == ranks and "fp32_flat_groups" in states[0]:
+                own = [_share(math.prod(shape), rank, ranks) for rank in range(ranks)]
+                some = [Span(x, 0, n) for x, n in zip(fragments, own, strict=True)]
+                run.parameters[name] = flat_tensor(shape, some)
+    run.took(updates)
 
 
-def _partition_counts(state: Mapping[str, Any]) -> Sequence[int]:
-    counts = state.get("partition_count", [])
-    return [whole_number(n) for n in (counts if isinstance(counts, list) else [counts])]
+def _groups(base: Any, masters: Any) -> list[dict[str, Any]]:
+    """The state of each group, with its masters as ""."""
+    if isinstance(base, list):
+        return [{**state, "": flat} for state, flat in zip(base, masters, strict=True)]
+    # Some optimizers have the step in `param_groups`.
+    steps = [{"step": x["step"]} if "step" in x else {} for x in base["param_groups"]]
+    steps += [{}] * (len(masters) - len(steps))
+    return [{**steps[i], **base["state"][i], "": flat} for i, flat in enumerate(masters)]
 
 
-Groups = tuple[Any, Sequence[StoredTensor]]  # (the optimizer's state, the masters), by group
-
-
-def _of_stages_1_and_2(state: Mapping[str, Any]) -> Groups:
-    base = state["base_optimizer_state"]
-    groups = base if isinstance(base, list) else _with_step(base)
-    return groups, state["single_partition_of_fp32_groups"]
-
-
-def _of_stage_3(state: Mapping[str, Any]) -> Groups:
-    return _with_step(state["optimizer_state_dict"]), state["fp32_flat_groups"]
-
-
-def _with_step(base: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The state of each group, with the step that some optimizers have in `param_groups`."""
-    steps = {i: {"step": group["step"]} for i, group in enumerate(base["param_groups"])
-             if "step" in group}  # fmt: skip
-    return {i: {**steps.get(i, {}), **state} for i, state in base["state"].items()}
-
-
-def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
-    return ((k, x) for k, x in state.items() if isinstance(x, StoredTensor) and len(x.shape) == 1)
-
-
-def _updates(groups: Any) -> set[int]:
-    states = groups.values() if isinstance(groups, dict) else groups
-    return {whole_number(state["step"]) for state in states if "step" in state}
-
-
-def _slices_of_stages_1_and_2(state: Mapping[str, Any]) -> Iterator[tuple[int, str, int, int]]:
+def _slices_of_stages_1_and_2(state: Values) -> Iterator[tuple[int, str, int, int]]:
     """(group, name, first element, number of elements) of what is in a rank's partitions."""
     for group, of_group in enumerate(state["param_slice_mappings"]):
         for name, fragment in of_group.items():
-            yield group, name, *(whole_size(fragment.get(key)) for key in ("start", "numel"))
+            start, length = sizes_of(fragment.fields[key] for key in ("start", "numel"))
+            yield group, name, start, length
 
 
-def _slices_of_stage_3(
-    model: Mapping[str, Any], rank: int, ranks: int
-) -> Iterator[tuple[int, str, int, int]]:
+def _slices_of_stage_3(model: Values, rank: int, ranks: int) -> Iterator[tuple[int, str, int, int]]:
     for group, shapes in enumerate(model["param_shapes"]):
         start = 0
         for name, shape in shapes.items():
-            size = math.prod(shape_of(shape))
-            share = -(-size // ranks)
-            yield group, name, start, max(0, min(share, size - rank * share))
-            start += share
+            size = math.prod(sizes_of(shape))
+            yield group, name, start, _share(size, rank, ranks)
+            start += -(-size // ranks)
 
 
-def _frozen_of_stage_3(run: TorchRun, models: Mapping[int, Mapping[str, Any]]) -> None:
-    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
-        shape = shape_of(shape)
-        size, share = math.prod(shape), -(-math.prod(shape) // len(models))
-        spans = [
-            Span(of["frozen_param_fragments"][name], 0, max(0, min(share, size - rank * share)))
-            for rank, of in sorted(models.items())
-        ]
-        run.parameters[name] = FlatTensor(shape, spans)
+def _share(size: int, rank: int, ranks: int) -> int:
+    """The number of a parameter's elements that a rank has under stage 3, without padding."""
+    share = -(-size // ranks)
+    return max(0, min(share, size - rank * share))
 
 
-def whole_size(value: Any) -> int:
-    (size,) = shape_of((value,))
-    return size
-
-
-def _layers(paths: Sequence[Path], inert: Counter[str]) -> dict[str, Any]:
+def _layers(files: TorchFiles, paths: list[Path]) -> dict[str, Any]:
     """The tensors of a pipeline's layers, by the names that its module gives them."""
     tensors: dict[str, Any] = {}
     for path in paths:
         match = _LAYER.fullmatch(path.name)
-        if match is None or match[2] not in (None, "model_00"):
-            raise PretrainedError(f"{path}: is split over tensor ranks. {_UNIVERSAL}")
-        tensors |= {f"{int(match[1])}.{name}": x for name, x in load(path, inert).items()}
+        if match is None:
+            raise PretrainedError(f"{path}: {_SPLIT}")
+        tensors |= {f"{int(match[1])}.{name}": x for name, x in files.load(path).items()}
     return tensors
 
 
-def _universal(run: TorchRun, folder: Path) -> None:
-    run.kind = "DeepSpeed, universal"
-    updates = set[int]()
-    for path in sorted(folder.glob("*/*.pt")):
-        name, key = path.parent.name, path.stem
-        value = load(path, run.inert)
+def _read_universal(run: TorchRun) -> None:
+    run.kind, updates = "DeepSpeed, universal", set[int]()
+    for path in sorted((run.folder / "zero").glob("*/*.pt")):
+        value = run.files.load(path)
         with as_pretrained_error(path):
-            if key == "step":
-                updates.add(whole_number(value["param"] if isinstance(value, dict) else value))
+            value = value["param"] if isinstance(value, dict) else value
+            if path.stem == "step":
+                updates.add(number_of(value))
                 continue
-            tensor = value["param"]
-            if not isinstance(tensor, StoredTensor):
-                raise ValueError("its param is no tensor")
-            (run.parameters if key == "fp32" else run.moments.setdefault(key, {}))[name] = tensor
-    if len(updates) > 1:
-        raise PretrainedError(f"{folder}: its parameters have taken other steps: {updates}")
-    run.updates = updates.pop() if updates else run.updates
+            sizes_of(value.shape)
+            is_master = path.stem == "fp32"
+            target = run.parameters if is_master else run.moments.setdefault(path.stem, {})
+            target[path.parent.name] = value
+    run.took(updates)
 
 
 def _position(scheduler: Any) -> int | None:
@@ -269,17 +221,15 @@ def _position(scheduler: Any) -> int | None:
     if scheduler is None:
         return None
     if "last_batch_iteration" in scheduler:
-        return whole_number(scheduler["last_batch_iteration"] + 1)
-    return whole_number(scheduler["last_epoch"]) if "last_epoch" in scheduler else None
+        return number_of(scheduler["last_batch_iteration"] + 1)
+    return number_of(scheduler["last_epoch"]) if "last_epoch" in scheduler else None
 
 
 def _scaler(scaler: Any) -> dict[str, float] | None:
     """The state of a dynamic scaler; a static one has none."""
-    if not isinstance(scaler, Record) or not scaler.get("dynamic"):
+    if not isinstance(scaler, Record) or not scaler.fields.get("dynamic"):
         return None
-    scale, iteration, last, hysteresis = (
-        float(scaler.fields[name])
-        for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-    )
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    scale, iteration, last, hysteresis = (float(scaler.fields[name]) for name in names)
     values = scale, max(0.0, iteration - last - 1), hysteresis
     return dict(zip(LossScale._fields, values, strict=True))

@@ -31,7 +31,7 @@ from jaxspeed.interop.moments import MOMENTS, in_units, moments_in
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.torch_runs.dcp import is_dcp, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import is_deepspeed, read_deepspeed
-from jaxspeed.interop.torch_runs.torch_run import TensorInParts, TorchRun, TorchTensors
+from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun, TorchTensors
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import Stored, StoredValue
 from jaxspeed.placement.paths import counted, listed
@@ -211,7 +211,7 @@ class _ImportedArrays:
     def _weights(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        tensors: Mapping[str, TensorInParts],
+        tensors: Mapping[str, AnyTensor],
         power: int,
     ) -> FolderWeights:
         """Tensors as a model's values; moments in units of the parameters' gradients."""
@@ -223,7 +223,7 @@ class _ImportedArrays:
         }
         if unread := sorted(tensors.keys() - {f"{prefix}{n}" for n in floats}):
             self.notes.append(f"{counted(len(unread), 'tensor')} were not read: {listed(unread)}")
-        folder: Any = TorchTensors(self.run.folder, floats)
+        folder: Any = TorchTensors(self.run, floats)
         weights = FolderWeights(folder, table)
         weights.check(shapes)
         return weights
@@ -257,8 +257,8 @@ class _ImportedArrays:
         )
         if self.run.position is None and not self.run.no_optimizer:
             self.notes.append("it has no schedule: the learning rate is that of the updates so far")
-        if self.run.inert:
-            names = [f"{name} ({number})" for name, number in sorted(self.run.inert.items())]
+        if self.run.files.inert:
+            names = [f"{name} ({number})" for name, number in sorted(self.run.files.inert.items())]
             self.notes.append(f"objects of these classes were not read: {listed(names)}")
 
     def __call__(self, _: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:

@@ -1,33 +1,18 @@
 """A run of torch at a checkpoint: parameters, moments, counts; a tensor's parts in files."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.safetensors import Tensor
-from jaxspeed.interop.torch_runs.archives import MappedFile, StoredTensor
-
-
-class TensorInParts(Protocol):
-    """A tensor of which files have parts."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def files(self) -> set[MappedFile]: ...
-
-    def array(self) -> np.ndarray:
-        """The tensor: a view of its file where one part is all of it, else a new array."""
+from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles
 
 
 class Span(NamedTuple):
@@ -38,88 +23,45 @@ class Span(NamedTuple):
     length: int
 
 
-class FlatTensor:
+@dataclass(frozen=True, eq=False)
+class TensorInParts:
+    """A tensor of which files have parts: where each is, among all elements or by dim, and what."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: Sequence[tuple[slice | tuple[slice, ...], Callable[[], np.ndarray]]]
+
+    def array(self) -> np.ndarray:
+        """The tensor: a view of its file where one part is all of it, else a new array."""
+        if len(self.parts) == 1:
+            return self.parts[0][1]().reshape(self.shape)
+        full = np.empty(self.shape, jnp.dtype(self.dtype))
+        for at, read in self.parts:
+            target = full.reshape(-1) if isinstance(at, slice) else full
+            target[at] = read()
+        return full
+
+
+AnyTensor = StoredTensor | TensorInParts
+
+
+def flat_tensor(shape: tuple[int, ...], spans: Sequence[Span]) -> TensorInParts:
     """A tensor whose elements are in flat partitions, one after another."""
-
-    def __init__(self, shape: tuple[int, ...], spans: Sequence[Span]) -> None:
-        self.shape, self.spans = shape, [span for span in spans if span.length]
-        dtypes = {span.source.dtype for span in spans}
-        if len(dtypes) != 1 or sum(span.length for span in spans) != math.prod(shape):
-            raise ValueError(f"its partitions are not those of a tensor {list(shape)}")
-        for source, start, count in self.spans:
-            if source.strides != (1,) or not 0 <= start < start + count <= source.size:
-                raise ValueError(f"a partition of {source.size:,} ends before {start + count:,}")
-        (self.dtype,) = dtypes
-
-    @property
-    def files(self) -> set[MappedFile]:
-        return {span.source.file for span in self.spans}
-
-    def array(self) -> np.ndarray:
-        """The tensor."""
-        parts = [source.array()[start : start + count] for source, start, count in self.spans]
-        if len(parts) == 1:
-            return parts[0].reshape(self.shape)
-        flat = np.empty(math.prod(self.shape), jnp.dtype(self.dtype))
-        if parts:
-            np.concatenate(parts, out=flat)
-        return flat.reshape(self.shape)
+    parts: list[Any] = []
+    end = 0
+    for source, start, length in spans:
+        if source.strides != (1,) or start + length > source.shape[0]:
+            raise ValueError(f"a partition ends before its element {start + length:,}")
+        if length:
+            parts.append((slice(end, end + length), _elements(source, start, length)))
+            end += length
+    if end != math.prod(shape) or len({span.source.dtype for span in spans}) != 1:
+        raise ValueError(f"its partitions are not those of a tensor {list(shape)}")
+    return TensorInParts(shape, spans[0].source.dtype, parts)
 
 
-class Chunk(NamedTuple):
-    """A box of a tensor, and what opens it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: MappedFile
-    open: Callable[[], StoredTensor]
-
-
-class ChunkedTensor:
-    """A tensor in chunks that are a grid."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str, chunks: Sequence[Chunk]) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-        if not math.prod(shape):
-            return
-        starts = [
-            sorted({chunk.offsets[dim] for chunk in self.chunks}) for dim in range(len(shape))
-        ]
-        ends = [
-            dict(zip(some, [*some[1:], n], strict=True))
-            for some, n in zip(starts, shape, strict=True)
-        ]
-        is_grid = not any(some[0] for some in starts) and all(
-            start + size == of_dim[start]
-            for chunk in self.chunks
-            for start, size, of_dim in zip(chunk.offsets, chunk.sizes, ends, strict=True)
-        )
-        corners = {chunk.offsets for chunk in self.chunks}
-        if not is_grid or not len(corners) == len(self.chunks) == math.prod(map(len, starts)):
-            raise ValueError(f"its chunks are not those of a tensor {list(shape)}")
-
-    @property
-    def files(self) -> set[MappedFile]:
-        return {chunk.file for chunk in self.chunks}
-
-    def array(self) -> np.ndarray:
-        """The tensor."""
-        array: np.ndarray | None = None
-        if len(self.chunks) > 1:
-            array = np.empty(self.shape, jnp.dtype(self.dtype))
-        for chunk in self.chunks:
-            stored = chunk.open()
-            if stored.shape != chunk.sizes or stored.dtype != self.dtype:
-                raise PretrainedError(
-                    f"{chunk.file.path}: has a {stored.dtype} {list(stored.shape)} where the "
-                    f"checkpoint has a {self.dtype} {list(chunk.sizes)}"
-                )
-            if array is None:
-                return stored.array()
-            corner = zip(chunk.offsets, chunk.sizes, strict=True)
-            array[tuple(slice(a, a + n) for a, n in corner)] = stored.array()
-        return np.empty(self.shape, jnp.dtype(self.dtype)) if array is None else array
+def _elements(source: StoredTensor, start: int, length: int) -> Callable[[], np.ndarray]:
+    return lambda: source.array()[start : start + length]
 
 
 @dataclass
@@ -134,13 +76,13 @@ class TorchRun:
       updates: number of completed updates of the optimizer.
       position: number of completed steps of the learning rate's schedule.
       scaler: of a dynamic loss scale, the fields of `LossScale`.
-      inert: what was not read, by class, with its number.
+      files: what it is read from.
     """
 
     folder: Path
     kind: str
-    parameters: dict[str, TensorInParts] = field(default_factory=dict)
-    moments: dict[str, dict[str, TensorInParts]] = field(default_factory=dict)
+    parameters: dict[str, AnyTensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, AnyTensor]] = field(default_factory=dict)
     no_optimizer: str = ""
     steps: int = 0
     skipped: int = 0
@@ -149,54 +91,50 @@ class TorchRun:
     samples: int | None = None
     tokens: int | None = None
     scaler: Mapping[str, float] | None = None
-    inert: Counter[str] = field(default_factory=Counter)
+    files: TorchFiles = field(default_factory=TorchFiles)
+
+    def took(self, updates: set[int]) -> None:
+        """Note how many updates each part of the optimizer's state has had."""
+        if len(updates) > 1:
+            raise ValueError(f"parts of its optimizer have taken other steps: {sorted(updates)}")
+        self.updates = updates.pop() if updates else self.steps - self.skipped
 
 
 class TorchTensors:
-    """Tensors in parts, as a folder of tensors.
+    """Tensors of a run, as a folder of tensors.
 
     What was assembled for one block is in memory until another tensor is read.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInParts]) -> None:
-        self.path, self._parts = path, tensors
+    def __init__(self, run: TorchRun, tensors: Mapping[str, AnyTensor]) -> None:
+        self.path, self._run, self._parts = run.folder, run, tensors
         self.tensors = {n: Tensor(n, x.shape, x.dtype) for n, x in tensors.items()}
-        self._assembled: dict[str, np.ndarray] = {}
-        self._used: set[MappedFile] = set()
+        self._arrays: dict[str, np.ndarray] = {}
         self._is_read = False
 
     def array(self, name: str) -> np.ndarray:
         """A tensor."""
-        if name not in self._assembled:
+        if name not in self._arrays:
             if self._is_read:
-                self._assembled, self._is_read = {}, False
-            self._used |= self._parts[name].files
-            self._assembled[name] = self._parts[name].array()
-        return self._assembled[name]
+                self._arrays, self._is_read = {}, False
+            self._arrays[name] = self._parts[name].array()
+        return self._arrays[name]
 
     def release(self) -> None:
         """Drop the pages of files that were used."""
         self._is_read = True
-        for file in self._used:
-            file.release()
-        self._used = set()
+        self._run.files.release()
 
     def digests(self) -> dict[str, str]:
         """None: what is read becomes a checkpoint of its own."""
         return {}
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """A shape that a file has."""
-    shape = tuple(value)
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-        raise ValueError("a shape is no shape")
-    return shape
-
-
-def whole_number(value: Any) -> int:
+def number_of(value: Any) -> int:
     """A count that a file has as a number, or as a tensor."""
-    if isinstance(value, StoredTensor):
+    if isinstance(value, AnyTensor):
+        if math.prod(value.shape) != 1:
+            raise ValueError("a count is no number")
         value = value.array().item()
     number = int(value)
     if number != value or not 0 <= number < 1 << 53:
@@ -215,4 +153,4 @@ def as_pretrained_error(where: object) -> Iterator[None]:
         lacks = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise PretrainedError(
             f"{where}: is damaged, or of a version that is not read: {lacks}"
-        ) from (None)
+        ) from None
