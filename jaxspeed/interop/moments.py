@@ -30,5 +30,5 @@ def moments_in(leaves: Iterable[str], parameters: Collection[str]) -> dict[str, 
 
 def in_units(table: MappingTable, power: int) -> MappingTable:
     """The table for moments: where a tensor is a multiple of its parameter, they are too."""
-    rules = [replace(rule, scale=rule.scale**-power) for rule in table.rules]
+    rules = [replace(x, scale=x.scale**-power) if power else x for x in table.rules]
     return replace(table, rules=rules, variables=())

@@ -100,10 +100,10 @@ def test_what_cannot_be_read_is_refused_with_what_would_work(tmp_path, case):
 
 @pytest.mark.fast
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(PretrainedError, match="no such folder"):
+    with pytest.raises(PretrainedError, match="is no folder of a checkpoint"):
         read_torch_run(tmp_path / "absent")
     (tmp_path / "iter_0000100").mkdir()
-    with pytest.raises(PretrainedError, match=r"can be imported.*Megatron"):
+    with pytest.raises(PretrainedError, match=r"is no folder of a checkpoint.*Megatron"):
         read_torch_run(tmp_path)
     values = {"": {"optimizer.distributed.gbuf_idx_0.param": np.zeros(3, np.float32)}}
     with pytest.raises(PretrainedError, match="Megatron's flat buffers"):
@@ -219,7 +219,7 @@ def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_pat
         r"head.weight has shape \[4, 4\]": {
             k: v | {"head.weight": np.zeros((4, 4), np.float32)} for k, v in values.items()
         },
-        "max_exp_avg_sq, which that of the config does not have": values
+        "max_exp_avg_sq, and that of the config needs": values
         | {"max_exp_avg_sq": values["exp_avg_sq"]},
     }
     for number, (says, of) in enumerate(cases.items()):
