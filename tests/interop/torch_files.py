@@ -178,22 +178,21 @@ def deepspeed(
     (folder / "latest").write_text("saved")
     shapes = {name: size(*x.shape) for name, x in values[""].items()}
     model = counts(param_shapes=[shapes], shared_params={}, **changes)
-    module = {n: Tensor(x) for n, x in values[""].items()}
-    parts: list[dict[str, np.ndarray]] = []
     if number < 3:
         length = -(-flat(values[""]).size // ranks)
-        for rank in range(ranks):
-            parts.append({k: flat(x)[rank * length :][:length] for k, x in values.items()})
+        module = {n: Tensor(x) for n, x in values[""].items()}
         (there / "mp_rank_00_model_states.pt").write_bytes(saved(model | {"module": module}))
     for rank in range(ranks):
         if number == 3:
-            module = {n: Tensor(np.zeros(0, np.float32)) for n in values[""]}
+            module = dict.fromkeys(values[""], Tensor(np.zeros(0, np.float32), key="none"))
             path = there / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
             path.write_bytes(saved(model | {"module": module, "buffer_names": []}))
-            parts.append({k: _stage_3(x, rank, ranks) for k, x in values.items()})
-        moments = {k: Tensor(x) for k, x in parts[rank].items() if k}
+            parts = {k: _stage_3(x, rank, ranks) for k, x in values.items()}
+        else:
+            parts = {k: flat(x)[rank * length :][:length] for k, x in values.items()}
+        moments = {k: Tensor(x) for k, x in parts.items() if k}
         base = {"state": {0: {"step": 5, **moments}}, "param_groups": [{"lr": 0.1}]}
-        masters = [Tensor(parts[rank][""])]
+        masters = [Tensor(parts[""])]
         state: dict[str, Any] = {"loss_scaler": loss_scaler, "zero_stage": stage(number)}
         if number == 3:
             state |= {"partition_count": ranks, "fp32_flat_groups": masters}
@@ -209,7 +208,7 @@ def deepspeed(
 
 def _stage_3(values: dict[str, np.ndarray], rank: int, ranks: int) -> np.ndarray:
     parts = []
-    for x in values.values():
+    for _, x in values.items():
         each = -(-x.size // ranks)
         part = x.ravel()[rank * each :][:each]
         parts.append(np.pad(part, (0, each - part.size)))

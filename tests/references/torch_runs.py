@@ -245,7 +245,9 @@ def main() -> None:
         losses, _ = _deepspeed(request, rank)
     torch.distributed.barrier()
     if rank == 0:
-        (Path(request["folder"]) / "losses.json").write_text(json.dumps({"losses": losses}))
+        used = sys.modules.get("deepspeed", torch)
+        answer = {"losses": losses, "version": used.__version__}
+        (Path(request["folder"]) / "losses.json").write_text(json.dumps(answer))
     os._exit(0)  # DeepSpeed's and Gloo's threads may outlive the interpreter
 
 
