@@ -56,9 +56,7 @@ def add(commands: Any) -> None:
             verb.add_argument("folder", metavar="DIR", help="a folder of DeepSpeed's or of DCP's")
             verb.add_argument("output", metavar="OUT", help="the folder of the run that begins")
             verb.add_argument("--config", required=True, help="the config of that run")
-            verb.add_argument(
-                "--map", help="a Python file with a mapping table; by default the family's"
-            )
+            verb.add_argument("--map", help="a file with a mapping table, if not the family's")
             add_overrides(verb)
             verb.set_defaults(run=function)
             continue
@@ -271,13 +269,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    names = {"run.import_from.folder": args.folder, "run.import_from.map": args.map}
-    more = [f"{name}={json.dumps(value)}" for name, value in names.items() if value is not None]
+    names = {"folder": args.folder, "map": args.map}
+    more = [f"run.import_from.{n}={json.dumps(x)}" for n, x in names.items() if x is not None]
     config = loaded(args, more)
-    from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.config.before_start import check_start
-
-    check_start(config)
     from jaxspeed.run import open_run, source_of
     from jaxspeed.run.start import checkpointer_of
 
@@ -287,19 +281,14 @@ def _import(args: argparse.Namespace) -> int:
     trainer = open_run(source, out(stderr=args.json))
     try:
         trainer.save()
-        step, folder = trainer.reached.step, str(source.folder.path)
     finally:
         trainer.close()
         trainer.engine.close()
-    if is_first():
-        if args.json:
-            print_json({"step": step, "tokens": trainer.reached.tokens, "folder": folder})
-        else:
-            out().print(
-                f"{folder}: begins at step {step}; `jaxspeed train {folder}` continues",
-                highlight=False,
-                soft_wrap=True,
-            )
+    step = trainer.reached.step
+    if args.json:
+        print_json({"step": step, "folder": args.output})
+    else:
+        out().print(f"{args.output}: begins at step {step}; `jaxspeed train` continues it")
     return 0
 
 
@@ -310,9 +299,7 @@ def _export(args: argparse.Namespace) -> int:
     if args.merge and args.format not in (None, "hf"):
         raise ConfigError(f"--merge writes Hugging Face's format; leave out --format {args.format}")
     if args.moments and args.format != "safetensors":
-        raise ConfigError(
-            "--moments: needs --format safetensors, whose names torch's optimizers have"
-        )
+        raise ConfigError("--moments: needs --format safetensors")
     from jaxspeed.interop import export, export_adapter
     from jaxspeed.interop.exporting import NoHFForm
     from jaxspeed.placement.show import bytes_text

@@ -92,18 +92,16 @@ def check_start(config: Config, more: Iterable[Package] = ()) -> None:
       ConfigError: one is missing, or the mesh or the batch is of another number of devices.
     """
     refuse_missing([*more, *packages(config)])
-    if config.run.import_from is not None:
-        if config.run.init_from is not None:
-            raise ConfigError("run.import_from: a run begins from one folder; remove run.init_from")
-        if config.parallel.data_reduction == "parameter_server":
-            raise ConfigError(
-                "run.import_from: a parameter server begins from a run: import it with `jaxspeed "
-                "checkpoint import`, and name that run as run.init_from"
-            )
+    is_server = config.parallel.data_reduction == "parameter_server"
+    if config.run.import_from and (config.run.init_from or is_server):
+        raise ConfigError(
+            "run.import_from: not with run.init_from; a parameter server begins from a run, which "
+            "`jaxspeed checkpoint import` writes"
+        )
     if config.run.eval_tasks:
         refuse_missing_tasks("run.eval_tasks", config.run.eval_tasks)
     sizes, misfit = simulated_mesh(config)
-    if config.parallel.data_reduction != "parameter_server":
+    if not is_server:
         if misfit:
             raise ConfigError(misfit)
         if sizes:

@@ -419,10 +419,10 @@ class Engine(DeepSpeedHabits):
         source: str | Path | TorchRun,
         table: MappingTable | Callable[[Any], MappingTable] | None = None,
     ) -> None:
-        """Continue a run of DeepSpeed or torch, with its optimizer, from a folder of a checkpoint.
+        """Continue a run of DeepSpeed or torch, with its optimizer, from a folder.
 
-        No code of it is run. What is not taken over is logged. The current state is freed first.
-        `table` says which tensors are which parameters, by default as the model's family does.
+        No code of it is run, and what is not taken over is logged. `table` says which tensors are
+        which parameters, by default as the model's family does.
 
         Raises:
           CheckpointError, PretrainedError: it is of another model or optimizer, or damaged.
@@ -432,7 +432,6 @@ class Engine(DeepSpeedHabits):
         run = source if isinstance(source, TorchRun) else read_torch_run(source)
         restored = import_run(self.program, run, table, self.state)
         self.continue_from(restored)
-        log.info("imported %s, %s, step %d", run.folder, run.kind, restored.step)
         for note in restored.notes:
             log.warning("imported %s: %s", run.folder, note)
 

@@ -258,10 +258,8 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
         folder.withdraw()
         raise
     processes.first("storing the config in the folder", lambda: folder.store(stored))
-    import_first = None
-    if imported is not None:
-        import_first = functools.partial(_import, engine, imported, corpus)
-    begin = functools.partial(_begin, engine, checkpointer, config.run.init_from, import_first)
+    first = functools.partial(_import, engine, imported, corpus) if imported else None
+    begin = functools.partial(_begin, engine, checkpointer, config.run.init_from, first)
     if console is not None and is_first():
         before.say = functools.partial(console.print, markup=False, highlight=False)
     if before.entries:
@@ -350,10 +348,7 @@ def before_step_0(source: Source, engine: Engine, tokenizer: Tokenizer | None) -
         x.once and not isinstance(x.model, FrozenModelSection)
         for x in engine.program.computed_arrays
     ):
-        raise ConfigError(
-            "run.import_from: the objective's reference is the model before step 0, which an "
-            "imported run does not have: name its folder as objective.reference_model"
-        )
+        raise ConfigError("run.import_from: needs the folder of objective.reference_model")
     warm_start = None if folder is None else functools.partial(_warm_start, engine, folder)
     before = BeforeStep0(engine, source.watchdog.tick, warm_start)
     for name, frozen in {**engine.program.frozen, **before.frozen}.items():
@@ -392,13 +387,9 @@ def _import(engine: Engine, torch_run: TorchRun, corpus: Corpus) -> Reached:
     section = engine.config.run.import_from
     table = table_in(section.map) if section and section.map else None
     engine.import_run(torch_run, table)
-    step, tokens = int(engine.state.step), torch_run.tokens
-    if tokens is None and corpus.train.tokens_each:
-        samples = torch_run.samples
-        tokens = (step * engine.program.batch.train if samples is None else samples) * (
-            corpus.train.tokens_each
-        )
-    return Reached(step=step, tokens=tokens if step and tokens else 0)
+    step, samples = int(engine.state.step), torch_run.samples or 0
+    tokens = torch_run.tokens or samples * (corpus.train.tokens_each or 0)
+    return Reached(step=step, tokens=tokens if step else 0)
 
 
 def _with_opening(reached: Reached, took: float) -> dict[str, float]:

@@ -157,6 +157,8 @@ NESTED = {
     "a storage's size": lambda f: one_tensor(f, size=evil()),
     "a storage's class": lambda f: pickle_of(
         f, text(("storage", SYSTEM, "0", "cpu", 1)) + b"Q"),
+    "a constructor with keywords": lambda f: model_states(f, client=files.Bytes(
+        text(SYSTEM) + text(("touch ran",)) + b"}" + b"\x92")),
     "the metadata": lambda f: metadata_of(f, lambda _: files.pickled(evil())),
     "the metadata's tensors": lambda f: metadata_of(f, replaced(
         text("state_dict_metadata"), text("state_dict_metadata") + text(evil()) + text("other"))),
@@ -172,8 +174,6 @@ UNREAD = {
     "model, deep in lists": lambda f: model_states(f, client={"a": [({"b": [evil()]},)]}),
     "a state of a list of tensors": lambda f: model_states(
         f, client=files.Call(files.Global("collections", "OrderedDict"), (), {"x": evil()})),
-    "a constructor with keywords": lambda f: model_states(f, client=files.Bytes(
-        text(SYSTEM) + text(("touch ran",)) + b"}" + b"\x92")),
     "an object without a constructor": lambda f: model_states(f, client=evil(b"\x81")),
     "the class of a state": lambda f: model_states(f, client=files.Call(
         files.Global("builtins", "eval"), ("1",), {"__setstate__": SYSTEM})),

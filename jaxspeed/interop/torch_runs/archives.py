@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.pickles import (
+    DAMAGED,
     MOST_BYTES,
     Name,
     PickleError,
@@ -57,13 +58,6 @@ class StoredTensor:
         return np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
 
 
-class _Storage(NamedTuple):
-    mapped: mmap.mmap
-    start: int
-    dtype: str
-    size: int  # in elements
-
-
 @dataclass
 class TorchFiles:
     """Reads files of `torch.save`.
@@ -76,11 +70,7 @@ class TorchFiles:
     _mapped: list[mmap.mmap] = field(default_factory=list)
 
     def load(self, path: Path, start: int = 0, length: int | None = None) -> Any:
-        """The object of a file, or of a part of it; its tensors are `StoredTensor`.
-
-        Raises:
-          PretrainedError: it is damaged, or has what is not read.
-        """
+        """The object of a file, or of a part of it; its tensors are `StoredTensor`."""
         where = f"{path}" if length is None else f"{path} at {start:,}"
         try:
             size = path.stat().st_size
@@ -101,10 +91,8 @@ class TorchFiles:
             if mapped[at : at + count] not in (b"", b"little"):
                 raise ValueError("it is of a big-endian machine")
             pickled = mapped[begin : begin + min(nbytes, MOST_BYTES + 1)]
-        except (ValueError, LookupError, OSError, OverflowError, zipfile.BadZipFile) as error:
+        except DAMAGED as error:
             raise PretrainedError(f"{where}: is truncated or damaged: {error}") from None
-        except NotImplementedError as error:  # of zipfile
-            raise PretrainedError(f"{where}: is damaged: {error}") from None
         return self.unpickled(pickled, where, lambda of: _storage(mapped, members, of))
 
     def unpickled(
@@ -153,10 +141,9 @@ def sizes_of(values: Any) -> tuple[int, ...]:
     return sizes
 
 
-# -- what stands for torch's and DeepSpeed's constructors ------------------------------------------
-
-
-def _storage(mapped: mmap.mmap, members: Mapping[str, tuple[int, int]], reference: Any) -> _Storage:
+def _storage(
+    mapped: mmap.mmap, members: Mapping[str, tuple[int, int]], reference: Any
+) -> StoredTensor:
     kind, storage, key, _, size = reference
     dtype = _STORAGES.get(storage.text.removeprefix("torch.").removesuffix("Storage"))
     if kind != "storage" or dtype is None or type(key) is not str:
@@ -165,7 +152,7 @@ def _storage(mapped: mmap.mmap, members: Mapping[str, tuple[int, int]], referenc
     (size,) = sizes_of((size,))
     if size * jnp.dtype(dtype).itemsize > length:
         raise PickleError(f"has {length:,} bytes of a storage of {size:,} {dtype}")
-    return _Storage(mapped, start, dtype, size)
+    return StoredTensor(mapped, start, dtype, (size,), (1,))
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
@@ -173,20 +160,11 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Sto
     shape, strides, (offset,) = sizes_of(shape), sizes_of(strides), sizes_of((offset,))
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     size = math.prod(shape)
-    if not isinstance(storage, _Storage) or size > storage.size or (size and last >= storage.size):
+    (most,) = storage.shape
+    if size > most or (size and last >= most):
         raise PickleError(f"has a tensor {list(shape)} that is not within its storage")
     start = storage.start + offset * jnp.dtype(storage.dtype).itemsize
     return StoredTensor(storage.mapped, start, storage.dtype, shape, strides)
-
-
-def _of_type(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    """torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are not read."""
-    return _TENSORS[function.text](*arguments)
-
-
-def _dict(pairs: Any = ()) -> dict[Any, Any]:
-    """collections.OrderedDict."""
-    return {hashable(key): value for key, value in pairs}
 
 
 _TENSORS: dict[str, Callable[..., Any]] = {
@@ -195,8 +173,9 @@ _TENSORS: dict[str, Callable[..., Any]] = {
 }
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     **_TENSORS,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
-    "collections.OrderedDict": _dict,
+    # A tensor with attributes, which are not read.
+    "torch._tensor._rebuild_from_type_v2": lambda of, _, values, *__: _TENSORS[of.text](*values),
+    "collections.OrderedDict": lambda pairs=(): {hashable(key): x for key, x in pairs},
     "torch.Size": sizes_of,
     "torch.serialization._get_layout": lambda _: Name("a layout"),
     "deepspeed.runtime.zero.config.ZeroStageEnum": lambda number: sizes_of([number])[0],

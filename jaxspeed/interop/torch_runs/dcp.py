@@ -41,12 +41,8 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read_dcp(folder: Path) -> TorchRun:
-    """The run of a checkpoint of torch's DCP, as FSDP2 writes it.
-
-    Raises:
-      PretrainedError: it is incomplete or damaged, or its optimizer has no names.
-    """
-    path, run = folder / METADATA, TorchRun(folder, "torch's DCP")
+    """The run of a checkpoint of torch's DCP, as FSDP2 writes it."""
+    path, run = folder / METADATA, TorchRun(folder)
     with as_pretrained_error(path):
         if not path.is_file():
             raise PretrainedError(f"{path}: missing: the save did not end")

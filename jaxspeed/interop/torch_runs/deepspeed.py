@@ -15,7 +15,6 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles, sizes_of
 from jaxspeed.interop.torch_runs.pickles import Record
 from jaxspeed.interop.torch_runs.torch_run import (
-    Span,
     TorchRun,
     as_pretrained_error,
     flat_tensor,
@@ -34,6 +33,7 @@ _SPLIT = (
     "is split over tensor or expert ranks: convert it with DeepSpeed's ds_to_universal.py, and "
     "import what that writes"
 )
+_MASTERS = "single_partition_of_fp32_groups"
 Values = Mapping[str, Any]
 
 
@@ -43,11 +43,7 @@ def is_deepspeed(folder: Path) -> bool:
 
 
 def read_deepspeed(folder: Path) -> TorchRun:
-    """The run of a checkpoint of DeepSpeed's, or of the one that `latest` names.
-
-    Raises:
-      PretrainedError: it is incomplete or damaged, or its tensors are split over tensor ranks.
-    """
+    """The run of a checkpoint of DeepSpeed's, or of the one that `latest` names."""
     with as_pretrained_error(folder):
         if not any(folder.glob("*model_states.pt")):
             tag = (folder / "latest").read_text().strip()
@@ -57,7 +53,7 @@ def read_deepspeed(folder: Path) -> TorchRun:
                     f"{folder / 'latest'}: names no folder beside it: {tag[:80]!r}"
                 )
             folder = folder / tag
-        run = TorchRun(folder, "DeepSpeed")
+        run = TorchRun(folder)
         models = _values(run, _MODEL)
         if not models:
             raise PretrainedError(f"{folder}: has no *_model_states.pt of rank 0")
@@ -108,62 +104,41 @@ def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) 
     """Read masters and moments from flat partitions."""
     optim, updates = _values(run, _OPTIM), set[int]()
     if not optim:
-        run.kind, run.no_optimizer = "DeepSpeed, stage 0", _BY_INDEX
+        run.no_optimizer = _BY_INDEX
     elif optim.keys() != models.keys():
         raise PretrainedError(f"{run.folder}: lacks *_optim_states.pt of some ranks")
     for part, of_ranks in sorted(optim.items()):
-        states = [of_rank["optimizer_state_dict"] for of_rank in of_ranks]
-        model, ranks = models[part][0], len(states)
-        run.kind = f"DeepSpeed, stage {number_of(states[0].get('zero_stage', 1))}"
-        run.scaler = _scaler(states[0].get("loss_scaler")) or run.scaler
-        shapes = {n: sizes_of(x) for group in model["param_shapes"] for n, x in group.items()}
-        spans: dict[tuple[str, str], list[Span]] = {}
-        for rank, state in enumerate(states):
-            count = state.get("partition_count", ranks)
-            counts = {*map(number_of, count if isinstance(count, list) else [count])}
-            if counts != {ranks}:
-                of = f"{max(counts)} ranks, of which {ranks} are there"
-                raise PretrainedError(f"{run.folder}: was saved by {of}")
+        model, ranks = models[part][0], len(of_ranks)
+        spans: dict[tuple[str, str], list[Any]] = {}
+        for rank, of_rank in enumerate(of_ranks):
+            state = of_rank["optimizer_state_dict"]
+            run.scaler = _scaler(state.get("loss_scaler")) or run.scaler
+            counts = state.get("partition_count", ranks)
+            most = max(map(number_of, counts if isinstance(counts, list) else [counts]))
+            if most != ranks:
+                raise PretrainedError(f"{run.folder}: has files of {ranks} of {most} ranks")
             if "fp32_flat_groups" in state:
                 base, masters = state["optimizer_state_dict"], state["fp32_flat_groups"]
                 slices = _slices_of_stage_3(model, rank, ranks)
             else:
-                base, masters = (
-                    state[name]
-                    for name in ("base_optimizer_state", "single_partition_of_fp32_groups")
-                )
+                base, masters = state["base_optimizer_state"], state[_MASTERS]
                 slices = _slices_of_stages_1_and_2(state)
-            groups = _groups(base, masters)
-            updates |= {number_of(group["step"]) for group in groups if "step" in group}
+            groups = [{**base["state"][i], "": flat} for i, flat in enumerate(masters)]
+            for group in (*groups, *base["param_groups"]):  # some optimizers have it there
+                updates |= {number_of(group["step"])} if "step" in group else set()
             for number, name, start, length in slices:
                 for key, source in groups[number].items():
                     is_flat = isinstance(source, StoredTensor) and len(source.shape) == 1
                     if is_flat or not key:
-                        spans.setdefault((key, name), []).append(Span(source, start, length))
+                        spans.setdefault((key, name), []).append((source, start, length))
+        shapes = {n: sizes_of(x) for group in model["param_shapes"] for n, x in group.items()}
+        if "fp32_flat_groups" in state:
+            _add_frozen(run, models[part])
         for (key, name), some in spans.items():
             target = run.moments.setdefault(key, {}) if key else run.parameters
             # Tied parameters are in several parts of a pipeline.
             target.setdefault(name, flat_tensor(shapes[name], some))
-        for name, shape in (model.get("frozen_param_shapes") or {}).items():
-            shape, fragments = (
-                sizes_of(shape),
-                [of["frozen_param_fragments"][name] for of in models[part]],
-            )
-            if len(fragments) == ranks and "fp32_flat_groups" in states[0]:
-                own = [_share(math.prod(shape), rank, ranks) for rank in range(ranks)]
-                some = [Span(x, 0, n) for x, n in zip(fragments, own, strict=True)]
-                run.parameters[name] = flat_tensor(shape, some)
     run.took(updates)
-
-
-def _groups(base: Any, masters: Any) -> list[dict[str, Any]]:
-    """The state of each group, with its masters as ""."""
-    if isinstance(base, list):
-        return [{**state, "": flat} for state, flat in zip(base, masters, strict=True)]
-    # Some optimizers have the step in `param_groups`.
-    steps = [{"step": x["step"]} if "step" in x else {} for x in base["param_groups"]]
-    steps += [{}] * (len(masters) - len(steps))
-    return [{**steps[i], **base["state"][i], "": flat} for i, flat in enumerate(masters)]
 
 
 def _slices_of_stages_1_and_2(state: Values) -> Iterator[tuple[int, str, int, int]]:
@@ -179,14 +154,18 @@ def _slices_of_stage_3(model: Values, rank: int, ranks: int) -> Iterator[tuple[i
         start = 0
         for name, shape in shapes.items():
             size = math.prod(sizes_of(shape))
-            yield group, name, start, _share(size, rank, ranks)
-            start += -(-size // ranks)
+            share = -(-size // ranks)
+            yield group, name, start, max(0, min(share, size - rank * share))
+            start += share
 
 
-def _share(size: int, rank: int, ranks: int) -> int:
-    """The number of a parameter's elements that a rank has under stage 3, without padding."""
-    share = -(-size // ranks)
-    return max(0, min(share, size - rank * share))
+def _add_frozen(run: TorchRun, models: list[dict[str, Any]]) -> None:
+    """Read the parameters that stage 3 does not train."""
+    shapes, spans = models[0].get("frozen_param_shapes") or {}, dict[str, list[Any]]()
+    for rank, model in enumerate(models):
+        for _, name, _, length in _slices_of_stage_3({"param_shapes": [shapes]}, rank, len(models)):
+            spans.setdefault(name, []).append((model["frozen_param_fragments"][name], 0, length))
+    run.parameters |= {n: flat_tensor(sizes_of(shapes[n]), some) for n, some in spans.items()}
 
 
 def _layers(files: TorchFiles, paths: list[Path]) -> dict[str, Any]:
@@ -201,7 +180,7 @@ def _layers(files: TorchFiles, paths: list[Path]) -> dict[str, Any]:
 
 
 def _read_universal(run: TorchRun) -> None:
-    run.kind, updates = "DeepSpeed, universal", set[int]()
+    updates = set[int]()
     for path in sorted((run.folder / "zero").glob("*/*.pt")):
         value = run.files.load(path)
         with as_pretrained_error(path):

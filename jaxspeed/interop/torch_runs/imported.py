@@ -42,28 +42,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read_torch_run(folder: str | Path) -> TorchRun:
-    """The run that a folder has a checkpoint of.
-
-    Raises:
-      PretrainedError: it has none that is read, or a damaged one.
-    """
+    """The run that a folder has a checkpoint of; a PretrainedError if none can be read."""
     path = Path(folder).expanduser()
     if is_dcp(path):
         return read_dcp(path)
     if is_deepspeed(path):
         return read_deepspeed(path)
     raise PretrainedError(
-        f"{folder}: is no folder of a checkpoint of DeepSpeed (stages 0 to 3, its pipeline, "
-        "universal) or of torch's DCP. Megatron's own is read once it is exported to Hugging Face's"
+        f"{folder}: is no folder of a checkpoint of DeepSpeed or of torch's DCP. Megatron's own is "
+        "read once it is exported to Hugging Face's"
     )
 
 
 def table_in(path: str | Path) -> Table:
-    """The `table` that a file of the user's defines: a MappingTable, or a function of the sizes.
-
-    Raises:
-      ConfigError: it defines none.
-    """
+    """The `table` that a user's file defines: a MappingTable, or a function of the sizes."""
     table = runpy.run_path(str(path)).get("table") if Path(path).is_file() else None
     if not isinstance(table, MappingTable) and not callable(table):
         raise ConfigError(f"run.import_from.map: {path}: is no file that defines `table`")
@@ -74,13 +66,8 @@ def import_run(program: Program, run: TorchRun, table: Table | None, held: Train
     """The state of a program at a run's checkpoint, with notes on what was not taken over.
 
     Args:
-      table: which tensors are which parameters, or a function of the model's sizes that returns it;
-        None is that of the model's family.
-      held: the current state, whose memory is freed once all has been checked. Its variables that
-        the run does not have, such as random streams, stay.
-
-    Raises:
-      CheckpointError, PretrainedError: the run is of another model or optimizer.
+      table: which tensors are which parameters; None: by the model's family.
+      held: the current state, which is freed once all has been checked. Its random streams stay.
     """
     if isinstance(program.model, AdaptedModel):
         raise CheckpointError(f"{run.folder}: import it without the section lora, and export it")
@@ -89,8 +76,7 @@ def import_run(program: Program, run: TorchRun, table: Table | None, held: Train
             table = hf_form(program.config, program.source.model).table
         except NoHFForm:
             raise PretrainedError(
-                f"{run.folder}: the model is of no family, so that its tensors need a mapping "
-                "table: run.import_from.map, or --map"
+                f"{run.folder}: a model of no family needs a mapping table: run.import_from.map"
             ) from None
     elif not isinstance(table, MappingTable):
         with foreign("the table of run.import_from.map"):
@@ -119,10 +105,7 @@ class _Arrays:
         self._program, self._run, self._table, self._held = program, run, table, held
         self._leaves = saved_leaves(program)
         self._tensors: dict[str, tuple[FolderWeights, Leaf]] = {}
-        self.notes = [
-            "the position in the data and random states were not taken over: steps go on in this "
-            "run's own order"
-        ]
+        self.notes = ["the position in the data and random states were not taken over"]
 
     def header(self) -> Header:
         """The header of a checkpoint that has what the run has."""
@@ -155,20 +138,17 @@ class _Arrays:
         if run.no_optimizer:
             self.notes.append(f"it does not have {run.no_optimizer}")
         elif run.position is None:
-            self.notes.append("it has no schedule: the learning rate is that of its updates")
+            self.notes.append("the learning rate is that of its updates: it has no schedule")
         if inert := run.files.inert:
             names = [f"{name} ({number})" for name, number in sorted(inert.items())]
             self.notes.append(f"objects of these classes were not read: {listed(names)}")
-        dtypes = {n: weights.dtype_of(x.parameter) for n, (weights, x) in self._tensors.items()}
-        dtypes |= {name: x.dtype.name for name, x in self._numbers.items()}
         records = {
-            name: LeafRecord(leaf.shape, leaf.stored.shape, dtypes[name], leaf.key)
+            name: LeafRecord(leaf.shape, leaf.stored.shape, leaf.stored.dtype.name, leaf.key)
             for name, leaf in self._leaves.items()
-            if name in dtypes
+            if name in self._tensors or name in self._numbers
         }
-        knows_scale = run.scaler or not isinstance(rule, DynamicRule)
-        scale_rule, step = repr(rule) if knows_scale else "static", run.steps
-        step = 0 if run.no_optimizer else step
+        has_scale = run.scaler or not isinstance(rule, DynamicRule)
+        scale_rule, step = repr(rule) if has_scale else "static", run.steps
         tag, stage = run.folder.name, self._program.table.stage
         return Header(tag, step, 0.0, records, {}, "", 1, stage, scale_rule, {}, {}, [])
 

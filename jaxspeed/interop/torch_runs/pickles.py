@@ -7,6 +7,7 @@ counterpart in this package; what any other would have constructed becomes `Iner
 import io
 import pickle
 import struct
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,15 @@ MOST_BYTES = 128 << 20
 # Instructions that torch's files do not have, and that call, hash, or allocate before they read.
 _REFUSED = (
     *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8),
-    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.NEXT_BUFFER),
+    pickle.NEWOBJ_EX,
+    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.NEXT_BUFFER, pickle.DICT),
+)
+
+
+# What the readers of a damaged file raise.
+DAMAGED = (
+    *(pickle.UnpicklingError, EOFError, struct.error, ValueError, TypeError, LookupError),
+    *(AttributeError, OverflowError, OSError, zipfile.BadZipFile, NotImplementedError),
 )
 
 
@@ -72,10 +81,10 @@ class PickleReader(_Unpickler):
     """Reads one pickle.
 
     Args:
-      constructors: by the names of what they replace; called with the pickled arguments.
+      constructors: by the names of what they replace.
       records: the beginnings of the names of classes whose fields are read.
       inert: counts what is not read, by name.
-      storage: resolves a reference to what is stored beside the pickle.
+      storage: resolves a reference to what is beside the pickle.
     """
 
     def __init__(
@@ -91,17 +100,10 @@ class PickleReader(_Unpickler):
         self.persistent_load = storage or _refuse
 
     def read(self) -> Any:
-        """The object.
-
-        Raises:
-          PickleError: it is damaged, or has instructions that torch's files do not have.
-        """
+        """The object; a PickleError if it is damaged, or is none of torch's."""
         try:
             return self.load()
-        except (
-            *(pickle.UnpicklingError, EOFError, struct.error, ValueError, TypeError, LookupError),
-            *(AttributeError, OverflowError),
-        ) as error:
+        except DAMAGED as error:
             raise PickleError(str(error) or type(error).__name__) from None
 
     def find_class(self, module: str, name: str) -> Name:
@@ -122,10 +124,6 @@ class PickleReader(_Unpickler):
             self._inert[what.text] += 1
             self.append(Inert(what.text))
 
-    def _construct_with_keywords(self) -> None:
-        self.stack.pop()
-        self._construct()
-
     def _set_state(self) -> None:
         """Set the fields of a record; the state of all else, such as `_metadata`, is not read."""
         state, target = self.stack.pop(), self.stack[-1]
@@ -142,20 +140,14 @@ class PickleReader(_Unpickler):
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.stack[-1][hashable(key)] = value
 
-    def _dict(self) -> None:
-        items = self.pop_mark()
-        self.append({hashable(k): x for k, x in zip(items[::2], items[1::2], strict=True)})
-
     dispatch: ClassVar[dict[int, Any]] = {
         **_Unpickler.dispatch,
         **{code[0]: lambda self: _refuse() for code in _REFUSED},
         pickle.REDUCE[0]: _construct,
         pickle.NEWOBJ[0]: _construct,
-        pickle.NEWOBJ_EX[0]: _construct_with_keywords,
         pickle.BUILD[0]: _set_state,
         pickle.SETITEM[0]: _set_item,
         pickle.SETITEMS[0]: _set_items,
-        pickle.DICT[0]: _dict,
     }
 
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +14,9 @@ import numpy as np
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles
+from jaxspeed.interop.torch_runs.pickles import DAMAGED
 
-
-class Span(NamedTuple):
-    """Consecutive elements of a flat tensor."""
-
-    source: StoredTensor
-    start: int
-    length: int
+Span = tuple[StoredTensor, int, int]  # elements of a flat tensor: the first, and their number
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +28,7 @@ class TensorInParts:
     parts: Sequence[tuple[slice | tuple[slice, ...], Callable[[], np.ndarray]]]
 
     def array(self) -> np.ndarray:
-        """The tensor: a view of its file where one part is all of it, else a new array."""
+        """The tensor: a view of its file where it has one part."""
         if len(self.parts) == 1:
             return self.parts[0][1]().reshape(self.shape)
         full = np.empty(self.shape, jnp.dtype(self.dtype))
@@ -53,15 +49,15 @@ def flat_tensor(shape: tuple[int, ...], spans: Sequence[Span]) -> TensorInParts:
         if source.strides != (1,) or start + length > source.shape[0]:
             raise ValueError(f"a partition ends before its element {start + length:,}")
         if length:
-            parts.append((slice(end, end + length), _elements(source, start, length)))
+            parts.append((slice(end, end + length), partial(_elements, source, start, length)))
             end += length
-    if end != math.prod(shape) or len({span.source.dtype for span in spans}) != 1:
+    if end != math.prod(shape) or len({source.dtype for source, *_ in spans}) != 1:
         raise ValueError(f"its partitions are not those of a tensor {list(shape)}")
-    return TensorInParts(shape, spans[0].source.dtype, parts)
+    return TensorInParts(shape, spans[0][0].dtype, parts)
 
 
-def _elements(source: StoredTensor, start: int, length: int) -> Callable[[], np.ndarray]:
-    return lambda: source.array()[start : start + length]
+def _elements(source: StoredTensor, start: int, length: int) -> np.ndarray:
+    return source.array()[start : start + length]
 
 
 @dataclass
@@ -69,18 +65,14 @@ class TorchRun:
     """A run at a checkpoint.
 
     Attributes:
-      kind: the format, for messages.
       parameters: by their names in torch, in the precision of their update where that is stored.
       moments: by torch's words, such as "exp_avg", and by the parameters' names.
-      no_optimizer: why there are no moments; empty if there are.
-      updates: number of completed updates of the optimizer.
-      position: number of completed steps of the learning rate's schedule.
+      no_optimizer: what is missing, if there are no moments.
+      updates, position: of the optimizer, of the learning rate's schedule: completed ones.
       scaler: of a dynamic loss scale, the fields of `LossScale`.
-      files: what it is read from.
     """
 
     folder: Path
-    kind: str
     parameters: dict[str, AnyTensor] = field(default_factory=dict)
     moments: dict[str, dict[str, AnyTensor]] = field(default_factory=dict)
     no_optimizer: str = ""
@@ -94,17 +86,14 @@ class TorchRun:
     files: TorchFiles = field(default_factory=TorchFiles)
 
     def took(self, updates: set[int]) -> None:
-        """Note how many updates each part of the optimizer's state has had."""
+        """Note how many updates the parts of the optimizer's state have had."""
         if len(updates) > 1:
             raise ValueError(f"parts of its optimizer have taken other steps: {sorted(updates)}")
         self.updates = updates.pop() if updates else self.steps - self.skipped
 
 
 class TorchTensors:
-    """Tensors of a run, as a folder of tensors.
-
-    What was assembled for one block is in memory until another tensor is read.
-    """
+    """Tensors of a run, as a folder; those of one block are in memory until others are read."""
 
     def __init__(self, run: TorchRun, tensors: Mapping[str, AnyTensor]) -> None:
         self.path, self._run, self._parts = run.folder, run, tensors
@@ -144,12 +133,12 @@ def number_of(value: Any) -> int:
 
 @contextmanager
 def as_pretrained_error(where: object) -> Iterator[None]:
-    """Raise a PretrainedError where a file has other values than its format says."""
+    """Raise a PretrainedError where a file has other values than its format."""
     try:
         yield
     except PretrainedError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, OSError) as error:
+    except DAMAGED as error:
         lacks = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise PretrainedError(
             f"{where}: is damaged, or of a version that is not read: {lacks}"
