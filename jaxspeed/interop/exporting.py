@@ -29,7 +29,6 @@ from jaxspeed.errors import CheckpointError, ConfigError, PretrainedError
 from jaxspeed.interop.export_values import CheckpointValues, MergedValues, StateValues, Values
 from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX, PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
-from jaxspeed.interop.moments import MOMENTS, in_units, moments_in
 from jaxspeed.interop.peft import AdapterFolder, read_adapter
 from jaxspeed.interop.peft_config import CONFIG as ADAPTER_CONFIG
 from jaxspeed.interop.peft_config import AdapterForm
@@ -37,6 +36,7 @@ from jaxspeed.interop.peft_export import write_adapter
 from jaxspeed.interop.peft_layout import TENSORS as ADAPTER
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
+from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import IS_RANGE
 from jaxspeed.train.program import Program

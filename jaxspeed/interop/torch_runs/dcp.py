@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import StoredTensor, sizes_of
-from jaxspeed.interop.torch_runs.pickles import MOST_BYTES, Record
+from jaxspeed.interop.torch_runs.pickles import MOST_BYTES, Pickled
 from jaxspeed.interop.torch_runs.torch_run import (
     TensorInParts,
     TorchRun,
@@ -32,7 +32,7 @@ _BY_NUMBER = (
     "its optimizer has parameters by numbers: save it there with get_optimizer_state_dict of "
     "torch.distributed.checkpoint.state_dict, which has names"
 )
-Index = dict[str, dict[tuple[int, ...], Record]]  # where a value is, by its key and offsets
+Index = dict[str, dict[tuple[int, ...], Pickled]]  # where a value is, by its key and offsets
 
 
 def is_dcp(folder: Path) -> bool:
@@ -60,7 +60,7 @@ def read_dcp(folder: Path) -> TorchRun:
     return run
 
 
-def _fill(run: TorchRun, entries: Mapping[str, Record], index: Index) -> None:
+def _fill(run: TorchRun, entries: Mapping[str, Pickled], index: Index) -> None:
     updates = set[int]()
     for key, entry in entries.items():
         last, match = key.rpartition(".")[2], _OF_OPTIMIZER.fullmatch(key)
@@ -86,7 +86,7 @@ def _fill(run: TorchRun, entries: Mapping[str, Record], index: Index) -> None:
     run.steps = run.steps or run.updates
 
 
-def _opener(run: TorchRun, place: Record) -> Callable[[], Any]:
+def _opener(run: TorchRun, place: Pickled) -> Callable[[], Any]:
     """What reads the object at a place."""
     name = place.fields["relative_path"]
     if place.fields.get("transform_descriptors"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles, sizes_of
-from jaxspeed.interop.torch_runs.pickles import Record
+from jaxspeed.interop.torch_runs.pickles import Pickled
 from jaxspeed.interop.torch_runs.torch_run import (
     TorchRun,
     as_pretrained_error,
@@ -206,7 +206,7 @@ def _position(scheduler: Any) -> int | None:
 
 def _scaler(scaler: Any) -> dict[str, float] | None:
     """The state of a dynamic scaler; a static one has none."""
-    if not isinstance(scaler, Record) or not scaler.fields.get("dynamic"):
+    if not isinstance(scaler, Pickled) or not scaler.fields.get("dynamic"):
         return None
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     scale, iteration, last, hysteresis = (float(scaler.fields[name]) for name in names)

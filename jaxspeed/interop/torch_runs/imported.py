@@ -22,8 +22,8 @@ from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, ConfigError, PretrainedError
 from jaxspeed.interop.exporting import NoHFForm, hf_form
 from jaxspeed.interop.mapping import MappingTable, bind
-from jaxspeed.interop.moments import MOMENTS, in_units, moments_in
 from jaxspeed.interop.pretrained import FolderWeights
+from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
 from jaxspeed.interop.torch_runs.dcp import is_dcp, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import is_deepspeed, read_deepspeed
 from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun, TorchTensors

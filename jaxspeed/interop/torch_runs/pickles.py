@@ -41,7 +41,7 @@ class Name:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class Pickled:
     """The fields of an object of a known class."""
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class PickleReader(_Unpickler):
         if constructor := self._constructors.get(what.text):
             self.append(constructor(*arguments))
         elif what.text.startswith(self._records):
-            self.append(Record())
+            self.append(Pickled())
         else:
             self._inert[what.text] += 1
             self.append(Inert(what.text))
@@ -127,7 +127,7 @@ class PickleReader(_Unpickler):
     def _set_state(self) -> None:
         """Set the fields of a record; the state of all else, such as `_metadata`, is not read."""
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, Pickled):
             target.fields.update(state if type(state) is dict else {"state": state})
 
     def _set_item(self) -> None:
@@ -158,6 +158,6 @@ def _refuse(*_: Any) -> Any:
 def hashable(key: Any) -> Any:
     """A key whose hash takes constant time and no recursion."""
     parts = key if type(key) is tuple and len(key) < 64 else (key,)
-    if not all(isinstance(x, str | int | float | Name | Record | Inert | None) for x in parts):
+    if not all(isinstance(x, str | int | float | Name | Pickled | Inert | None) for x in parts):
         raise PickleError("has a dict with keys that are not read")
     return key
