@@ -67,7 +67,9 @@ class TorchFiles:
     """
 
     inert: Counter[str] = field(default_factory=Counter)
+    assembled: dict[int, np.ndarray] = field(default_factory=dict)
     _mapped: list[mmap.mmap] = field(default_factory=list)
+    _is_read: bool = False
 
     def load(self, path: Path, start: int = 0, length: int | None = None) -> Any:
         """The object of a file, or of a part of it; its tensors are `StoredTensor`."""
@@ -106,8 +108,17 @@ class TorchFiles:
         except PickleError as error:
             raise PretrainedError(f"{where}: its pickle {error}") from None
 
+    def array(self, tensor: Any) -> np.ndarray:
+        """A tensor's array; those of one block are in memory until others are read."""
+        if id(tensor) not in self.assembled:
+            if self._is_read:
+                self.assembled, self._is_read = {}, False
+            self.assembled[id(tensor)] = tensor.array()
+        return self.assembled[id(tensor)]
+
     def release(self) -> None:
         """Drop the pages of files that were used."""
+        self._is_read = True
         for mapped in self._mapped if hasattr(mmap, "MADV_DONTNEED") else ():
             mapped.madvise(mmap.MADV_DONTNEED)
 

@@ -123,7 +123,7 @@ def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) 
             else:
                 base, masters = state["base_optimizer_state"], state[_MASTERS]
                 slices = _slices_of_stages_1_and_2(state)
-            groups = [{**base["state"][i], "": flat} for i, flat in enumerate(masters)]
+            groups = [{**base["state"].get(i, {}), "": flat} for i, flat in enumerate(masters)]
             for group in (*groups, *base["param_groups"]):  # some optimizers have it there
                 updates |= {number_of(group["step"])} if "step" in group else set()
             for number, name, start, length in slices:

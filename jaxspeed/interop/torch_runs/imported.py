@@ -191,7 +191,10 @@ class _Arrays:
 
     def __call__(self, _: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
         """Values by name in the wanted shape, dtype and sharding."""
-        return {n: self._read(n, x.stored) for n, x in wanted.items() if math.prod(x.stored.shape)}
+        some = {name: leaf.stored for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
+        values = {name: self._read(name, stored) for name, stored in some.items()}
+        self._run.files.assembled = {}
+        return values
 
     def _read(self, name: str, stored: jax.ShapeDtypeStruct) -> jax.Array:
         shape, at = tuple(stored.shape), stored.sharding

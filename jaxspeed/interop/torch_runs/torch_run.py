@@ -1,6 +1,7 @@
 """A run of torch at a checkpoint: parameters, moments, counts; a tensor's parts in files."""
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,10 @@ class TensorInParts:
         """The tensor: a view of its file where it has one part."""
         if len(self.parts) == 1:
             return self.parts[0][1]().reshape(self.shape)
-        full = np.empty(self.shape, jnp.dtype(self.dtype))
+        # Not from a heap, in which what is freed may stay.
+        dtype = jnp.dtype(self.dtype)
+        memory = mmap.mmap(-1, max(1, math.prod(self.shape) * dtype.itemsize))
+        full = np.frombuffer(memory, dtype, math.prod(self.shape)).reshape(self.shape)
         for at, read in self.parts:
             target = full.reshape(-1) if isinstance(at, slice) else full
             target[at] = read()
@@ -93,26 +97,15 @@ class TorchRun:
 
 
 class TorchTensors:
-    """Tensors of a run, as a folder; those of one block are in memory until others are read."""
+    """Tensors of a run, as a folder."""
 
     def __init__(self, run: TorchRun, tensors: Mapping[str, AnyTensor]) -> None:
-        self.path, self._run, self._parts = run.folder, run, tensors
+        self.path, self._files, self._parts = run.folder, run.files, tensors
         self.tensors = {n: Tensor(n, x.shape, x.dtype) for n, x in tensors.items()}
-        self._arrays: dict[str, np.ndarray] = {}
-        self._is_read = False
+        self.release = run.files.release
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor."""
-        if name not in self._arrays:
-            if self._is_read:
-                self._arrays, self._is_read = {}, False
-            self._arrays[name] = self._parts[name].array()
-        return self._arrays[name]
-
-    def release(self) -> None:
-        """Drop the pages of files that were used."""
-        self._is_read = True
-        self._run.files.release()
+        return self._files.array(self._parts[name])
 
     def digests(self) -> dict[str, str]:
         """None: what is read becomes a checkpoint of its own."""
