@@ -294,9 +294,10 @@ def donatable_arrays(
             {row.path: program.shardings.params[row.path] for row in rows},
         )
         arrays = {name: read.pop(name) for name in names if name in read}
-        values, made_params = jax.jit(finish, out_shardings=at)(arrays)
+        # Ready, since what was read stays in memory until it is copied.
+        values, made_params = jax.block_until_ready(jax.jit(finish, out_shardings=at)(arrays))
         saved.update(values)
-        params.update(jax.block_until_ready(made_params))
+        params.update(made_params)
     return saved, params
 
 

@@ -193,7 +193,8 @@ INSTRUCTIONS = {
     "an unknown one": b"\xff", "no value": b"R", "a mark that is not there": b"t",
     "a memo that is not there": b"h\x07", "a call of a call": text(evil()) + b")R",
     "a call of a text": text("os.system") + b")R", "a key that is a list": b"}]Ns",
-    "a key that is nested": b"}" + b")" + b"\x85" * 9 + b"Ns", "no stop": b"N" * 9 + b"0" * 9,
+    "a key that is nested": b"}" + b")" + b"\x85" * 1_000_000 + b"Ns",
+    "no stop": b"N" * 9 + b"0" * 9,
 }  # fmt: skip
 BOMBS = {
     "tuples in tuples": b")" + b"\x85" * 1_000_000,

@@ -35,11 +35,6 @@ _BY_NUMBER = (
 Index = dict[str, dict[tuple[int, ...], Pickled]]  # where a value is, by its key and offsets
 
 
-def is_dcp(folder: Path) -> bool:
-    """Whether a folder has a checkpoint of torch's DCP."""
-    return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
-
-
 def read_dcp(folder: Path) -> TorchRun:
     """The run of a checkpoint of torch's DCP, as FSDP2 writes it."""
     path, run = folder / METADATA, TorchRun(folder)

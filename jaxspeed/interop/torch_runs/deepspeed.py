@@ -37,11 +37,6 @@ _MASTERS = "single_partition_of_fp32_groups"
 Values = Mapping[str, Any]
 
 
-def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder has files of DeepSpeed's."""
-    return (folder / "latest").is_file() or any(folder.glob("*model_states.pt"))
-
-
 def read_deepspeed(folder: Path) -> TorchRun:
     """The run of a checkpoint of DeepSpeed's, or of the one that `latest` names."""
     with as_pretrained_error(folder):
@@ -59,8 +54,7 @@ def read_deepspeed(folder: Path) -> TorchRun:
             raise PretrainedError(f"{folder}: has no *_model_states.pt of rank 0")
         first, layers = models[min(models)][0], sorted(folder.glob("layer_*-model_states.pt"))
         of_experts = [*folder.glob("*expp_rank_*"), *folder.glob("*_expert_*")]
-        tensor_ranks = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
-        if of_experts or tensor_ranks != 1 or (len(models) > 1 and not layers):
+        if of_experts or (len(models) > 1 and not layers):
             raise PretrainedError(f"{folder}: {_SPLIT}")
         run.steps = number_of(first.get("global_steps") or 0)
         run.skipped = number_of(first.get("skipped_steps") or 0)
@@ -74,10 +68,6 @@ def read_deepspeed(folder: Path) -> TorchRun:
         for name, tensor in stored.items():
             if isinstance(tensor, StoredTensor) and tensor.shape != (0,):  # that of stage 3
                 run.parameters.setdefault(name, tensor)
-        for alias, name in (first.get("shared_params") or {}).items():
-            for tensors in (run.parameters, *run.moments.values()):
-                if type(name) is str and name in tensors:
-                    tensors.setdefault(alias, tensors[name])
         return run
 
 
@@ -132,8 +122,6 @@ def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) 
                     if is_flat or not key:
                         spans.setdefault((key, name), []).append((source, start, length))
         shapes = {n: sizes_of(x) for group in model["param_shapes"] for n, x in group.items()}
-        if "fp32_flat_groups" in state:
-            _add_frozen(run, models[part])
         for (key, name), some in spans.items():
             target = run.moments.setdefault(key, {}) if key else run.parameters
             # Tied parameters are in several parts of a pipeline.
@@ -157,15 +145,6 @@ def _slices_of_stage_3(model: Values, rank: int, ranks: int) -> Iterator[tuple[i
             share = -(-size // ranks)
             yield group, name, start, max(0, min(share, size - rank * share))
             start += share
-
-
-def _add_frozen(run: TorchRun, models: list[dict[str, Any]]) -> None:
-    """Read the parameters that stage 3 does not train."""
-    shapes, spans = models[0].get("frozen_param_shapes") or {}, dict[str, list[Any]]()
-    for rank, model in enumerate(models):
-        for _, name, _, length in _slices_of_stage_3({"param_shapes": [shapes]}, rank, len(models)):
-            spans.setdefault(name, []).append((model["frozen_param_fragments"][name], 0, length))
-    run.parameters |= {n: flat_tensor(sizes_of(shapes[n]), some) for n, some in spans.items()}
 
 
 def _layers(files: TorchFiles, paths: list[Path]) -> dict[str, Any]:
@@ -197,11 +176,10 @@ def _read_universal(run: TorchRun) -> None:
 
 def _position(scheduler: Any) -> int | None:
     """Completed steps of a schedule: DeepSpeed's counts from -1, torch's from 0."""
-    if scheduler is None:
-        return None
-    if "last_batch_iteration" in scheduler:
-        return number_of(scheduler["last_batch_iteration"] + 1)
-    return number_of(scheduler["last_epoch"]) if "last_epoch" in scheduler else None
+    for name, first in (("last_batch_iteration", -1), ("last_epoch", 0)):
+        if scheduler is not None and name in scheduler:
+            return number_of(scheduler[name] - first)
+    return None
 
 
 def _scaler(scaler: Any) -> dict[str, float] | None:

@@ -24,8 +24,8 @@ from jaxspeed.interop.exporting import NoHFForm, hf_form
 from jaxspeed.interop.mapping import MappingTable, bind
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
-from jaxspeed.interop.torch_runs.dcp import is_dcp, read_dcp
-from jaxspeed.interop.torch_runs.deepspeed import is_deepspeed, read_deepspeed
+from jaxspeed.interop.torch_runs.dcp import METADATA, read_dcp
+from jaxspeed.interop.torch_runs.deepspeed import read_deepspeed
 from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun, TorchTensors
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import Stored, StoredValue
@@ -44,9 +44,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 def read_torch_run(folder: str | Path) -> TorchRun:
     """The run that a folder has a checkpoint of; a PretrainedError if none can be read."""
     path = Path(folder).expanduser()
-    if is_dcp(path):
+    if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return read_dcp(path)
-    if is_deepspeed(path):
+    if (path / "latest").is_file() or any(path.glob("*model_states.pt")):
         return read_deepspeed(path)
     raise PretrainedError(
         f"{folder}: is no folder of a checkpoint of DeepSpeed or of torch's DCP. Megatron's own is "
