@@ -134,7 +134,7 @@ def dcp_entry(key, old, new):
 NESTED = {
     **{f"model, {key}": lambda f, key=key: model_states(f, **{key: evil()})
        for key in ("module", "param_shapes", "global_steps", "skipped_steps", "lr_scheduler",
-                   "checkpoint_parallel_dimensions", "shared_params")},
+                   )},
     "model, a shape": lambda f: model_states(f, param_shapes=[{"a.weight": evil()}]),
     **{f"optimizer, {key}": lambda f, key=key: optimizer_states(f, **{key: evil()})
        for key in ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count",
@@ -170,6 +170,8 @@ NESTED = {
 }  # fmt: skip
 # A call in a place that is not needed is not made either.
 UNREAD = {
+    "model, parallel dimensions": lambda f: model_states(
+        f, checkpoint_parallel_dimensions=evil(), shared_params=evil()),
     "model, an unknown key": lambda f: model_states(f, client_state=evil()),
     "model, deep in lists": lambda f: model_states(f, client={"a": [({"b": [evil()]},)]}),
     "a state of a list of tensors": lambda f: model_states(
@@ -205,6 +207,8 @@ BOMBS = {
     "an integer of 2 GB": b"\x8b\xff\xff\xff\x7f" + b"1",
     "a text of 16 EB": b"\x8d" + b"\xff" * 7 + b"\x0f" + b"a",
     "bytes of 16 EB": b"\x8e" + b"\xff" * 8,
+    "a bytearray of 72 PB": b"\x96" + b"\xff" * 7 + b"\0",
+    "a set of nested tuples": b"()" + b"\x85" * 1_000_000 + b"\x91",
     "digits": b"I" + b"9" * 1_000_000 + b"\n",
     "long digits": b"L" + b"9" * 1_000_000 + b"L\n",
 }
@@ -333,6 +337,13 @@ ARCHIVES = {
 def test_an_archive_that_lies_is_refused(tmp_path, name):
     says = read_all(one_file(tmp_path / "run", ARCHIVES[name]))
     assert "fp32.pt" in says
+
+
+def test_a_file_beside_the_folder_is_not_read(tmp_path):
+    change = replaced(text("__0_0.distcp"), text("../__0_0.distcp"))
+    folder = metadata_of(tmp_path / "run", change)
+    shutil.copy(folder / "__0_0.distcp", tmp_path)
+    assert "a file that is not in its folder" in read_all(folder)
 
 
 @pytest.mark.parametrize("latest", ["../run/saved", "/etc", "absent", "", "\0", "a" * 5000])

@@ -34,7 +34,8 @@ class TensorInParts:
             return self.parts[0][1]().reshape(self.shape)
         # Not from a heap, in which what is freed may stay.
         dtype = jnp.dtype(self.dtype)
-        memory = mmap.mmap(-1, max(1, math.prod(self.shape) * dtype.itemsize))
+        size = max(1, math.prod(self.shape) * dtype.itemsize)
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         full = np.frombuffer(memory, dtype, math.prod(self.shape)).reshape(self.shape)
         for at, read in self.parts:
             target = full.reshape(-1) if isinstance(at, slice) else full
