@@ -232,6 +232,7 @@ SLICES = {
     "a slice before its partition": files.fragment(15, -4),
     "a slice of another size": files.fragment(14, 0),
     "a slice of 2^63": files.fragment((1 << 63) + 15, 0),
+    "a slice of a parameter without a name": {7: files.fragment(15, 0)},
     "a slice without numbers": files.fragment(None, None),
 }
 PLACES = {
@@ -261,7 +262,9 @@ def cases():
         of_files[f"tensor: {name}"] = (lambda f, claims=claims: one_tensor(f, **claims)), True
     for name, code in SLICES.items():
         of_files[f"slice: {name}"] = (
-            lambda f, code=code: optimizer_states(f, param_slice_mappings=[{"a.weight": code}]),
+            lambda f, code=code: optimizer_states(
+                f, param_slice_mappings=[code if type(code) is dict else {"a.weight": code}]
+            ),
             True,
         )
     for name, change in PLACES.items():

@@ -113,12 +113,13 @@ def _tensor(run: TorchRun, key: str, fields: Mapping[str, Any], index: Index) ->
         at = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
         parts.append((at, partial(_chunk, _opener(run, place), sizes, dtype, key)))
     edges = [sorted(of_dim) for of_dim in starts]
-    is_grid = math.prod(len(of_dim) - 1 for of_dim in edges) == len(boxes) == len(parts) and all(
-        of_dim[0] == 0 and of_dim[of_dim.index(start) + 1] == start + size
+    ends = [dict(zip(of_dim, of_dim[1:])) for of_dim in edges]
+    is_grid = math.prod(map(len, ends)) == len(boxes) == len(parts) and all(
+        of_dim.get(start) == start + size
         for offsets, sizes in boxes.items()
-        for of_dim, start, size in zip(edges, offsets, sizes, strict=True)
+        for of_dim, start, size in zip(ends, offsets, sizes, strict=True)
     )
-    if math.prod(shape) and not is_grid:
+    if math.prod(shape) and not (is_grid and all(0 in of_dim for of_dim in ends)):
         raise ValueError(f"the chunks of {key} are not those of a tensor {list(shape)}")
     return TensorInParts(shape, dtype, parts)
 

@@ -68,6 +68,9 @@ def read_deepspeed(folder: Path) -> TorchRun:
         for name, tensor in stored.items():
             if isinstance(tensor, StoredTensor) and tensor.shape != (0,):  # that of stage 3
                 run.parameters.setdefault(name, tensor)
+        names = [*run.moments, *run.parameters, *(n for of in run.moments.values() for n in of)]
+        if not all(type(name) is str for name in names):
+            raise ValueError("a name is no text")
         return run
 
 
