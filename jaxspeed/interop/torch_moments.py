@@ -1,7 +1,8 @@
 """The state of an optimizer by torch's names: `state.NAME.exp_avg` is `opt/.../mu/PATH` here."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from jaxspeed.interop.mapping import MappingTable
 from jaxspeed.train_state.opt_layout import owner_of
@@ -15,14 +16,13 @@ MOMENTS = {
 }
 
 
-def moments_in(leaves: Iterable[str], parameters: Collection[str]) -> dict[str, dict[str, str]]:
+def moments_in(leaves: Iterable[str], parameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """{field: {path of a parameter: leaf}} of the leaves `opt/...`; "" has all others."""
     fields: dict[str, dict[str, str]] = {}
-    known: Mapping[str, None] = dict.fromkeys(parameters)
     for leaf in leaves:
         path = leaf.removeprefix("opt/")
         if path != leaf:
-            owner = owner_of(path, known) or path
+            owner = owner_of(path, parameters) or path
             kind = path.removesuffix(f"/{owner}").rpartition("/")[2]
             fields.setdefault(kind if kind in MOMENTS else "", {})[owner] = leaf
     return fields

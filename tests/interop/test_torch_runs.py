@@ -208,6 +208,21 @@ def test_a_state_has_the_masters_moments_and_counts_of_a_run(tmp_path, eight_ran
     eight_ranks.train_batch({"x": np.ones((8, 4), np.float32)})
 
 
+@pytest.mark.sampled
+def test_masters_and_the_loss_scale_of_a_run_in_fp16(tmp_path):
+    values = random_values(TORCH)
+    scaler = files.scaler(
+        dynamic=True, cur_scale=4096.0, cur_iter=7, last_overflow_iter=3, cur_hysteresis=2
+    )
+    ours = engine(fp16={"enabled": True, "loss_scale": 0})
+    ours.import_run(files.deepspeed(tmp_path, 3, values, loss_scaler=scaler), TABLE)
+    assert [float(x) for x in ours.state.loss_scale] == [4096.0, 3, 2]
+    expected = as_here(values)[""]
+    for path, x in state_values(ours)[""].items():
+        np.testing.assert_array_equal(x[tuple(map(slice, expected[path].shape))], expected[path])
+    ours.train_batch({"x": np.ones((8, 4), np.float32)})
+
+
 def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_path, eight_ranks):
     values = random_values(TORCH)
     momentum = {"": values[""], "momentum_buffer": values["exp_avg"]}

@@ -1,5 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint: `.metadata`, and blobs of torch.save in *.distcp."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -113,7 +114,7 @@ def _tensor(run: TorchRun, key: str, fields: Mapping[str, Any], index: Index) ->
         at = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
         parts.append((at, partial(_chunk, _opener(run, place), sizes, dtype, key)))
     edges = [sorted(of_dim) for of_dim in starts]
-    ends = [dict(zip(of_dim, of_dim[1:])) for of_dim in edges]
+    ends = [dict(itertools.pairwise(of_dim)) for of_dim in edges]
     is_grid = math.prod(map(len, ends)) == len(boxes) == len(parts) and all(
         of_dim.get(start) == start + size
         for offsets, sizes in boxes.items()

@@ -30,7 +30,7 @@ from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun, TorchTens
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import Stored, StoredValue
 from jaxspeed.placement.paths import counted, listed
-from jaxspeed.placement.rows import IS_RANGE, LayerRange, Leaf
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
 from jaxspeed.train_state.state_storage import read_shards
@@ -117,7 +117,7 @@ class _Arrays:
         for name, leaf in self._leaves.items():
             kind, _, path = name.partition("/")
             if kind in ("params", "ema") or (kind == "variables" and path in read):
-                self._tensors[name] = weights, _leaf(path, leaf)
+                self._tensors[name] = weights, Leaf(path, leaf.shape, None)
         fields = {} if run.no_optimizer else self._add_moments(shapes)
         counts = {f"{x.partition(f'/{k}/')[0]}/count" for k in fields for x in fields[k].values()}
         numbers: dict[str, Any] = {"step": run.steps, "skipped": run.skipped}
@@ -154,9 +154,8 @@ class _Arrays:
 
     def _add_moments(self, shapes: Shapes) -> dict[str, dict[str, str]]:
         """Bind the moments of the optimizer's leaves, by their field in it."""
-        run, rows = self._run, self._program.table.rows
-        of_tensors = (name for name, leaf in self._leaves.items() if leaf.shape)
-        fields = moments_in(of_tensors, {*shapes, *rows})
+        run, of_tensors = self._run, (name for name, leaf in self._leaves.items() if leaf.shape)
+        fields = moments_in(of_tensors, shapes)
         there, needed = {*run.moments}, {MOMENTS[kind][0] for kind in fields if kind}
         if "" in fields or there != needed:
             needs = listed(sorted(needed | {*fields.get("", {}).values()}))
@@ -166,10 +165,10 @@ class _Arrays:
             )
         for kind, names in fields.items():
             key, power = MOMENTS[kind]
-            of_kind = {name: _leaf(path, self._leaves[name]) for path, name in names.items()}
-            trained = {leaf.parameter: shapes[leaf.parameter] for leaf in of_kind.values()}
+            trained = {path: shapes[path] for path in names}
             weights = self._weights(trained, run.moments[key], power)
-            self._tensors |= {name: (weights, leaf) for name, leaf in of_kind.items()}
+            for path, name in names.items():
+                self._tensors[name] = weights, Leaf(path, shapes[path], None)
         return fields
 
     def _weights(
@@ -202,15 +201,6 @@ class _Arrays:
             return jax.make_array_from_callback(shape, at, self._numbers[name].__getitem__)
         weights, leaf = self._tensors[name]
         return read_shards(weights, leaf, StoredValue(leaf.shape, shape, stored.dtype, at))
-
-
-def _leaf(path: str, saved: SavedLeaf) -> Leaf:
-    """A parameter, or a range of its layers, by its path."""
-    parameter, _, last = path.rpartition("/")
-    if not IS_RANGE.fullmatch(last):
-        return Leaf(path, saved.shape, None)
-    start, stop = map(int, last[1:-1].split(":"))
-    return Leaf(path, saved.shape, None, range=LayerRange(parameter, start, stop, ""))
 
 
 def _fitting(

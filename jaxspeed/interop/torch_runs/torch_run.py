@@ -67,27 +67,19 @@ def _elements(source: StoredTensor, start: int, length: int) -> np.ndarray:
 
 @dataclass
 class TorchRun:
-    """A run at a checkpoint.
-
-    Attributes:
-      parameters: by their names in torch, in the precision of their update where that is stored.
-      moments: by torch's words, such as "exp_avg", and by the parameters' names.
-      no_optimizer: what is missing, if there are no moments.
-      updates, position: of the optimizer, of the learning rate's schedule: completed ones.
-      scaler: of a dynamic loss scale, the fields of `LossScale`.
-    """
+    """A run at a checkpoint; parameters in the precision of their update where that is stored."""
 
     folder: Path
     parameters: dict[str, AnyTensor] = field(default_factory=dict)
-    moments: dict[str, dict[str, AnyTensor]] = field(default_factory=dict)
-    no_optimizer: str = ""
+    moments: dict[str, dict[str, AnyTensor]] = field(default_factory=dict)  # by "exp_avg", ...
+    no_optimizer: str = ""  # what is missing, if there are no moments
     steps: int = 0
     skipped: int = 0
-    updates: int = 0
-    position: int | None = None
+    updates: int = 0  # of the optimizer
+    position: int | None = None  # completed steps of the schedule
     samples: int | None = None
     tokens: int | None = None
-    scaler: Mapping[str, float] | None = None
+    scaler: Mapping[str, float] | None = None  # the fields of `LossScale`
     files: TorchFiles = field(default_factory=TorchFiles)
 
     def took(self, updates: set[int]) -> None:
