@@ -95,8 +95,8 @@ def check_start(config: Config, more: Iterable[Package] = ()) -> None:
     is_server = config.parallel.data_reduction == "parameter_server"
     if config.run.import_from and (config.run.init_from or is_server):
         raise ConfigError(
-            "run.import_from: not with run.init_from; a parameter server begins from a run, which "
-            "`jaxspeed checkpoint import` writes"
+            "run.import_from: not with run.init_from, nor with a parameter server, which begins "
+            "from a run that `jaxspeed checkpoint import` writes"
         )
     if config.run.eval_tasks:
         refuse_missing_tasks("run.eval_tasks", config.run.eval_tasks)

@@ -421,8 +421,8 @@ class Engine(DeepSpeedHabits):
     ) -> None:
         """Continue a run of DeepSpeed or torch, with its optimizer, from a folder.
 
-        No code of it is run, and what is not taken over is logged. `table` says which tensors are
-        which parameters, by default as the model's family does.
+        What is not taken over is logged. `table` says which tensors are which parameters, by
+        default as the model's family does.
 
         Raises:
           CheckpointError, PretrainedError: it is of another model or optimizer, or damaged.

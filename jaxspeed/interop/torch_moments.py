@@ -17,7 +17,7 @@ MOMENTS = {
 
 
 def moments_in(leaves: Iterable[str], parameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """{field: {path of a parameter: leaf}} of the leaves `opt/...`; "" has all others."""
+    """{field: {a parameter's path: leaf}} of the leaves `opt/...`; "" has all others."""
     fields: dict[str, dict[str, str]] = {}
     for leaf in leaves:
         path = leaf.removeprefix("opt/")

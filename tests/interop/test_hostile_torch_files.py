@@ -353,7 +353,7 @@ def test_a_file_beside_the_folder_is_not_read(tmp_path):
 def test_latest_names_a_folder_beside_it(tmp_path, latest):
     folder = files.deepspeed(tmp_path / "run", 1, random_values())
     (folder / "latest").write_text(latest)
-    assert "names no folder" in read_all(folder)
+    assert "latest names no folder" in read_all(folder)
 
 
 def test_a_file_that_is_a_folder_is_refused(tmp_path):

@@ -12,13 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.pickles import (
-    DAMAGED,
     MOST_BYTES,
     Name,
-    PickleError,
     PickleReader,
+    as_pretrained_error,
     hashable,
 )
 
@@ -74,7 +72,7 @@ class TorchFiles:
     def load(self, path: Path, start: int = 0, length: int | None = None) -> Any:
         """The object of a file, or of a part of it; its tensors are `StoredTensor`."""
         where = f"{path}" if length is None else f"{path} at {start:,}"
-        try:
+        with as_pretrained_error(where):
             size = path.stat().st_size
             end = size if length is None else start + length
             if not 0 <= start < end <= size:
@@ -93,20 +91,13 @@ class TorchFiles:
             if mapped[at : at + count] not in (b"", b"little"):
                 raise ValueError("it is of a big-endian machine")
             pickled = mapped[begin : begin + min(nbytes, MOST_BYTES + 1)]
-        except DAMAGED as error:
-            raise PretrainedError(f"{where}: is truncated or damaged: {error}") from None
-        return self.unpickled(pickled, where, lambda of: _storage(mapped, members, of))
+            return self.unpickled(pickled, lambda of: _storage(mapped, members, of))
 
-    def unpickled(
-        self, data: bytes, where: str, storage: Callable[[Any], Any] | None = None
-    ) -> Any:
+    def unpickled(self, data: bytes, storage: Callable[[Any], Any] | None = None) -> Any:
         """The object of a pickle of torch's or DeepSpeed's."""
-        try:
-            if len(data) > MOST_BYTES:
-                raise PickleError(f"has more than {MOST_BYTES:,} bytes")
-            return PickleReader(data, _CONSTRUCTORS, _RECORDS, self.inert, storage).read()
-        except PickleError as error:
-            raise PretrainedError(f"{where}: its pickle {error}") from None
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"a pickle has more than {MOST_BYTES:,} bytes")
+        return PickleReader(data, _CONSTRUCTORS, _RECORDS, self.inert, storage).load()
 
     def array(self, tensor: Any) -> np.ndarray:
         """A tensor's array; those of one block are in memory until others are read."""
@@ -148,7 +139,7 @@ def sizes_of(values: Any) -> tuple[int, ...]:
     """Sizes that a file has."""
     sizes = tuple(values)
     if len(sizes) > 64 or not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes):
-        raise PickleError("has a size that is no number of elements")
+        raise ValueError("has a size that is no number of elements")
     return sizes
 
 
@@ -158,11 +149,11 @@ def _storage(
     kind, storage, key, _, size = reference
     dtype = _STORAGES.get(storage.text.removeprefix("torch.").removesuffix("Storage"))
     if kind != "storage" or dtype is None or type(key) is not str:
-        raise PickleError(f"has a storage of {storage.text}, which is not read")
+        raise ValueError(f"has a storage of {storage.text}, which is not read")
     start, length = members[f"data/{key}"]
     (size,) = sizes_of((size,))
     if size * jnp.dtype(dtype).itemsize > length:
-        raise PickleError(f"has {length:,} bytes of a storage of {size:,} {dtype}")
+        raise ValueError(f"has {length:,} bytes of a storage of {size:,} {dtype}")
     return StoredTensor(mapped, start, dtype, (size,), (1,))
 
 
@@ -173,7 +164,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Sto
     size = math.prod(shape)
     (most,) = storage.shape
     if size > most or (size and last >= most):
-        raise PickleError(f"has a tensor {list(shape)} that is not within its storage")
+        raise ValueError(f"has a tensor {list(shape)} that is not within its storage")
     start = storage.start + offset * jnp.dtype(storage.dtype).itemsize
     return StoredTensor(storage.mapped, start, storage.dtype, shape, strides)
 

@@ -13,11 +13,10 @@ import numpy as np
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import StoredTensor, sizes_of
-from jaxspeed.interop.torch_runs.pickles import MOST_BYTES, Pickled
+from jaxspeed.interop.torch_runs.pickles import MOST_BYTES, Pickled, as_pretrained_error
 from jaxspeed.interop.torch_runs.torch_run import (
     TensorInParts,
     TorchRun,
-    as_pretrained_error,
     number_of,
 )
 
@@ -26,13 +25,10 @@ METADATA = ".metadata"
 _OF_OPTIMIZER = re.compile(r"(?:.*\.)?state\.(?P<name>.+)\.(?P<key>\w+)")
 _COUNTS = {"last_epoch": "position", "step": "steps", "ntokens_seen": "tokens"}
 _MEGATRON = (
-    "has Megatron's flat buffers (gbuf), which have no parameter's name: save it there with "
-    "--dist-ckpt-optim-fully-reshardable, or export it from Megatron to Hugging Face's format"
+    "has Megatron's flat buffers (gbuf), without names: save it there with "
+    "--dist-ckpt-optim-fully-reshardable, or export it to Hugging Face's format"
 )
-_BY_NUMBER = (
-    "its optimizer has parameters by numbers: save it there with get_optimizer_state_dict of "
-    "torch.distributed.checkpoint.state_dict, which has names"
-)
+_BY_NUMBER = "its optimizer has numbers for names: save it there with get_optimizer_state_dict"
 Index = dict[str, dict[tuple[int, ...], Pickled]]  # where a value is, by its key and offsets
 
 
@@ -43,7 +39,7 @@ def read_dcp(folder: Path) -> TorchRun:
         if not path.is_file():
             raise PretrainedError(f"{path}: missing: the save did not end")
         with path.open("rb") as file:
-            metadata = run.files.unpickled(file.read(MOST_BYTES + 1), str(path))
+            metadata = run.files.unpickled(file.read(MOST_BYTES + 1))
         entries = metadata.fields["state_dict_metadata"]
         if any("gbuf" in key for key in entries):
             raise PretrainedError(f"{folder}: {_MEGATRON}")

@@ -13,10 +13,9 @@ from typing import Any
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles, sizes_of
-from jaxspeed.interop.torch_runs.pickles import Pickled
+from jaxspeed.interop.torch_runs.pickles import Pickled, as_pretrained_error
 from jaxspeed.interop.torch_runs.torch_run import (
     TorchRun,
-    as_pretrained_error,
     flat_tensor,
     number_of,
 )
@@ -25,14 +24,8 @@ from jaxspeed.optim.loss_scale import LossScale
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
-_BY_INDEX = (
-    "its optimizer, whose state goes by the parameters' numbers: only ZeRO's stages 1 to 3 store "
-    "names. The weights alone are read"
-)
-_SPLIT = (
-    "is split over tensor or expert ranks: convert it with DeepSpeed's ds_to_universal.py, and "
-    "import what that writes"
-)
+_BY_INDEX = "its optimizer, whose state goes by the parameters' numbers: weights alone are read"
+_SPLIT = "is split over tensor or expert ranks: convert it with DeepSpeed's ds_to_universal.py"
 _MASTERS = "single_partition_of_fp32_groups"
 Values = Mapping[str, Any]
 
@@ -44,9 +37,7 @@ def read_deepspeed(folder: Path) -> TorchRun:
             tag = (folder / "latest").read_text().strip()
             is_name = 0 < len(tag) < 256 and "\0" not in tag and Path(tag).name == tag
             if not is_name or not (folder / tag).is_dir():
-                raise PretrainedError(
-                    f"{folder / 'latest'}: names no folder beside it: {tag[:80]!r}"
-                )
+                raise PretrainedError(f"{folder}: latest names no folder: {tag[:80]!r}")
             folder = folder / tag
         run = TorchRun(folder)
         models = _values(run, _MODEL)
@@ -80,10 +71,7 @@ def _values(run: TorchRun, pattern: re.Pattern[str]) -> dict[int, list[dict[str,
     for path in sorted(run.folder.iterdir()):
         if match := pattern.fullmatch(path.name):
             rank, part = (int(number or 0) for number in match.groups())
-            value = run.files.load(path)
-            if type(value) is not dict:
-                raise PretrainedError(f"{path}: has no dict")
-            by_part.setdefault(part, {})[rank] = value
+            by_part.setdefault(part, {})[rank] = run.files.load(path)
     for part, of_ranks in by_part.items():
         if sorted(of_ranks) != list(range(len(of_ranks))):
             ranks = sorted(of_ranks)

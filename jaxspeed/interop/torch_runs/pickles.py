@@ -9,9 +9,12 @@ import pickle
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from jaxspeed.errors import PretrainedError
 
 MOST_BYTES = 128 << 20
 # Instructions that torch's files do not have, and that call, hash, or allocate before they read.
@@ -22,15 +25,21 @@ _REFUSED = (
 )
 
 
-# What the readers of a damaged file raise.
-DAMAGED = (
-    *(pickle.UnpicklingError, EOFError, struct.error, ValueError, TypeError, LookupError),
-    *(AttributeError, OverflowError, OSError, zipfile.BadZipFile, NotImplementedError),
-)
-
-
-class PickleError(ValueError):
-    """A pickle is damaged, or of a kind that is not read."""
+@contextmanager
+def as_pretrained_error(where: object) -> Iterator[None]:
+    """Raise a PretrainedError where a file has other values than its format."""
+    try:
+        yield
+    except PretrainedError:
+        raise
+    except (
+        *(pickle.UnpicklingError, EOFError, struct.error, ValueError, TypeError, LookupError),
+        *(AttributeError, OverflowError, OSError, zipfile.BadZipFile, NotImplementedError),
+    ) as error:
+        lacks = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise PretrainedError(
+            f"{where}: is damaged, or of a version that is not read: {lacks}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -99,13 +108,6 @@ class PickleReader(_Unpickler):
         self._constructors, self._records, self._inert = constructors, tuple(records), inert
         self.persistent_load = storage or _refuse
 
-    def read(self) -> Any:
-        """The object; a PickleError if it is damaged, or is none of torch's."""
-        try:
-            return self.load()
-        except DAMAGED as error:
-            raise PickleError(str(error) or type(error).__name__) from None
-
     def find_class(self, module: str, name: str) -> Name:
         return Name(f"{module}.{name}")
 
@@ -113,7 +115,7 @@ class PickleReader(_Unpickler):
         arguments = self.stack.pop()
         what = self.stack.pop()
         if not isinstance(what, Name) or type(arguments) is not tuple:
-            raise PickleError("calls what is no class")
+            raise ValueError("calls what is no class")
         if what.text in ("copyreg._reconstructor", "copy_reg._reconstructor"):
             what, arguments = arguments[0], ()
         if constructor := self._constructors.get(what.text):
@@ -152,12 +154,12 @@ class PickleReader(_Unpickler):
 
 
 def _refuse(*_: Any) -> Any:
-    raise PickleError("has an instruction that torch's files do not have")
+    raise ValueError("has an instruction that torch's files do not have")
 
 
 def hashable(key: Any) -> Any:
     """A key whose hash takes constant time and no recursion."""
     parts = key if type(key) is tuple and len(key) < 64 else (key,)
     if not all(isinstance(x, str | int | float | Name | Pickled | Inert | None) for x in parts):
-        raise PickleError("has a dict with keys that are not read")
+        raise ValueError("has a dict with keys that are not read")
     return key

@@ -2,8 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles
-from jaxspeed.interop.torch_runs.pickles import DAMAGED
 
 Span = tuple[StoredTensor, int, int]  # elements of a flat tensor: the first, and their number
 
@@ -115,17 +112,3 @@ def number_of(value: Any) -> int:
     if number != value or not 0 <= number < 1 << 53:
         raise ValueError(f"a count is {value!r:.40}")
     return number
-
-
-@contextmanager
-def as_pretrained_error(where: object) -> Iterator[None]:
-    """Raise a PretrainedError where a file has other values than its format."""
-    try:
-        yield
-    except PretrainedError:
-        raise
-    except DAMAGED as error:
-        lacks = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise PretrainedError(
-            f"{where}: is damaged, or of a version that is not read: {lacks}"
-        ) from None
