@@ -260,7 +260,7 @@ class WatchdogSection(Section):
 
 
 class ImportFrom(Section):
-    """A checkpoint of DeepSpeed or torch that a run continues. A text is its folder."""
+    """A checkpoint of DeepSpeed or torch that a run continues."""
 
     folder: Text = honoured(
         ...,
@@ -271,11 +271,6 @@ class ImportFrom(Section):
         "A Python file that defines `table`, a MappingTable, or a function of the model's sizes; "
         "by default that of the model's family.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_folder(cls, value: Any) -> Any:
-        return {"folder": value} if isinstance(value, str) else value
 
 
 class RunSection(Section):

@@ -179,7 +179,7 @@ def test_a_run_of_deepspeed_goes_on_by_the_table_of_a_file(tmp_path):
     again = open_run(source_of(config(tmp_path, import_from=imports), PAIR, squared_error))
     assert again.reached.step == STEPS
     again.close()
-    both = config(tmp_path / "b", import_from=str(there), init_from=str(tmp_path / "run"))
+    both = config(tmp_path / "b", import_from=imports, init_from=str(tmp_path / "run"))
     with pytest.raises(jaxspeed.ConfigError, match=r"run\.import_from: not with run\.init_from"):
         open_run(source_of(both, PAIR, squared_error))
 

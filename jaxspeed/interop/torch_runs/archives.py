@@ -58,13 +58,9 @@ class StoredTensor:
 
 @dataclass
 class TorchFiles:
-    """Reads files of `torch.save`.
+    """Reads files of `torch.save`."""
 
-    Attributes:
-      inert: how often classes and functions were named that are not read.
-    """
-
-    inert: Counter[str] = field(default_factory=Counter)
+    inert: Counter[str] = field(default_factory=Counter)  # the names of what is not read
     assembled: dict[int, np.ndarray] = field(default_factory=dict)
     _mapped: list[mmap.mmap] = field(default_factory=list)
     _is_read: bool = False
@@ -115,7 +111,7 @@ class TorchFiles:
 
 
 def _members(mapped: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """(start, length) of each member of an archive, without its folder."""
+    """(start, length) of each member of an archive."""
     members: dict[str, tuple[int, int]] = {}
     file: Any = mapped
     with zipfile.ZipFile(file) as archive:

@@ -79,7 +79,6 @@ def _fill(run: TorchRun, entries: Mapping[str, Pickled], index: Index) -> None:
 
 
 def _opener(run: TorchRun, place: Pickled) -> Callable[[], Any]:
-    """What reads the object at a place."""
     name = place.fields["relative_path"]
     if place.fields.get("transform_descriptors"):
         raise ValueError("it is compressed by an extension of torch's")

@@ -42,7 +42,7 @@ def read_deepspeed(folder: Path) -> TorchRun:
         run = TorchRun(folder)
         models = _values(run, _MODEL)
         if not models:
-            raise PretrainedError(f"{folder}: has no *_model_states.pt of rank 0")
+            raise PretrainedError(f"{folder}: has no *_model_states.pt of a rank")
         first, layers = models[min(models)][0], sorted(folder.glob("layer_*-model_states.pt"))
         of_experts = [*folder.glob("*expp_rank_*"), *folder.glob("*_expert_*")]
         if of_experts or (len(models) > 1 and not layers):
@@ -66,7 +66,7 @@ def read_deepspeed(folder: Path) -> TorchRun:
 
 
 def _values(run: TorchRun, pattern: re.Pattern[str]) -> dict[int, list[dict[str, Any]]]:
-    """The objects of files, by the number of the model's part and by the data rank."""
+    """The objects of files, by the model's part and the data rank."""
     by_part: dict[int, dict[int, dict[str, Any]]] = {}
     for path in sorted(run.folder.iterdir()):
         if match := pattern.fullmatch(path.name):
@@ -82,7 +82,6 @@ def _values(run: TorchRun, pattern: re.Pattern[str]) -> dict[int, list[dict[str,
 
 
 def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) -> None:
-    """Read masters and moments from flat partitions."""
     optim, updates = _values(run, _OPTIM), set[int]()
     if not optim:
         run.no_optimizer = _BY_INDEX
@@ -139,7 +138,6 @@ def _slices_of_stage_3(model: Values, rank: int, ranks: int) -> Iterator[tuple[i
 
 
 def _layers(files: TorchFiles, paths: list[Path]) -> dict[str, Any]:
-    """The tensors of a pipeline's layers, by the names that its module gives them."""
     tensors: dict[str, Any] = {}
     for path in paths:
         match = _LAYER.fullmatch(path.name)
@@ -166,7 +164,7 @@ def _read_universal(run: TorchRun) -> None:
 
 
 def _position(scheduler: Any) -> int | None:
-    """Completed steps of a schedule: DeepSpeed's counts from -1, torch's from 0."""
+    # Completed steps: DeepSpeed's schedules count from -1, torch's from 0.
     for name, first in (("last_batch_iteration", -1), ("last_epoch", 0)):
         if scheduler is not None and name in scheduler:
             return number_of(scheduler[name] - first)
@@ -174,7 +172,6 @@ def _position(scheduler: Any) -> int | None:
 
 
 def _scaler(scaler: Any) -> dict[str, float] | None:
-    """The state of a dynamic scaler; a static one has none."""
     if not isinstance(scaler, Pickled) or not scaler.fields.get("dynamic"):
         return None
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

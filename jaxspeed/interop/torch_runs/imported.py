@@ -3,9 +3,9 @@
 import contextlib
 import math
 import runpy
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,10 +23,11 @@ from jaxspeed.errors import CheckpointError, ConfigError, PretrainedError
 from jaxspeed.interop.exporting import NoHFForm, hf_form
 from jaxspeed.interop.mapping import MappingTable, bind
 from jaxspeed.interop.pretrained import FolderWeights
+from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
 from jaxspeed.interop.torch_runs.dcp import METADATA, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import read_deepspeed
-from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun, TorchTensors
+from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import Stored, StoredValue
 from jaxspeed.placement.paths import counted, listed
@@ -183,7 +184,14 @@ class _Arrays:
         }
         if unread := sorted(tensors.keys() - {f"{prefix}{name}" for name in inside}):
             self.notes.append(f"{counted(len(unread), 'tensor')} were not read: {listed(unread)}")
-        folder: Any = TorchTensors(self._run, inside)
+        files = self._run.files
+        folder: Any = SimpleNamespace(
+            path=self._run.folder,
+            tensors={n: Tensor(n, x.shape, x.dtype) for n, x in inside.items()},
+            array=lambda name: files.array(inside[name]),
+            release=files.release,
+            digests=dict,  # what is read becomes a checkpoint of its own
+        )
         weights = FolderWeights(folder, in_units(table, power))
         weights.check(shapes)
         return weights
@@ -206,13 +214,13 @@ class _Arrays:
 def _fitting(
     table: MappingTable, shapes: Shapes, there: Mapping[str, Any]
 ) -> tuple[MappingTable, str]:
-    """The table of names in files or in memory, and the prefix, under which most tensors are."""
+    """The table, of names in files or in memory, and the prefix under which most tensors are."""
     best = -1, table, ""
     for candidate in (table, table.in_memory()):
         with contextlib.suppress(*[PretrainedError] * (candidate is not table)):
             names = bind(candidate, shapes, len(there)).tensors
             longest = max(names, key=len, default="")
-            prefixes = Counter(n.removesuffix(longest) for n in there if n.endswith(f".{longest}"))
+            prefixes = [n.removesuffix(longest) for n in there if n.endswith(f".{longest}")]
             for prefix in ("", *prefixes):
                 fits = sum(f"{prefix}{name}" in there for name in names)
                 best = (fits, candidate, prefix) if fits > best[0] else best

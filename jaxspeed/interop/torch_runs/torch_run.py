@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.interop.torch_runs.archives import StoredTensor, TorchFiles
 
 Span = tuple[StoredTensor, int, int]  # elements of a flat tensor: the first, and their number
@@ -84,22 +83,6 @@ class TorchRun:
         if len(updates) > 1:
             raise ValueError(f"parts of its optimizer have taken other steps: {sorted(updates)}")
         self.updates = updates.pop() if updates else self.steps - self.skipped
-
-
-class TorchTensors:
-    """Tensors of a run, as a folder."""
-
-    def __init__(self, run: TorchRun, tensors: Mapping[str, AnyTensor]) -> None:
-        self.path, self._files, self._parts = run.folder, run.files, tensors
-        self.tensors = {n: Tensor(n, x.shape, x.dtype) for n, x in tensors.items()}
-        self.release = run.files.release
-
-    def array(self, name: str) -> np.ndarray:
-        return self._files.array(self._parts[name])
-
-    def digests(self) -> dict[str, str]:
-        """None: what is read becomes a checkpoint of its own."""
-        return {}
 
 
 def number_of(value: Any) -> int:
