@@ -49,6 +49,7 @@ LAYERS = (
     "data",
     "checkpoint",
     "interop",
+    "interop/torch_runs",
     "generation",
     "rewards",
     "hlo",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
 from jaxspeed.user_models.pretrained_model import Weights
 
+ReadsArrays = Callable[[epath.Path, Mapping[str, SavedLeaf]], dict[str, Stored]]
 _COPY_BYTES = 256 << 20  # copied at once: the peak is one state and this
 _SCALE = tuple(f"loss_scale/{name}" for name in loss_scale.LossScale._fields)
 
@@ -46,11 +48,13 @@ def restore_state(
     header: Header,
     ready: Callable[[], None],
     frozen: Mapping[str, Stored],
+    reader: ReadsArrays = read_arrays,
 ) -> tuple[TrainState, dict[str, OtherAdapter], list[str]]:
     """The full state, the adapters that were not in use, and notes on what could not be restored.
 
     `ready` is called when all has been checked, before any array is read. Parameters that the
     checkpoint does not have are `frozen`, by their names, or are read from where the model's are.
+    `reader` reads the folder of a checkpoint of another system.
 
     Raises:
       CheckpointError: its arrays are not those of this model and optimizer.
@@ -92,7 +96,7 @@ def restore_state(
             'not stored on a disk: set offload_optimizer.device to "cpu" or "none"'
         )
     ready()
-    arrays = read_arrays(folder, on_disk) if tier is None else {}
+    arrays = reader(folder, on_disk) if tier is None else {}
 
     def donatable(prefix: str, names: Iterable[str]) -> tuple[Arrays, Arrays]:
         named = {prefix + name: name for name in names if prefix + name in read}
@@ -104,7 +108,7 @@ def restore_state(
         saved, params = donatable("", in_use)
     else:
         with tier.replacing():
-            saved, params = _onto_disk(program, folder, read, on_disk)
+            saved, params = _onto_disk(program, partial(reader, folder), read, on_disk)
     adapters = {name: OtherAdapter(*donatable(f"{OTHERS}{name}/", in_use)) for name in others}
     if header.excluded:
         base = frozen or {f"params/{path}": x for path, x in program.storage.frozen().items()}
@@ -131,7 +135,7 @@ def restore_state(
 
 def _onto_disk(
     program: Program,
-    folder: epath.Path,
+    reader: Callable[[Mapping[str, SavedLeaf]], dict[str, Stored]],
     leaves: Mapping[str, SavedLeaf],
     saved_as: Mapping[str, SavedLeaf],
 ) -> tuple[Arrays, Arrays]:
@@ -143,7 +147,7 @@ def _onto_disk(
 
     for names in _groups(leaves):
         group, was = ({name: of[name] for name in names} for of in (leaves, saved_as))
-        values, published_params = donatable_arrays(program, read_arrays(folder, was), group, was)
+        values, published_params = donatable_arrays(program, reader(was), group, was)
         params |= published_params
         for name, x in values.items():
             parts = (
@@ -293,9 +297,10 @@ def donatable_arrays(
             {row.path: program.shardings.params[row.path] for row in rows},
         )
         arrays = {name: read.pop(name) for name in names if name in read}
-        values, made_params = jax.jit(finish, out_shardings=at)(arrays)
+        # Ready, since what was read stays in memory until it is copied.
+        values, made_params = jax.block_until_ready(jax.jit(finish, out_shardings=at)(arrays))
         saved.update(values)
-        params.update(jax.block_until_ready(made_params))
+        params.update(made_params)
     return saved, params
 
 

@@ -9,7 +9,7 @@ from etils import epath
 from jaxspeed.checkpoint.header import Header
 from jaxspeed.checkpoint.leaves import SavedLeaf, frozen_leaves, saved_leaves
 from jaxspeed.checkpoint.other_adapters import PREFIX as OTHERS
-from jaxspeed.checkpoint.restore import as_on_disk, check_adapters, donatable_arrays
+from jaxspeed.checkpoint.restore import ReadsArrays, as_on_disk, check_adapters, donatable_arrays
 from jaxspeed.checkpoint.tensorstore_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.placement.paths import listed
@@ -26,6 +26,7 @@ def restore_weights(
     header: Header,
     renames: Mapping[str, str],
     ready: Callable[[], None],
+    reader: ReadsArrays = read_arrays,
 ) -> tuple[TrainState, list[str], bool]:
     """An initial state with the checkpoint's weights where path and shape match, and notes.
 
@@ -88,7 +89,7 @@ def restore_weights(
         for name, leaf in leaves.items()
     }
     ready()
-    read = read_arrays(folder, {taken[name]: on_disk[name] for name in taken})
+    read = reader(folder, {taken[name]: on_disk[name] for name in taken})
     named = {name: read.pop(source) for name, source in taken.items() if source in read}
     restored = {part for name in taken for part in (wanted[name].parts or (name,))}
     as_read = restored.isdisjoint(frozen_leaves(program))

@@ -1,14 +1,14 @@
-"""`jaxspeed checkpoint list|show|verify|export DIR`: inspect checkpoints, export weights."""
+"""`jaxspeed checkpoint list|show|verify|export|import DIR`: inspect, export, import checkpoints."""
 
 import argparse
 import contextlib
 import datetime
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import command, out, print_json
+from jaxspeed.cli.common import add_overrides, command, loaded, out, print_json
 from jaxspeed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="list, show and verify a run's checkpoints, export the weights",
-        description="List, show and verify a run's checkpoints, export the weights.",
+        help="list, show and verify a run's checkpoints, export them, import others",
+        description="List, show and verify a run's checkpoints, export the weights, and import "
+        "checkpoints of DeepSpeed and torch.",
         epilog="example: jaxspeed checkpoint export runs/tiny weights/",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -43,16 +44,36 @@ def add(commands: Any) -> None:
             "jaxspeed checkpoint export runs/tiny weights/ --dtype bf16",
             _export,
         ),
+        (
+            "import",
+            "begin a run with a checkpoint of DeepSpeed or torch, and its optimizer",
+            "jaxspeed checkpoint import output/ runs/mine --config ds_config.json",
+            _import,
+        ),
     ):
         verb = command(verbs, name, what, example, config=False)
+        if name == "import":
+            verb.add_argument("folder", metavar="DIR", help="a folder of DeepSpeed's or of DCP's")
+            verb.add_argument("output", metavar="OUT", help="the folder of the run that begins")
+            verb.add_argument("--config", required=True, help="the config of that run")
+            verb.add_argument("--map", help="a file with a mapping table, if not the family's")
+            add_overrides(verb)
+            verb.set_defaults(run=function)
+            continue
         verb.add_argument("folder", metavar="DIR", help="a run's folder, or that of checkpoints")
         if name == "export":
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
             verb.add_argument(
                 "--format",
-                choices=("native", "hf", "peft"),
+                choices=("native", "hf", "peft", "safetensors"),
                 help="hf: Hugging Face's, with config.json and the tokenizer; peft: the adapters "
-                "alone, as PEFT loads them; by default native, the parameters by their paths",
+                "alone, as PEFT loads them; safetensors: the tensors by their names in "
+                "torch's memory; by default native, the parameters by their paths",
+            )
+            verb.add_argument(
+                "--moments",
+                action="store_true",
+                help="write the optimizer's state too, with --format safetensors, for dcp.load",
             )
             verb.add_argument(
                 "--merge",
@@ -247,12 +268,38 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if any(problems.values()) else 0
 
 
+def _import(args: argparse.Namespace) -> int:
+    names = {"folder": args.folder, "map": args.map}
+    more = [f"run.import_from.{n}={json.dumps(x)}" for n, x in names.items() if x is not None]
+    config = loaded(args, more)
+    from jaxspeed.run import open_run, source_of
+    from jaxspeed.run.start import checkpointer_of
+
+    source = source_of(config, name=args.config)
+    if not checkpointer_of(source).is_empty():
+        raise ConfigError(f"{args.output}: has checkpoints already; `jaxspeed train` continues it")
+    trainer = open_run(source, out(stderr=args.json))
+    try:
+        trainer.save()
+    finally:
+        trainer.close()
+        trainer.engine.close()
+    step = trainer.reached.step
+    if args.json:
+        print_json({"step": step, "folder": args.output})
+    else:
+        out().print(f"{args.output}: begins at step {step}; `jaxspeed train` continues it")
+    return 0
+
+
 def _export(args: argparse.Namespace) -> int:
     if os.path.isfile(args.out):
         raise ConfigError(f"{args.out}: is a file; the export is a folder")
     folder = _folder(args)
     if args.merge and args.format not in (None, "hf"):
         raise ConfigError(f"--merge writes Hugging Face's format; leave out --format {args.format}")
+    if args.moments and args.format != "safetensors":
+        raise ConfigError("--moments: needs --format safetensors")
     from jaxspeed.interop import export, export_adapter
     from jaxspeed.interop.exporting import NoHFForm
     from jaxspeed.placement.show import bytes_text
@@ -266,6 +313,10 @@ def _export(args: argparse.Namespace) -> int:
         # Keys of adapters may be the paths of parameters.
         with contextlib.suppress(*([NoHFForm] if args.format == "peft" else [])):
             form, base, how["weights"] = _hf_form(args)
+    if args.format == "safetensors":
+        assert form is not None
+        form = replace(form, table=form.table.in_memory(), config=None, files=())
+        how["moments"] = args.moments
     if args.format == "peft":
         summary = export_adapter(folder, args.out, form=form, base=base, **how)
     else:

@@ -92,10 +92,16 @@ def check_start(config: Config, more: Iterable[Package] = ()) -> None:
       ConfigError: one is missing, or the mesh or the batch is of another number of devices.
     """
     refuse_missing([*more, *packages(config)])
+    is_server = config.parallel.data_reduction == "parameter_server"
+    if config.run.import_from and (config.run.init_from or is_server):
+        raise ConfigError(
+            "run.import_from: not with run.init_from, nor with a parameter server, which begins "
+            "from a run that `jaxspeed checkpoint import` writes"
+        )
     if config.run.eval_tasks:
         refuse_missing_tasks("run.eval_tasks", config.run.eval_tasks)
     sizes, misfit = simulated_mesh(config)
-    if config.parallel.data_reduction != "parameter_server":
+    if not is_server:
         if misfit:
             raise ConfigError(misfit)
         if sizes:

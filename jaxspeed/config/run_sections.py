@@ -261,6 +261,20 @@ class WatchdogSection(Section):
     )
 
 
+class ImportFrom(Section):
+    """A checkpoint of DeepSpeed or torch that a run continues."""
+
+    folder: Text = honoured(
+        ...,
+        "Its folder: of DeepSpeed (or what `latest` names), or of torch.distributed.checkpoint.",
+    )
+    map: Text | None = honoured(
+        None,
+        "A Python file that defines `table`, a MappingTable, or a function of the model's sizes; "
+        "by default that of the model's family.",
+    )
+
+
 class RunSection(Section):
     """One training run."""
 
@@ -288,6 +302,7 @@ class RunSection(Section):
         "The folder of a run, or the URL of checkpoints; weights are initialized from the newest, "
         "optimizer and step start anew.",
     )
+    import_from: ImportFrom | None = None
     compilation_cache: CacheFolder = honoured(
         True,
         "Persistent cache of compiled programs: true in the user's cache folder, a path in the "

@@ -44,7 +44,9 @@ from jaxspeed.generation import (
 from jaxspeed.generation.messages import Prompt, encoded_messages
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_adapter, save_pretrained
+from jaxspeed.interop.mapping import MappingTable
 from jaxspeed.interop.pretrained import ends_of, tokenizer_of
+from jaxspeed.interop.torch_runs import TorchRun, import_run, read_torch_run
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.metrics.start_lines import Showing, not_shown
 from jaxspeed.objectives.terms_and_metrics import TOTALS
@@ -417,6 +419,28 @@ class Engine(DeepSpeedHabits):
         for note in restored.notes:
             log.warning("checkpoint %s: %s", restored.tag, note)
         return restored.tag, restored.client_state
+
+    @watched("restore")
+    def import_run(
+        self,
+        source: str | Path | TorchRun,
+        table: MappingTable | Callable[[Any], MappingTable] | None = None,
+    ) -> None:
+        """Continue a run of DeepSpeed or torch, with its optimizer, from a folder.
+
+        What is not taken over is logged. `table` says which tensors are which parameters, by
+        default as the model's family does.
+
+        Raises:
+          CheckpointError, PretrainedError: it is of another model or optimizer, or damaged.
+        """
+        self._adapters.in_use("import_run")
+        self._gathered.drop()
+        run = source if isinstance(source, TorchRun) else read_torch_run(source)
+        restored = import_run(self.program, run, table, self.state)
+        self.continue_from(restored)
+        for note in restored.notes:
+            log.warning("imported %s: %s", run.folder, note)
 
     @watched("save")
     def save_pretrained(

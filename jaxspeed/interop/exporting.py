@@ -36,6 +36,9 @@ from jaxspeed.interop.peft_export import write_adapter
 from jaxspeed.interop.peft_layout import TENSORS as ADAPTER
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
+from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
+from jaxspeed.placement.paths import listed
+from jaxspeed.placement.rows import IS_RANGE
 from jaxspeed.train.program import Program
 from jaxspeed.train_state.state import TrainState
 from jaxspeed.user_models.config_model import family_sizes, resolve_model
@@ -87,6 +90,7 @@ def export(
     ema: bool = False,
     merge: bool = False,
     weights: Weights | None = None,
+    moments: bool = False,
 ) -> ExportSummary:
     """Write the weights of a valid checkpoint to `out/model*.safetensors`.
 
@@ -104,6 +108,7 @@ def export(
       merge: add the adapters to the weights that they adapt; needs a `form`.
       weights: what the model was read from, of a checkpoint without frozen parameters; by default
         the folder that the checkpoint names.
+      moments: write the optimizer's state too, under torch's names (`state.NAME.exp_avg`).
 
     Raises:
       CheckpointError: no checkpoint is valid, it has no moving average, `out` cannot be written to,
@@ -124,7 +129,8 @@ def export(
     base = functools.partial(_base, source, header, weights, form)
     values = CheckpointValues(source, header, stored, functools.cache(base))
     merged = _without_adapters(values, header.adapters, merge) if form else values
-    files, tensors = _write(merged, Path(out), dtype, file_bytes, metadata, form)
+    state = _state_of_torch(source, header, stored, form) if moments and form else []
+    files, tensors = _write(merged, Path(out), dtype, file_bytes, metadata, form, state)
     total = sum(tensor.nbytes for tensor in tensors.values())
     return ExportSummary(header.tag, header.step, files, len(tensors), total, left)
 
@@ -315,6 +321,31 @@ def _stored(source: epath.Path, header: Header, names: Sequence[str], ema: bool)
     return stored
 
 
+def _state_of_torch(
+    source: epath.Path, header: Header, stored: Mapping[str, str], form: HFForm
+) -> list[tuple[Values, Bound]]:
+    """An optimizer's moments and steps, and the tensors that they are."""
+    parts: list[tuple[Values, Bound]] = []
+    steps: dict[str, str] = {}
+    fields = moments_in((n for n, x in header.leaves.items() if x.shape), stored)
+    for kind, names in fields.items():
+        if kind not in MOMENTS or any(IS_RANGE.search(path) for path in names):
+            some = listed(sorted(names.values()))
+            raise CheckpointError(f"{source}: torch's optimizers have no such state: {some}")
+        key, power = MOMENTS[kind]
+        values = CheckpointValues(source, header, names)
+        bound = bind(in_units(form.table, power), {p: x for p, (x, _) in values.leaves.items()})
+        count = next(iter(names.values())).partition(f"/{kind}/")[0] + "/count"
+        steps |= dict.fromkeys(bound.tensors, count)
+        parts.append((values, bound.renamed(f"state.{{}}.{key}")))
+    if not parts:
+        raise CheckpointError(f"{source}: its optimizer has no moments")
+    counts = {f"state.{n}.step": c for n, c in steps.items() if c in header.leaves}
+    values = CheckpointValues(source, header, counts)
+    values.leaves = dict.fromkeys(counts, ((), "float32"))
+    return [*parts, (values, identity(dict.fromkeys(counts, ())))]
+
+
 def save_pretrained(
     program: Program,
     state: TrainState,
@@ -394,11 +425,14 @@ def _write(
     file_bytes: int,
     metadata: Mapping[str, str],
     form: HFForm | None,
+    state: Sequence[tuple[Values, Bound]] = (),
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """(the files' names, the tensors)."""
+    """(the files' names, the tensors); `state` is written beside the values."""
     shapes = {path: shape for path, (shape, _) in values.leaves.items()}
     bound = identity(shapes) if form is None else bind(form.table, shapes)
     tensors = _tensors(bound, values.leaves, _floating(dtype))
+    for others, of_others in state:
+        tensors |= _tensors(of_others, others.leaves, None)
     groups = _file_groups(tensors, file_bytes)
     files: dict[str, TensorFile] = {}
     file_of: dict[str, TensorFile] = {}
@@ -424,9 +458,11 @@ def _write(
     try:
         on_first(create)
         on_first.agree()
-        for path in values.leaves:
-            for index, block in values.blocks(path):
-                on_first(functools.partial(_scatter, bound, path, index, block, file_of, tensors))
+        for part, its_bound in ((values, bound), *state):
+            for path in part.leaves:
+                for index, block in part.blocks(path):
+                    scatter = functools.partial(_scatter, its_bound, path, index, block)
+                    on_first(functools.partial(scatter, file_of, tensors))
         on_first(finish)
         on_first.agree()
     except OSError as error:

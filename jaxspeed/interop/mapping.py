@@ -181,6 +181,14 @@ class Bound:
     tensors: Mapping[str, tuple[int, ...]]  # the shape of each, by name
     table: MappingTable
 
+    def renamed(self, form: str) -> Bound:
+        """The same with other names of the tensors, as `state.{}.exp_avg`."""
+        pieces = {
+            path: [replace(piece, tensor=form.format(piece.tensor)) for piece in of_path]
+            for path, of_path in self.pieces.items()
+        }
+        return Bound(pieces, {form.format(n): x for n, x in self.tensors.items()}, self.table)
+
 
 def bind(
     table: MappingTable, parameters: Mapping[str, tuple[int, ...]], most: float = math.inf

@@ -21,6 +21,7 @@ from jaxspeed.config import Config, load_config
 from jaxspeed.config.before_start import check_start
 from jaxspeed.config.parse import PASSED
 from jaxspeed.config.rollout_options import CHANGEABLE, PolicyOptions
+from jaxspeed.config.run_sections import FrozenModelSection
 from jaxspeed.data import Corpus, ModelLimits, Tokenizer, build, limits_of
 from jaxspeed.data.choose_tokenizer import tokenizer_of_section
 from jaxspeed.data.model_limits import limits_of_run
@@ -33,6 +34,7 @@ from jaxspeed.interop.pretrained import (
     refuse_other_tokenizer,
     warn_of_other_tokenizer,
 )
+from jaxspeed.interop.torch_runs import TorchRun, read_torch_run, table_in
 from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.metrics import ModelFlops, program_model_flops
@@ -199,6 +201,8 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
     begins_with = config.run.init_from if checkpointer_of(source).is_empty() else None
     if begins_with is not None and checkpoints_in(begins_with).is_empty():
         raise ConfigError(f"run.init_from: {begins_with} holds no checkpoint")
+    imports = config.run.import_from if checkpointer_of(source).is_empty() else None
+    imported = read_torch_run(imports.folder) if imports is not None else None
     showing = start_lines(console if is_first() else None)
     with showing("reading the data"):
         corpus = source.corpus()
@@ -254,7 +258,8 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
         folder.withdraw()
         raise
     processes.first("storing the config in the folder", lambda: folder.store(stored))
-    begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
+    first = functools.partial(_import, engine, imported, corpus) if imported else None
+    begin = functools.partial(_begin, engine, checkpointer, config.run.init_from, first)
     if console is not None and is_first():
         before.say = functools.partial(console.print, markup=False, highlight=False)
     if before.entries:
@@ -339,6 +344,11 @@ def before_step_0(source: Source, engine: Engine, tokenizer: Tokenizer | None) -
       ConfigError: one of its frozen models has another tokenizer than the data.
     """
     folder = source.config.run.init_from
+    if source.config.run.import_from is not None and any(
+        x.once and not isinstance(x.model, FrozenModelSection)
+        for x in engine.program.computed_arrays
+    ):
+        raise ConfigError("run.import_from: needs the folder of objective.reference_model")
     warm_start = None if folder is None else functools.partial(_warm_start, engine, folder)
     before = BeforeStep0(engine, source.watchdog.tick, warm_start)
     for name, frozen in {**engine.program.frozen, **before.frozen}.items():
@@ -346,10 +356,17 @@ def before_step_0(source: Source, engine: Engine, tokenizer: Tokenizer | None) -
     return before
 
 
-def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) -> Reached:
-    """Restore the newest checkpoint or `init_from` into a fresh engine; the progress of the run."""
+def _begin(
+    engine: Engine,
+    checkpointer: Checkpointer,
+    init_from: str | None,
+    import_first: Callable[[], Reached] | None,
+) -> Reached:
+    """Restore the newest checkpoint, or begin with another run's; the progress of the run."""
     if not checkpointer.is_empty():
         return restore(engine, checkpointer)
+    if import_first is not None:
+        return import_first()
     if init_from is not None:
         _warm_start(engine, init_from)
     return Reached()
@@ -363,6 +380,16 @@ def _warm_start(engine: Engine, folder: str) -> None:
     log.info("initialized from %s, %s", folder, restored.tag)
     for note in restored.notes:
         log.warning("run.init_from: %s", note)
+
+
+def _import(engine: Engine, torch_run: TorchRun, corpus: Corpus) -> Reached:
+    """Continue a run of DeepSpeed or torch; values that are not taken over are logged."""
+    section = engine.config.run.import_from
+    table = table_in(section.map) if section and section.map else None
+    engine.import_run(torch_run, table)
+    step, samples = int(engine.state.step), torch_run.samples or 0
+    tokens = torch_run.tokens or samples * (corpus.train.tokens_each or 0)
+    return Reached(step=step, tokens=tokens if step else 0)
 
 
 def _with_opening(reached: Reached, took: float) -> dict[str, float]:

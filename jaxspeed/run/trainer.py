@@ -319,6 +319,12 @@ class Trainer:
         self.reached.eval_step = self.reached.step
         self.recorder.evaluated(self.reached.step, means)
 
+    def save(self) -> None:
+        """Save the current step, and wait until it is written."""
+        self._saved = -1
+        self._save()
+        self.checkpointer.wait()
+
     def _save(self) -> None:
         """Save the current step, unless it is saved, in the background of training."""
         self.folder.check()

@@ -400,7 +400,7 @@ class StateStorage:
         return params, master, {path: copied(x) for path, x in placed.items()}
 
 
-def _read_shards(
+def read_shards(
     weights: Weights, leaf: Leaf, form: StoredValue, layer: int | None = None
 ) -> jax.Array:
     """A padded value, or a layer of a stack, with each shard read by itself."""
@@ -439,7 +439,7 @@ def read_encoded(
     number = None if layer is None else layer + first
     codes = None if form.codec == PLAIN else weights.encoded(leaf.parameter, number, form.codec)
     if codes is None:
-        return _encoded(form)(_read_shards(weights, leaf, form, layer))
+        return _encoded(form)(read_shards(weights, leaf, form, layer))
     arrays = {}
     for name, array in form.arrays.items():
         full = np.zeros(array.shape, array.dtype)

@@ -22,6 +22,7 @@ from jaxspeed.metrics import read_records
 from jaxspeed.run import open_run, sampling, show_ending, source_of, train, trainer
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, squared_error
+from tests.interop import torch_files
 
 STEPS = 12
 
@@ -155,6 +156,32 @@ def test_the_weights_begin_at_the_seed_or_where_another_run_ended(tmp_path):
     np.testing.assert_array_equal(second.engine.parameters["layers/1/w"], ended)
     assert second.reached.step == 0
     second.close()
+
+
+def test_a_run_of_deepspeed_goes_on_by_the_table_of_a_file(tmp_path):
+    names = [*(f"layers.{i}.w" for i in range(3)), "out"]
+    draw = np.random.default_rng(0)
+    shapes = {name: (8, 8) if name != "out" else (8, 1) for name in names}
+    values = {"": {name: draw.random(shape, np.float32) for name, shape in shapes.items()}}
+    there = torch_files.deepspeed(tmp_path / "theirs", 2, values)
+    (tmp_path / "map.py").write_text(
+        "from jaxspeed.interop import MappingTable, TensorRule\n"
+        "table = lambda sizes: MappingTable([\n"
+        "    TensorRule('layers.{i}.w', 'layers/{i}/w'), TensorRule('out', 'out')])\n"
+    )
+    imports = {"folder": str(there), "map": str(tmp_path / "map.py")}
+    run = open_run(source_of(config(tmp_path, import_from=imports), PAIR, squared_error))
+    assert run.reached.step == 7
+    weight = run.engine.parameters["layers/1/w"]
+    np.testing.assert_array_equal(weight, values[""]["layers.1.w"])
+    run.run()
+    run.close()
+    again = open_run(source_of(config(tmp_path, import_from=imports), PAIR, squared_error))
+    assert again.reached.step == STEPS
+    again.close()
+    both = config(tmp_path / "b", import_from=imports, init_from=str(tmp_path / "run"))
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.import_from: not with run\.init_from"):
+        open_run(source_of(both, PAIR, squared_error))
 
 
 def test_runs_that_share_a_checkpoint_folder_are_one_run_or_refused(tmp_path):
