@@ -59,6 +59,7 @@ FAMILIES: dict[str, str] = {
     "modernbert": "jaxspeed.models.modernbert",
     "t5": "jaxspeed.models.t5",
     "vit": "jaxspeed.models.vit",
+    "llava": "jaxspeed.models.llava",
     "mlp": "jaxspeed.models.mlp",
 }
 
@@ -98,6 +99,7 @@ MODEL_TYPES: dict[str, str] = {
     "modernbert": "modernbert",
     "t5": "t5",  # and FLAN-T5
     "vit": "vit",
+    "llava": "llava",
 }
 # Models with images, of which the language model is read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
@@ -105,6 +107,8 @@ WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 CLASSIFIERS = {kind: MODEL_TYPES[kind] for kind in (*DECODERS, "bert", "modernbert")}
 # Integer fields that may be 0. The others are sizes.
 COUNTS = ("num_dense_layers", "num_shared_experts", "min_capacity")
+# Those that count from the end where they are negative.
+INDICES = ("feature_layer",)
 # Names that other models' configs have for fields.
 OTHER_NAMES = {
     "n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers", "d_model": "hidden_size",
@@ -277,10 +281,16 @@ def hf_form(name: str) -> ModuleType:
 def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
     fields = {field.name: field.name for field in dataclasses.fields(config)}
     kinds = typing.get_type_hints(type(config))
+    overrides = dict(overrides)
     for key, value in overrides.items():
         _lookup(f"field of the {name} config", key, fields)
+        if key in getattr(config, "PARTS", ()) and isinstance(value, Mapping):
+            part = getattr(config, key)
+            overrides[key] = _replaced(f"{name} {key}", part, value)
+            continue
         may_be_zero = key.endswith("_id") or key in COUNTS
-        if not _fits(value, kinds[key]) and not (may_be_zero and _is_zero(value)):
+        is_index = key in INDICES and type(value) is int
+        if not (_fits(value, kinds[key]) or is_index or (may_be_zero and _is_zero(value))):
             kind = getattr(kinds[key], "__name__", kinds[key])
             least = " of at least 1" if kind == "int" and not may_be_zero else ""
             raise ValueError(

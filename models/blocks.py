@@ -177,6 +177,12 @@ def exact_gelu(x: jax.Array) -> jax.Array:
 
 
 @ops.saves_inputs
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """The approximation by a sigmoid (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+@ops.saves_inputs
 def relu2(x: jax.Array) -> jax.Array:
     """The square of relu (So et al., arXiv:2109.08668)."""
     return jnp.square(jax.nn.relu(x))
@@ -187,6 +193,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": gelu,
     "gelu_pytorch_tanh": gelu,
     "gelu": exact_gelu,
+    "quick_gelu": quick_gelu,
     "relu": ops.saves_inputs(jax.nn.relu),
     "silu": ops.saves_inputs(jax.nn.silu),
     "tanh": ops.saves_inputs(jnp.tanh),

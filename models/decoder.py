@@ -172,24 +172,36 @@ class RotaryDecoder(language.Decoder):
         self,
         tokens: jax.Array,
         *,
+        x: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
-        x, context, each = self.embedded(tokens, segment_ids, positions)
+        """tokens [batch, seq] to the head's input, [batch, seq, embed].
+
+        `x` [batch, seq, embed] is in place of the tokens' embeddings.
+        """
+        x, context, each = self.embedded(tokens, segment_ids, positions, x)
         return self.normed(
             scan_blocks(self.blocks, x, *context, each=each, unroll=self.config.unroll)
         )
 
+    def embedding(self, tokens: jax.Array) -> jax.Array:
+        """tokens [batch, seq] to the blocks' input."""
+        return _times(self.embed(tokens), self.embed_scale)
+
     def embedded(
-        self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None,
+        positions: jax.Array | None,
+        x: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], tuple[jax.Array, ...]]:
         """(the blocks' input, what all blocks get, what each has of its own)."""
         read = jnp.arange(tokens.shape[1]) if positions is None else positions
         by = [None if rotary is None else rotary.at(read) for rotary in self.rotaries]
         rotations = [_identity(by) if rotation is None else rotation for rotation in by]
         each = () if self.second is None else (jnp.asarray(self.second),)
-        x = _times(self.embed(tokens), self.embed_scale)
+        x = self.embedding(tokens) if x is None else x
         return x, (rotations, segment_ids, positions), each
 
     def normed(self, x: jax.Array) -> jax.Array:

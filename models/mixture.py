@@ -196,17 +196,22 @@ class MixtureDecoder(RotaryDecoder):
         self,
         tokens: jax.Array,
         *,
+        x: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        return self.hidden_and_balance(tokens, segment_ids, positions)[0]
+        return self.hidden_and_balance(tokens, segment_ids, positions, x)[0]
 
     def hidden_and_balance(
-        self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None,
+        positions: jax.Array | None,
+        x: jax.Array | None = None,
     ) -> tuple[jax.Array, ops.moe.Balance]:
         """tokens [batch, seq] to the head's input [batch, seq, embed], and the experts' load."""
         c, layers = self.config, self.mixture_layers
-        x, context, each = self.embedded(tokens, segment_ids, positions)
+        x, context, each = self.embedded(tokens, segment_ids, positions, x)
         dense = c.num_hidden_layers - layers
         if self.dense_blocks is not None:
             of_dense = tuple(x[:dense] for x in each)

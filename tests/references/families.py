@@ -58,9 +58,29 @@ def logits_loss_and_gradients(case: Case, arguments: Tensors, folder: str) -> di
     model.zero_grad()
     out = model(**arguments)
     out.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.save_pretrained(folder, state_dict=gradients)
     return {"logits": out.logits, "loss": out.loss.item()}
+
+
+@torch.no_grad()
+def image_features(case: Case, arguments: Tensors) -> torch.Tensor:
+    """[tokens of all images, embed]."""
+    return torch.cat(list(_model(case).get_image_features(**arguments).pooler_output))
+
+
+@torch.no_grad()
+def greedy_tokens_of_images(
+    case: Case, prompts: list[list[int]], images: list[Tensors], count: int
+) -> list[list[int]]:
+    """What follows each prompt with its images."""
+    return [
+        _model(case).generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=-1,
+            pad_token_id=0, **arguments,
+        )[0, len(prompt) :].tolist()
+        for prompt, arguments in zip(prompts, images)
+    ]  # fmt: skip
 
 
 @torch.no_grad()

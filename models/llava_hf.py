@@ -1,0 +1,101 @@
+"""LLaVA 1.5 in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
+from jaxspeed.interop.mapping import MappingTable
+
+from .llava import Config
+from .vision_hf import (
+    CLIP,
+    SIGLIP,
+    joined,
+    linear_rules,
+    read_text,
+    read_tower,
+    tower_table,
+    within,
+    write_text,
+    write_tower,
+)
+from .vision_language import text_form
+
+MODEL_TYPES = {"llava": "LlavaForConditionalGeneration"}
+FIELDS: tuple[Field | Fixed | Read, ...] = (
+    Field("image_token_index", "image_token_id", int, 32000, 0),
+    Field("projector_hidden_act", "projector_activation", str, "gelu"),
+    Field("multimodal_projector_bias", "projector_bias", bool, True),
+    *map(Read, ("text_config", "vision_config", "vision_feature_layer", "image_seq_length")),
+    *map(Read, ("vision_feature_select_strategy", "tie_word_embeddings")),
+)
+_SELECT = {"default": False, "full": True}
+
+
+def read_config(values: Mapping[str, Any]) -> Config:
+    known: list[Field | Fixed | Read] = [
+        Field("vision_feature_layer", "feature_layer", int, -2, -(2**20)),
+        Fixed("vision_feature_select_strategy", tuple(_SELECT)),
+    ]
+    return Config(
+        read_text(values, ("llama", "mistral", "qwen2", "qwen3")),
+        read_tower(values, (CLIP, SIGLIP)),
+        **read_fields(values, [*FIELDS, *known]),
+        class_features=_SELECT[values.get("vision_feature_select_strategy", "default")],
+    )
+
+
+def write_config(config: Config) -> dict[str, Any]:
+    select = next(name for name, full in _SELECT.items() if full == config.class_features)
+    return {
+        "model_type": "llava",
+        "text_config": write_text(config.text),
+        "vision_config": write_tower(config.vision),
+        **write_fields(config, FIELDS),
+        "vision_feature_layer": config.feature_layer,
+        "vision_feature_select_strategy": select,
+        "image_seq_length": config.tokens_per_image,
+        "tie_word_embeddings": config.text.tie_word_embeddings,
+    }
+
+
+def table(config: Config) -> MappingTable:
+    """With the names of published files."""
+    return _table(config, "", "vision_tower.vision_model.")
+
+
+def in_memory(config: Config) -> MappingTable:
+    """With the names that transformers 5 has in memory."""
+    return _table(config, "model.", "model.vision_tower.")
+
+
+def _table(config: Config, before: str, tower: str) -> MappingTable:
+    c = config
+    head = "lm_head." if before else "language_model.lm_head."
+    body = "model.language_model." if before else "language_model.model."
+    projector = [
+        rule
+        for theirs, ours in (("linear_1", "up"), ("linear_2", "out"))
+        for rule in linear_rules(f"{before}multi_modal_projector.{theirs}", f"projector/{ours}")
+    ]
+    made = joined(
+        tower_table(c.vision, tower, layers=c.layers, last_norm=False),
+        MappingTable(projector),
+        within(text_form(c.text).table(c.text), {"model.": body, "lm_head.": head}),
+    )
+    is_memory = before and not tower.endswith("vision_model.")
+    return made if is_memory else replace(made, memory=in_memory(c))
+
+
+# By the name that transformers 5 writes, and those in memory of 5 and of 4.52 on.
+_LAST = "embeddings.patch_embedding.weight"
+OTHER_TABLES = {
+    f"vision_tower.{_LAST}": lambda config: _table(config, "", "vision_tower."),
+    f"model.vision_tower.{_LAST}": in_memory,
+    f"model.vision_tower.vision_model.{_LAST}": lambda config: _table(
+        config, "model.", "model.vision_tower.vision_model."
+    ),
+}

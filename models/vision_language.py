@@ -1,0 +1,153 @@
+"""Language models that see: a tower of images, a projector, and a decoder of any family.
+
+A batch is one of `language.py`, with up to two further arrays:
+
+| key | shape | meaning |
+|---|---|---|
+| patches | [batch, rows, patch] | the images of each sample; see `vision.py` |
+| image_rows | as tokens | optional: the row of the image features of each token, or -1 |
+
+The tokens that stand for an image are replaced by its features. Without `image_rows`, the n-th of
+them in a sample stands for its n-th row of features.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspeed import ops
+
+from . import language, vision
+from .decoder import DecoderSizes, RotaryDecoder
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the parts; what is asked of a decoder's is that of its text model."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("text", "vision")
+
+    text: DecoderSizes
+    vision: vision.Config
+    image_token_id: int
+
+    @property
+    def tokens_per_image(self) -> int:
+        return self.vision.num_patches
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.text.hidden_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.text.max_position_embeddings
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.text.tie_word_embeddings
+
+
+class VisionLanguage(nnx.Module):
+    """A tower, a projector of its features, and a language model.
+
+    Args:
+      tower: as `vision.Tower`.
+      projector: from a tower's output [images, patches, embed] to [images, tokens, text embed].
+    """
+
+    def __init__(self, config: Any, tower: Any, projector: Any, language: RotaryDecoder):
+        self.config = config
+        self.tower, self.projector, self.language = tower, projector, language
+
+    @property
+    def head_weight(self) -> jax.Array:
+        return self.language.head_weight
+
+    @property
+    def vocab_chunk(self) -> int | None:
+        return self.language.vocab_chunk
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        return self.language.logit_soft_cap
+
+    def features(self, patches: jax.Array) -> jax.Array:
+        """[batch, rows, patch] to what stands for tokens, [batch, tokens of images, embed]."""
+        images = vision.images_of(patches, self.config.vision)
+        x: jax.Array = self.projector(self.tower(images))
+        return ops.gathered_samples(x.reshape(patches.shape[0], -1, x.shape[-1]))
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        patches: jax.Array | None = None,
+        image_rows: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
+        x = self.language.embedding(tokens)
+        if patches is not None:
+            features = self.features(patches)
+            if image_rows is None:
+                is_image = tokens == self.config.image_token_id
+                image_rows = jnp.where(is_image, jnp.cumsum(is_image, axis=1) - 1, -1)
+            at = jnp.clip(image_rows, 0)[..., None]
+            there = jnp.take_along_axis(features, at, axis=1, mode="fill", fill_value=jnp.nan)
+            x = jnp.where(image_rows[..., None] >= 0, there.astype(x.dtype), x)
+        return self.language.hidden(tokens, x=x, segment_ids=segment_ids, positions=positions)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        at: jax.Array | None = None,
+        **context: jax.Array | None,
+    ) -> jax.Array:
+        """Logits as `language.Decoder`'s; `context` as in `hidden`."""
+        return language.logits(self, self.hidden(tokens, positions=positions, **context), at)
+
+
+def text_model(config: DecoderSizes, rngs: nnx.Rngs) -> RotaryDecoder:
+    """The language model of a family's config."""
+    model = sys.modules[type(config).__module__].build(config, rngs)
+    assert isinstance(model, RotaryDecoder), "a decoder whose embeddings can be replaced"
+    return model
+
+
+def text_form(config: DecoderSizes) -> Any:
+    """The module with its form in Hugging Face's files."""
+    return importlib.import_module(f"{type(config).__module__}_hf")
+
+
+def objective(config: Any) -> str:
+    return "next_token"
+
+
+def loss(model: VisionLanguage, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of the cross-entropy of each token's successor."""
+    p = ops.split_batch(batch)
+    rows = batch.get("image_rows")
+    hidden = model.hidden(
+        p.tokens,
+        patches=batch.get("patches"),
+        image_rows=rows if rows is None else rows[:, : p.tokens.shape[1]],
+        segment_ids=p.segment_ids,
+        positions=p.positions,
+    )
+    return language.cross_entropy(model, hidden, p.targets)

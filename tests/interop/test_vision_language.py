@@ -1,0 +1,227 @@
+"""Models with images against `transformers`: features, logits, loss, gradients, tensors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxspeed.models import from_pretrained
+
+import jaxspeed
+from jaxspeed.interop import save_pretrained
+from jaxspeed.interop.safetensors import TensorFile
+from jaxspeed.train import build_program
+from tests.interop.test_transformers import bound_model, mutations, read, theirs_by_name
+
+VOCAB, SEQ, IMAGE = 199, 96, 190
+TEXT = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": VOCAB,
+    "max_position_embeddings": 512, "initializer_range": 0.15,
+}  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "intermediate_size": 80, "image_size": 16, "patch_size": 4,
+    "initializer_range": 0.15, "initializer_factor": 3.0,
+}  # fmt: skip
+SIGLIP = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
+LLAVA = "LlavaForConditionalGeneration"
+# name: (configuration class, model class, fields)
+CASES = {
+    "llava": ("Llava", LLAVA, {
+        "text_config": TEXT, "vision_config": CLIP, "image_token_index": IMAGE,
+    }),
+    "llava, siglip, qwen2, tied": ("Llava", LLAVA, {
+        "text_config": TEXT | {"model_type": "qwen2", "tie_word_embeddings": True},
+        "vision_config": SIGLIP, "image_token_index": IMAGE, "tie_word_embeddings": True,
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+        "projector_hidden_act": "gelu_pytorch_tanh", "multimodal_projector_bias": False,
+    }),
+    "llava, class token, mistral": ("Llava", LLAVA, {
+        "text_config": TEXT | {"model_type": "mistral", "sliding_window": 50},
+        "vision_config": CLIP | {"image_size": 18}, "image_token_index": IMAGE,
+        "vision_feature_layer": 1, "vision_feature_select_strategy": "full",
+    }),
+}  # fmt: skip
+# name: the images of each document of each row
+ROWS = {
+    "one image": [[1]],
+    "several images": [[3]],
+    "no image": [[0]],
+    "a batch": [[2], [0], [1]],
+    "packed rows": [[1, 2], [0, 1]],
+}
+cases = pytest.mark.parametrize("case", CASES)
+rows = pytest.mark.parametrize("images", ROWS)
+
+
+@pytest.fixture(scope="module")
+def folder_of(references, tmp_path_factory):
+    """The folder of their model of a case, with random weights."""
+    folders = {}
+
+    def of(case):
+        if case not in folders:
+            folders[case] = tmp_path_factory.mktemp("folder")
+            references.call("families.save", case=CASES[case], folder=folders[case])
+        return folders[case]
+
+    return of
+
+
+def documents(config, counts, rng, length):
+    """Token ids of a row of documents with so many images each, and the length of each."""
+    ids, lengths = [], []
+    for number, count in enumerate(counts):
+        own = length // len(counts) if number + 1 < len(counts) else length - sum(lengths)
+        document = rng.integers(0, IMAGE, own)
+        each = config.tokens_per_image
+        starts = 1 + np.arange(count) * (each + 1)
+        for start in starts:
+            document[start : start + each] = IMAGE
+        ids.append(document)
+        lengths.append(own)
+    return np.concatenate(ids), lengths
+
+
+def inputs(config, images, seed=0):
+    """(arguments of their model, a batch of ours) for rows of documents with images."""
+    rng = np.random.default_rng(seed)
+    counts = ROWS[images]
+    drawn = [documents(config, row, rng, SEQ) for row in counts]
+    tokens = np.stack([ids for ids, _ in drawn])
+    segments = np.stack([np.repeat(np.arange(len(n)), n) for _, n in drawn]).astype(np.int32)
+    positions = np.stack([np.concatenate([np.arange(x) for x in n]) for _, n in drawn])
+    same = segments[:, 1:] == segments[:, :-1]
+    targets = np.full_like(tokens, -100)
+    targets[:, :-1] = np.where(same, tokens[:, 1:], -100)
+    labels = np.concatenate([np.full((len(tokens), 1), -100), targets[:, :-1]], axis=1)
+    theirs = {"input_ids": tokens, "labels": labels}
+    batch = {"tokens": tokens, "targets": targets}
+    if any(len(row) > 1 for row in counts):
+        seen = segments[:, None, :, None] == segments[:, None, None, :]
+        seen &= np.tril(np.ones((SEQ, SEQ), bool))
+        mask = np.where(seen, 0, np.finfo(np.float32).min).astype(np.float32)
+        theirs |= {"attention_mask": mask, "position_ids": positions}
+        batch |= {"segment_ids": segments, "positions": positions.astype(np.int32)}
+    size = config.vision.image_size
+    pixels = [rng.normal(size=(sum(row), 3, size, size)).astype(np.float32) for row in counts]
+    if any(map(len, pixels)):
+        theirs["pixel_values"] = np.concatenate(pixels)
+        most = max(map(len, pixels))
+        padded = [np.concatenate([x, np.zeros((most - len(x), *x.shape[1:]))]) for x in pixels]
+        batch["patches"] = np.stack([patches(x, config.vision.patch_size) for x in padded])
+    return theirs, batch
+
+
+def patches(images, size):
+    """[images, channels, height, width] as rows of patches (row, column, channel)."""
+    count = images.shape[2] // size
+    images = images[:, :, : count * size, : count * size]
+    x = images.reshape(len(images), 3, count, size, count, size).transpose(0, 2, 4, 3, 5, 1)
+    return x.reshape(-1, size * size * 3).astype(np.float32)
+
+
+def context(batch):
+    return {name: x for name, x in batch.items() if name != "targets"}
+
+
+@pytest.mark.default_cases(("a batch", "llava"))
+@cases
+@rows
+def test_features_logits_loss_and_gradients_are_theirs(
+    references, folder_of, case, images, tmp_path
+):
+    pretrained = from_pretrained(folder_of(case))
+    model, params = read(pretrained)
+    arguments, batch = inputs(pretrained.config, images)
+    theirs = references.call(
+        "families.logits_loss_and_gradients",
+        case=CASES[case],
+        arguments=arguments,
+        folder=tmp_path,
+    )
+    batch = jax.tree.map(jnp.asarray, batch)
+
+    def loss(params):
+        bound = bound_model(model, params)
+        total, weight = pretrained.loss(bound, batch)
+        return total / weight, bound(**context(batch))
+
+    (mine, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert np.abs(theirs["logits"]).max() > 1
+    np.testing.assert_allclose(logits, theirs["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(mine, theirs["loss"], atol=1e-4, rtol=0)
+    file = TensorFile.open(tmp_path / "model.safetensors")
+    for path in pretrained.weights.variables:
+        assert not np.asarray(grads.pop(path)).any()
+    names = theirs_by_name(pretrained, grads)
+    if "patches" not in batch:
+        names = {n: x for n, x in names.items() if n in file.tensors or np.abs(x).max()}
+    assert names.keys() == file.tensors.keys()
+    for name, found in names.items():
+        np.testing.assert_allclose(found, file.array(name), atol=1e-4, rtol=0, err_msg=name)
+    if "patches" in batch:
+        expected = references.call(
+            "families.image_features",
+            case=CASES[case],
+            arguments={"pixel_values": arguments["pixel_values"]},
+        )
+        found = jax.jit(lambda p: bound_model(model, p).features(batch["patches"]))(params)
+        each = pretrained.config.tokens_per_image
+        count = [sum(row) * each for row in ROWS[images]]
+        found = np.concatenate([x[:n] for x, n in zip(np.asarray(found), count)])
+        np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.default_cases("llava")
+@cases
+def test_tensors_come_back_bitwise(references, folder_of, case, tmp_path):
+    folder = folder_of(case)
+    arguments, _ = inputs(from_pretrained(folder).config, "one image")
+
+    def differences(folder):
+        return references.call(
+            "families.differences", case=CASES[case], folder=folder, arguments=arguments
+        )
+
+    rest = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    rest["zero_optimization"] = {"stage": 3}
+    engine = jaxspeed.initialize(config=rest | {"model": {"pretrained": str(folder)}})
+    engine.save_pretrained(tmp_path / "out")
+    assert differences(tmp_path / "out") == []
+    # And with a config.json of our own.
+    program, state = engine.program, engine.state
+    sizes = program.source.model.config
+    family = {"family": type(sizes).__module__.rpartition(".")[2]}
+    family["config"] = dataclasses.asdict(sizes)
+    other = jaxspeed.Config(**rest, model=family)
+    built = build_program(other, *jaxspeed.user_models.config_model.resolve_model(other))
+    save_pretrained(built, state, tmp_path / "again")
+    assert differences(tmp_path / "again") == []
+
+
+@pytest.mark.sampled
+@cases
+def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(references, folder_of, case):
+    pretrained = from_pretrained(folder_of(case))
+    model, params = read(pretrained)
+    _, batch = inputs(pretrained.config, "one image")
+    x = context(jax.tree.map(jnp.asarray, batch))
+    logits = jax.jit(lambda params: bound_model(model, params)(**x))
+    expected, caught = logits(params), 0
+    unread = set(pretrained.weights.variables)
+    for what, table in mutations(pretrained.weights.table):
+        try:
+            weights = type(pretrained.weights)(pretrained.weights.folder, table)
+            _, changed = read(dataclasses.replace(pretrained, weights=weights))
+        except jaxspeed.PretrainedError:
+            caught += 1
+            continue
+        differ = {path for path in params if (changed[path] != params[path]).any()}
+        # A key's bias changes no softmax where keys are not rotated.
+        unseen = unread | {"tower/blocks/attn/k_proj/bias"}
+        assert np.abs(logits(changed) - expected).max() > 1e-3 or differ <= unseen, what
+        caught += bool(differ)
+    assert caught >= len(pretrained.weights.table.rules)
