@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable
+from jaxspeed.vision.processors import FixedImages, read_fixed
 
 from .llava import Config
 from .vision_hf import (
@@ -24,6 +25,7 @@ from .vision_hf import (
 )
 from .vision_language import text_form
 
+PLACE = "<image>"  # of an image in a text; and the token of each of its features
 MODEL_TYPES = {"llava": "LlavaForConditionalGeneration"}
 FIELDS: tuple[Field | Fixed | Read, ...] = (
     Field("image_token_index", "image_token_id", int, 32000, 0),
@@ -60,6 +62,21 @@ def write_config(config: Config) -> dict[str, Any]:
         "image_seq_length": config.tokens_per_image,
         "tie_word_embeddings": config.text.tie_word_embeddings,
     }
+
+
+def image_processor(config: Config, values: Mapping[str, Any] | None) -> FixedImages:
+    """How images are read, by the folder's settings or as CLIP's were trained."""
+    c, side = config, config.vision.image_size
+    default = FixedImages(
+        PLACE,
+        PLACE,
+        c.image_token_id,
+        c.tokens_per_image,
+        c.vision.patch_size,
+        (side,),
+        (side, side),
+    )
+    return read_fixed(values, default)
 
 
 def table(config: Config) -> MappingTable:

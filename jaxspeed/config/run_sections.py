@@ -452,7 +452,7 @@ class Autotuning(Lenient):
 
 
 IdDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
-ChatFormat = Literal["messages", "prompt_completion", "conversations", "alpaca"]
+ChatFormat = Literal["messages", "prompt_completion", "conversations", "alpaca", "caption"]
 
 
 class SourceSection(Section):
@@ -531,6 +531,10 @@ class Data(SourceSection):
     )
     shuffle: Flag = honoured(True, "A new order each epoch, a function of seed and step only.")
     seed: Natural | None = honoured(None, "Seed of the order; run.seed by default.")
+    patches: Count | None = honoured(
+        None,
+        "Patches of the images of a sample at most; by default those of the sample with most.",
+    )
     prefetch: Count = honoured(2, "Number of batches transferred to the devices ahead of the step.")
 
     @property

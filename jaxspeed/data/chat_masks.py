@@ -5,19 +5,23 @@ mark has it by prefixes: what a message of the assistant adds to the text before
 the generation prompt. The end of its turn belongs to it.
 """
 
+import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxspeed.config.run_sections import ChatFormat, Data
 from jaxspeed.config.verdicts import shown
-from jaxspeed.data.chat_formats import Completion, Conversation
+from jaxspeed.data.chat_formats import Completion, Conversation, has_parts
 from jaxspeed.data.chat_template import (
     CHAT_TEMPLATE,
     ChatTemplate,
     Message,
+    MissingTemplateError,
     Rendered,
     Spans,
     find_template,
@@ -25,6 +29,7 @@ from jaxspeed.data.chat_template import (
 from jaxspeed.data.token_store import Masked
 from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
+from jaxspeed.vision import ImageProcessor, ImageSource, source_of
 
 TrainOn = Literal["assistant", "last_turn", "everything"]
 ASSISTANT = "assistant"
@@ -37,6 +42,7 @@ class Text(NamedTuple):
     text: str
     spans: Spans  # of the text, which are trained on
     ends: bool
+    images: tuple[ImageSource, ...] = ()  # for each marker of the text
 
 
 def text_and_spans(
@@ -113,6 +119,7 @@ class ChatEncoder:
 
     tokenizer: Tokenizer
     data: Data
+    images: ImageProcessor | None = None  # of a model that reads images
     untrained: int = 0
     plain: int = 0
     rendered: int = 0
@@ -132,11 +139,21 @@ class ChatEncoder:
             )
         return self._templates[named]
 
-    def render(self, sample: Conversation | Completion, kind: ChatFormat) -> Text:
+    def render(
+        self,
+        sample: Conversation | Completion,
+        kind: ChatFormat,
+        where: str = "",
+        folder: Path | None = None,
+    ) -> Text:
         """The text of a conversation.
 
+        Args:
+          where: the record, in errors of its images.
+          folder: to which the paths of images are relative.
+
         Raises:
-          DataError: the template raises, or does not know a role.
+          DataError: the template raises, or does not know a role, or an image is none.
         """
         if isinstance(sample, Completion):
             self.plain += 1
@@ -145,25 +162,151 @@ class ChatEncoder:
             return Text(text, [(start, len(text))], ends=True)
         self.rendered += 1
         template = self.template(kind)
-        self.check_roles(template, sample)
-        return Text(*text_and_spans(template, sample, self.data.train_on), ends=False)
+        if self.images is None or not sample.images:
+            self.check_roles(template, sample)
+            return Text(*text_and_spans(template, sample, self.data.train_on), ends=False)
+        sources = [
+            source_of(image, f"{where}, image {number}", folder)
+            for number, image in enumerate(sample.images, 1)
+        ]
+        return Text(*self._with_markers(template, sample), ends=False, images=(*sources,))
+
+    def _with_markers(self, template: ChatTemplate, sample: Conversation) -> tuple[str, Spans]:
+        """The text of a conversation with a marker for each of its images.
+
+        A template that knows no parts gets texts with markers in place of them.
+        """
+        assert self.images is not None
+        in_text = replace(sample, messages=[*map(self._as_text, sample.messages)])
+        count, problem = -1, None
+        for conversation in (sample, in_text):
+            try:
+                text, spans = text_and_spans(template, conversation, self.data.train_on)
+            except MissingTemplateError:
+                raise
+            except DataError as error:
+                problem = error
+                continue
+            if (count := text.count(self.images.marker)) == len(sample.images):
+                self.check_roles(template, in_text)
+                return text, spans
+        if count < 0 and problem is not None:
+            raise problem
+        raise DataError(
+            f"its text has {count} times {self.images.marker!r}, which stands for an image, and "
+            f"there are {len(sample.images)}"
+        )
+
+    def _as_text(self, message: Message) -> Message:
+        """A message whose content is text, with markers of images."""
+        assert self.images is not None
+        marks = {"image": self.images.marker}
+        if not has_parts(message):
+            return message
+        texts = (marks.get(part["type"], part.get("text", "")) for part in message["content"])
+        return {**message, "content": "".join(texts)}
 
     def encode(self, texts: Sequence[Text]) -> Iterator[Masked | str]:
         """The tokens of each text, or why it cannot be trained on; "" if it is dropped."""
-        for text, encoded in zip(
-            texts, self.tokenizer.encode_with_offsets([text.text for text in texts])
-        ):
+        for text, (ids, trained) in zip(texts, self._ids_and_masks(texts)):
             end = [self.tokenizer.end] if text.ends and self.tokenizer.end is not None else []
-            ids = np.append(encoded.ids, np.asarray(end, encoded.ids.dtype))
-            trained = np.append(mask_of(encoded.offsets, text.spans), np.ones(len(end), bool))
-            if trained[1:].any():  # nothing predicts the first
-                yield Masked(ids, trained)
+            ids = np.append(ids, np.asarray(end, ids.dtype))
+            trained = np.append(trained, np.ones(len(end), bool))
+            if problem := self._image_problem(ids, text):
+                yield problem
+            elif trained[1:].any():  # nothing predicts the first
+                yield Masked(ids, trained, text.images)
             elif self.data.untrained == "drop":
                 self.untrained += 1
                 yield ""
             else:
                 why = "all are masked" if text.spans else "the assistant has no message in it"
                 yield f"no token of it is trained: {why} (data.untrained: drop leaves it out)"
+
+    def _ids_and_masks(self, texts: Sequence[Text]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text, and which of them are in its spans.
+
+        What an image is in a text is encoded with it; or, by a tokenizer that does not know the
+        token of images, between the ids of the text before and after.
+        """
+        if self._knows_images:
+            texts = [self._expanded(text) for text in texts]
+            pieces = [[text.text] for text in texts]
+        else:
+            assert self.images is not None
+            marker = self.images.marker
+            pieces = [t.text.split(marker) if t.images else [t.text] for t in texts]
+        encoded = iter(self.tokenizer.encode_with_offsets([p for group in pieces for p in group]))
+        for text, group in zip(texts, pieces):
+            all_ids, masks, start = [], [], 0
+            for number, piece in enumerate(group):
+                ids, offsets = next(encoded)
+                if number:
+                    assert self.images is not None
+                    source = text.images[number - 1]
+                    count = self.images.expansion(source.width, source.height).tokens
+                    all_ids.append(np.full(count, self.images.token_id, ids.dtype))
+                    masks.append(np.zeros(count, bool))
+                    start += len(self.images.marker)
+                all_ids.append(ids)
+                masks.append(mask_of(offsets + start, text.spans))
+                start += len(piece)
+            yield np.concatenate(all_ids), np.concatenate(masks)
+
+    @cached_property
+    def _knows_images(self) -> bool:
+        """Whether there are none, or the tokenizer has the token of images.
+
+        Raises:
+          DataError: it has that text as another token, or no such id.
+        """
+        if self.images is None:
+            return True
+        token, number = self.images.token, self.images.token_id
+        ids = self.tokenizer.encode(token).tolist()
+        if number not in ids and (len(ids) == 1 or number >= self.tokenizer.vocab_size):
+            has = f"id {ids[0]}" if len(ids) == 1 else "no token"
+            raise DataError(
+                f"data.tokenizer: {self.tokenizer.name} has {token!r} as {has}, and the model's "
+                f"token of images is {number}"
+            )
+        return number in ids
+
+    def _expanded(self, text: Text) -> Text:
+        """A text with what each image is in place of its marker."""
+        if self.images is None or not text.images:
+            return text
+        marker = self.images.marker
+        first, *others = text.text.split(marker)
+        parts, at, shifts = [first], len(first), [(0, 0)]  # from a place on: what is added
+        added = 0
+        for source, piece in zip(text.images, others, strict=True):
+            expansion = self.images.expansion(source.width, source.height).text
+            added += len(expansion) - len(marker)
+            shifts.append((at + len(marker), added))
+            parts += [expansion, piece]
+            at += len(marker) + len(piece)
+        places, sums = zip(*shifts)
+
+        def moved(place: int) -> int:
+            return place + sums[bisect.bisect_right(places, place) - 1]
+
+        spans = [(moved(start), moved(end)) for start, end in text.spans]
+        return text._replace(text="".join(parts), spans=spans)
+
+    def _image_problem(self, ids: np.ndarray, text: Text) -> str:
+        """What is wrong with the number of a text's tokens of images, or ""."""
+        if self.images is None:
+            return ""
+        sizes = ((source.width, source.height) for source in text.images)
+        wanted = sum(self.images.expansion(*size).tokens for size in sizes)
+        count = int((ids == self.images.token_id).sum())
+        if count == wanted:
+            return ""
+        return (
+            f"it has {count} tokens {self.images.token!r}, and its {len(text.images)} images are "
+            f"{wanted}: the text itself has such tokens, or lacks them"
+        )
 
     def check_roles(self, template: ChatTemplate, conversation: Conversation) -> None:
         """Refuse roles that the template does not know: it renders nothing of their messages."""

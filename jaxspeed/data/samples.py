@@ -9,6 +9,7 @@ from jaxspeed.data.packing import Stream
 from jaxspeed.objectives.padding import IGNORED, Batch
 
 ALL = slice(0, None)
+PATCHES, IMAGE_ROWS = "patches", "image_rows"  # arrays of models that read images
 
 
 class Samples(Protocol):
@@ -140,6 +141,7 @@ class Chain:
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = _alike(parts)
+        self._blank = _image_arrays(self.parts)
         self.edges = np.cumsum([0, *map(len, self.parts)])
         self.tokens_each: int | None = self.parts[0].tokens_each
 
@@ -153,11 +155,30 @@ class Chain:
         batch: Batch = {}
         for i in np.unique(part) if len(ids) else [0]:
             here = np.flatnonzero(part == i)
-            for name, rows in self.parts[i].read(ids[here] - self.edges[i], positions).items():
+            arrays = self.parts[i].read(ids[here] - self.edges[i], positions)
+            for name, rows in self._completed(arrays).items():
                 if name not in batch:
                     batch[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
                 batch[name][here] = rows
         return batch
+
+    def _completed(self, arrays: Batch) -> Batch:
+        """The arrays of a part, with those of images if another part has some."""
+        if self._blank is None:
+            return arrays
+        _, rows, patch = self._blank.shape
+        tokens = arrays["tokens"]
+        patches = np.zeros((len(tokens), rows, patch), self._blank.dtype)
+        if PATCHES in arrays:
+            patches[:, : arrays[PATCHES].shape[1]] = arrays[PATCHES]
+        return {IMAGE_ROWS: np.full_like(tokens, -1), **arrays, PATCHES: patches}
+
+
+def _image_arrays(parts: Sequence[Samples]) -> np.ndarray | None:
+    """Patches of no sample, of the most rows that a part has; None if none has images."""
+    empty = [part.read(np.zeros(0, np.int64)) for part in parts] if len(parts) > 1 else []
+    patches = [arrays[PATCHES] for arrays in empty if PATCHES in arrays]
+    return max(patches, key=lambda x: x.shape[1]) if patches else None
 
 
 def with_targets(batch: Batch) -> Batch:
@@ -166,7 +187,8 @@ def with_targets(batch: Batch) -> Batch:
     The targets are those of `models.language.split_batch`: of the next document's first token there
     is none.
     """
-    arrays = {name: x if name == "mask" else x[:, :-1] for name, x in batch.items()}
+    of_images = batch.keys() & {PATCHES}
+    arrays = {n: x if n == "mask" or n in of_images else x[:, :-1] for n, x in batch.items()}
     arrays["targets"] = batch["tokens"][:, 1:]
     if "segment_ids" in batch:
         segments = batch["segment_ids"]

@@ -153,6 +153,14 @@ def family_sizes(config: Config) -> Any:
     return _built(config, {}).config
 
 
+def image_processor(config: Config) -> Any:
+    """How the model that the config names reads images, by its folder if it has one."""
+    built = _built(config, {})
+    folder = getattr(getattr(built, "weights", None), "folder", None)
+    form = importlib.import_module(f"{type(built.config).__module__}_hf")
+    return form.image_processor(built.config, None if folder is None else folder.image_processor)
+
+
 def family_objective(config: Config, model: Any) -> str | None:
     """The name of the objective that a resolved model's family has; None for other models."""
     if isinstance(model, Pretrained):
