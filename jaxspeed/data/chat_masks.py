@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxspeed.config.run_sections import ChatFormat, Data
 from jaxspeed.config.verdicts import shown
-from jaxspeed.data.chat_formats import Completion, Conversation, has_parts
+from jaxspeed.data.chat_formats import Completion, Conversation, has_parts, parts_of
 from jaxspeed.data.chat_template import (
     CHAT_TEMPLATE,
     ChatTemplate,
@@ -109,6 +109,14 @@ def mask_of(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     return inside & (offsets[:, 1] > starts[np.minimum(span, len(ends) - 1)])
 
 
+def _as_text(message: Message, marker: str) -> Message:
+    """A message whose content is text, with markers of images."""
+    if not has_parts(message):
+        return message
+    texts = (marker if part["type"] == "image" else part["text"] for part in message["content"])
+    return {**message, "content": "".join(texts)}
+
+
 @dataclass
 class ChatEncoder:
     """Encodes conversations with a tokenizer by the config's section `data`.
@@ -124,7 +132,7 @@ class ChatEncoder:
     plain: int = 0
     rendered: int = 0
     _templates: dict[str | None, ChatTemplate] = field(default_factory=dict)
-    _known: set[tuple[str, bool, bool]] = field(default_factory=set)
+    _known: set[tuple[str, bool, bool, bool]] = field(default_factory=set)
 
     def template(self, kind: ChatFormat) -> ChatTemplate:
         """The template for records of a format: Alpaca's has its own unless the config names one.
@@ -162,49 +170,44 @@ class ChatEncoder:
             return Text(text, [(start, len(text))], ends=True)
         self.rendered += 1
         template = self.template(kind)
-        if self.images is None or not sample.images:
+        if self.images is None:
             self.check_roles(template, sample)
             return Text(*text_and_spans(template, sample, self.data.train_on), ends=False)
         sources = [
             source_of(image, f"{where}, image {number}", folder)
             for number, image in enumerate(sample.images, 1)
         ]
-        return Text(*self._with_markers(template, sample), ends=False, images=(*sources,))
+        text, spans = self._with_markers(template, sample, self.images.marker)
+        return Text(text, spans, ends=False, images=(*sources,))
 
-    def _with_markers(self, template: ChatTemplate, sample: Conversation) -> tuple[str, Spans]:
+    def _with_markers(
+        self, template: ChatTemplate, sample: Conversation, marker: str
+    ) -> tuple[str, Spans]:
         """The text of a conversation with a marker for each of its images.
 
-        A template that knows no parts gets texts with markers in place of them.
+        Some templates read messages as parts alone, and others as text alone.
         """
-        assert self.images is not None
-        in_text = replace(sample, messages=[*map(self._as_text, sample.messages)])
-        count, problem = -1, None
-        for conversation in (sample, in_text):
+        in_parts = [
+            {**m, "content": parts_of(m)} if m.get("content") else m for m in sample.messages
+        ]
+        parts = replace(sample, messages=in_parts)
+        texts = replace(sample, messages=[_as_text(m, marker) for m in sample.messages])
+        problems = []
+        for form in (parts, texts) if sample.images else (texts, parts):
             try:
-                text, spans = text_and_spans(template, conversation, self.data.train_on)
+                text, spans = text_and_spans(template, form, self.data.train_on)
+                if (count := text.count(marker)) != len(sample.images):
+                    raise DataError(
+                        f"its text has {count} times {marker!r}, which stands for an image: "
+                        f"{len(sample.images)} images, and each place needs one"
+                    )
+                self.check_roles(template, form)
+                return text, spans
             except MissingTemplateError:
                 raise
             except DataError as error:
-                problem = error
-                continue
-            if (count := text.count(self.images.marker)) == len(sample.images):
-                self.check_roles(template, in_text)
-                return text, spans
-        if count < 0 and problem is not None:
-            raise problem
-        raise DataError(
-            f"its text has {count} times {self.images.marker!r}, which stands for an image, and "
-            f"there are {len(sample.images)}"
-        )
-
-    def _as_text(self, message: Message) -> Message:
-        """A message whose content is text, with markers of images."""
-        assert self.images is not None
-        marks = {"image": self.images.marker}
-        if not has_parts(message):
-            return message
-        texts = (marks.get(part["type"], part.get("text", "")) for part in message["content"])
-        return {**message, "content": "".join(texts)}
+                problems.append(error)
+        raise problems[-1 if sample.images else 0]
 
     def encode(self, texts: Sequence[Text]) -> Iterator[Masked | str]:
         """The tokens of each text, or why it cannot be trained on; "" if it is dropped."""
@@ -312,7 +315,7 @@ class ChatEncoder:
         """Refuse roles that the template does not know: it renders nothing of their messages."""
         for i, message in enumerate(conversation.messages):
             role = message["role"]
-            key = role, i == 0, bool(conversation.tools)
+            key = role, i == 0, bool(conversation.tools), has_parts(message)
             if key in self._known or message.get("tool_calls"):  # templates may ignore its content
                 continue
             if not template.names(role, conversation.tools) or self._ignores(
@@ -327,8 +330,9 @@ class ChatEncoder:
     @staticmethod
     def _ignores(template: ChatTemplate, conversation: Conversation, i: int) -> bool:
         """Whether the text does not change with a message."""
-        changed = [*conversation.messages]
-        changed[i] = {**changed[i], "content": f"{changed[i].get('content', '')}{_PROBE}"}
+        changed, content = [*conversation.messages], conversation.messages[i].get("content", "")
+        probe: Any = [*content, {"type": "text", "text": _PROBE}] if has_parts(changed[i]) else ""
+        changed[i] = {**changed[i], "content": probe or f"{content}{_PROBE}"}
         before, after = (
             template.render(messages, conversation.tools, **conversation.variables).text
             for messages in (conversation.messages, changed)

@@ -217,7 +217,7 @@ def fit(documents: Documents, packing: Packing) -> tuple[Spans, np.ndarray, Docu
     images = np.zeros(len(starts), np.int64)
     if documents.images is not None and packing.images is not None:
         images = np.array([len(x) for x in documents.images])
-        kept &= ~_cut(documents, starts, lengths, over, packing)
+        kept &= ~_losing_images(documents, starts, lengths, over, packing)
     counts = DocumentCounts(
         samples=int(kept.sum()),
         tokens=int(lengths[kept].sum()),
@@ -230,7 +230,7 @@ def fit(documents: Documents, packing: Packing) -> tuple[Spans, np.ndarray, Docu
     return Spans(starts[kept], lengths[kept]), np.flatnonzero(kept), counts
 
 
-def _cut(
+def _losing_images(
     documents: Documents,
     starts: np.ndarray,
     lengths: np.ndarray,
@@ -246,7 +246,7 @@ def _cut(
     rows = np.array([_rows(images, processor) for images in documents.images])
     many = rows > (packing.patches or math.inf)
     for what, chosen in (
-        (f"is longer than data.seq_len {packing.seq_len:,}, which would cut an image", lost & over),
+        (f"is longer than data.seq_len {packing.seq_len:,}, and would lose an image", lost & over),
         (f"has more patches than data.patches {packing.patches}", many),
     ):
         named = [documents.images[i][0].where for i in np.flatnonzero(chosen).tolist()]

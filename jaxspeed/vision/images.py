@@ -18,7 +18,7 @@ import numpy as np
 from jaxspeed.errors import DataError
 
 # Formats that Pillow decodes itself: others run programs, or are documents.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST_PIXELS = 89_478_485  # from there on Pillow warns of a decompression bomb
 LEAST_SIDE = 2  # pixels
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are exchanged
@@ -54,7 +54,8 @@ def source_of(value: Any, where: str, folder: Path | None = None) -> ImageSource
     try:
         with _opened(content) as image:
             width, height = image.size
-            turned = image.getexif().get(_ORIENTATION) in _TURNED
+            has_exif = image.format != "PNG" or "exif" in image.info  # or Pillow decodes it
+            turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
     except DataError:
         raise
     except Exception as error:  # Pillow has no base class of what a damaged header raises
