@@ -26,6 +26,7 @@ from flax import nnx
 from jaxspeed import ops
 
 from . import language, vision
+from .cached_attention import CachedAttention
 from .decoder import DecoderSizes, RotaryDecoder
 
 
@@ -115,12 +116,20 @@ class VisionLanguage(nnx.Module):
         self,
         tokens: jax.Array,
         *,
+        patches: jax.Array | None = None,
         positions: jax.Array | None = None,
         at: jax.Array | None = None,
         **context: jax.Array | None,
     ) -> jax.Array:
         """Logits as `language.Decoder`'s; `context` as in `hidden`."""
-        return language.logits(self, self.hidden(tokens, positions=positions, **context), at)
+        hidden = self.hidden(tokens, patches=patches, positions=positions, **context)
+        return language.logits(self, hidden, at)
+
+    def init_cache(self, rows: int, length: int, dtype: Any) -> None:
+        """Caches of the language model; the features of images are among its keys."""
+        for _, module in nnx.iter_modules(self.language):
+            if isinstance(module, CachedAttention):
+                module.init_cache(rows, length, dtype)
 
 
 def text_model(config: DecoderSizes, rngs: nnx.Rngs) -> RotaryDecoder:

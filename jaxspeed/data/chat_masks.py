@@ -29,7 +29,7 @@ from jaxspeed.data.chat_template import (
 from jaxspeed.data.token_store import Masked
 from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
-from jaxspeed.vision import ImageProcessor, ImageSource, source_of
+from jaxspeed.vision import ImageProcessor, ImageSource, pixels_of, source_of
 
 TrainOn = Literal["assistant", "last_turn", "everything"]
 ASSISTANT = "assistant"
@@ -43,6 +43,13 @@ class Text(NamedTuple):
     spans: Spans  # of the text, which are trained on
     ends: bool
     images: tuple[ImageSource, ...] = ()  # for each marker of the text
+
+
+class PromptWithImages(NamedTuple):
+    """The tokens of a prompt, and the patches of its images [rows, patch]."""
+
+    tokens: Sequence[int]
+    patches: np.ndarray
 
 
 def text_and_spans(
@@ -177,16 +184,36 @@ class ChatEncoder:
             source_of(image, f"{where}, image {number}", folder)
             for number, image in enumerate(sample.images, 1)
         ]
-        text, spans = self._with_markers(template, sample, self.images.marker)
+        text, spans = self._with_markers(template, sample, prompt=False)
         return Text(text, spans, ends=False, images=(*sources,))
 
+    def prompt(self, template: ChatTemplate, sample: Conversation) -> PromptWithImages:
+        """A conversation up to where the answer begins.
+
+        Raises:
+          DataError: the template raises, or an image is none.
+        """
+        assert self.images is not None
+        numbered = enumerate(sample.images, 1)
+        sources = [source_of(image, f"image {number} of a prompt") for number, image in numbered]
+        text, _ = self._with_markers(template, sample, prompt=True)
+        as_text = Text(text, [], ends=False, images=(*sources,))
+        ((ids, _),) = self._ids_and_masks([as_text])
+        if problem := self._image_problem(ids, as_text):
+            raise DataError(f"a prompt: {problem}")
+        patches = [self.images.patches(pixels_of(source)) for source in sources]
+        empty = np.zeros((0, self.images.patch), np.float32)
+        return PromptWithImages(ids.tolist(), np.concatenate([empty, *patches]))
+
     def _with_markers(
-        self, template: ChatTemplate, sample: Conversation, marker: str
+        self, template: ChatTemplate, sample: Conversation, prompt: bool
     ) -> tuple[str, Spans]:
         """The text of a conversation with a marker for each of its images.
 
         Some templates read messages as parts alone, and others as text alone.
         """
+        assert self.images is not None
+        marker, train_on = self.images.marker, self.data.train_on
         in_parts = [
             {**m, "content": parts_of(m)} if m.get("content") else m for m in sample.messages
         ]
@@ -195,7 +222,12 @@ class ChatEncoder:
         problems = []
         for form in (parts, texts) if sample.images else (texts, parts):
             try:
-                text, spans = text_and_spans(template, form, self.data.train_on)
+                spans: Spans = []
+                if prompt:
+                    how: Any = {"add_generation_prompt": True, **form.variables}
+                    text = template.render(form.messages, form.tools, **how).text
+                else:
+                    text, spans = text_and_spans(template, form, train_on)
                 if (count := text.count(marker)) != len(sample.images):
                     raise DataError(
                         f"its text has {count} times {marker!r}, which stands for an image: "

@@ -132,8 +132,7 @@ def limits_of_run(
     """What the model of a config, or one beside it, can read, and its objective reads."""
     sizes, section = None if model is not None else family_sizes(config), config.objective
     limits = limits_of(sizes, targets=config.mesh.seq != 1)
-    if hasattr(sizes, "image_token_id"):
-        limits = replace(limits, images=image_processor(config))
+    limits = replace(limits, images=None if sizes is None else image_processor(config))
     if objective is None and section is not None:
         cls = objective_class(section.type)
         if section.type not in OF_FAMILIES:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxspeed.axes import PIPE
+from jaxspeed.data.chat_masks import PromptWithImages
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation.continuous_batching import ContinuousBatching, GroupShape, Runs
 from jaxspeed.generation.decode_programs import SEGMENT, UNDRAWN, Draws, ForwardPrograms
@@ -46,7 +47,7 @@ class Request:
       ConfigError: the request is impossible.
     """
 
-    prompts: Sequence[str | Sequence[int]]
+    prompts: Sequence[str | Sequence[int] | PromptWithImages]
     tokens: int = 100  # at most, after each prompt
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()  # texts before which a text ends
@@ -83,6 +84,7 @@ class Request:
         folds: Sequence[int],
         ends: frozenset[int],
         inputs: Sequence[int] = (),
+        patches: np.ndarray | None = None,
     ) -> TextRow:
         """The text of a prompt, which ends as the request says."""
         return TextRow(
@@ -94,7 +96,14 @@ class Request:
             stop=self.stop,
             tokenizer=self.tokenizer,
             inputs=inputs,
+            patches=patches,
         )
+
+    @property
+    def patches(self) -> list[np.ndarray | None]:
+        """The patches of each prompt's images; None where it has none."""
+        of_prompts = (p.patches if isinstance(p, PromptWithImages) else None for p in self.prompts)
+        return [None if patches is None or not len(patches) else patches for patches in of_prompts]
 
     def encoded(self) -> list[list[int]]:
         """The tokens of each prompt; an empty one begins after the end of a document.
@@ -110,7 +119,7 @@ class Request:
             )
         end, encoded = end_of(self.tokenizer), []
         for number, prompt in enumerate(self.prompts, 1):
-            ids: Any = prompt
+            ids: Any = prompt.tokens if isinstance(prompt, PromptWithImages) else prompt
             if isinstance(prompt, str) and self.tokenizer is not None:
                 ids = self.tokenizer.encode(prompt)
             if not len(ids) and end is None:
@@ -187,9 +196,14 @@ class Generator:
         context = request.context or self.context or longest
         length = bucket(max(min(context, longest), read), max(context, read))
         ends = request.ends
+        patches = request.patches
+        if any(x is not None for x in patches):
+            self._check_images(prompts, patches, request.tokens, context)
         rows = [
-            request.row(number, prompt, [number], ends, read)
-            for number, (prompt, read) in enumerate(zip(prompts, inputs, strict=True))
+            request.row(number, prompt, [number], ends, read, images)
+            for number, (prompt, read, images) in enumerate(
+                zip(prompts, inputs, patches, strict=True)
+            )
         ]
         for row in rows:
             row.restart(context, length)
@@ -198,7 +212,8 @@ class Generator:
             row.bucket = widest
         size = -(-len(rows) // self.program.ranks)
         short = short_start(request.tokens)
-        if max(len(row.visible) for row in rows) > short:
+        has_images = any(row.patches is not None for row in rows)
+        if has_images or max(len(row.visible) for row in rows) > short:
             short = 0
         batching = self._batching(
             state, request, rows, size, length, context, ends, steps=steps, short=short
@@ -225,6 +240,8 @@ class Generator:
                 raise ConfigError(f"{name}: {value!r}; it is an integer from 1")
         if self._begin is not None:
             raise ConfigError("rollout: the model has an encoder; rollouts are of decoders")
+        if any(x is not None for x in request.patches):
+            raise ConfigError("rollout: a prompt has images; rollouts are of text")
         if "repetition_penalty" in request.sampling.rules:
             raise ConfigError(
                 "rollout: repetition_penalty is not 1; log-probabilities of what it draws depend "
@@ -288,6 +305,23 @@ class Generator:
         dropped = sorted({*range(len(prompts))} - {*fits})
         return Rollout(prompts, completions, dropped, request.sampling)
 
+    def _check_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        patches: Sequence[np.ndarray | None],
+        tokens: int,
+        context: int,
+    ) -> None:
+        """Raise ConfigError for prompts whose images the model could not see until their end."""
+        if not self.cache:
+            raise ConfigError("a prompt has images, which need the model's key-value cache")
+        for number, (prompt, images) in enumerate(zip(prompts, patches, strict=True), 1):
+            if images is not None and len(prompt) + tokens > context:
+                raise ConfigError(
+                    f"prompt {number} has images and {len(prompt)} tokens, and with {tokens} after "
+                    f"it the context of {context} is exceeded"
+                )
+
     @cached_property
     def context(self) -> int | None:
         """The tokens that the model sees at most, if its config says so."""
@@ -331,7 +365,10 @@ class Generator:
         seen = 0
         if "repetition_penalty" in rules:
             seen = bucket(max(len(row.ids) for row in rows) + request.tokens, 1 << 30)
-        shape = GroupShape(size * ranks, ranks, length, context, len(rows[0].folds), seen)
+        patches = [row.patches.shape for row in rows if row.patches is not None]
+        shape = GroupShape(
+            size * ranks, ranks, length, context, len(rows[0].folds), seen, max(patches, default=())
+        )
         padded = np.full(max(4, 1 << (len(ends) - 1).bit_length()), UNDRAWN, np.int32)
         padded[: len(ends)] = sorted(ends)
         key = np.asarray(jax.random.key_data(jax.random.key(request.seed)))

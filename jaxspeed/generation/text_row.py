@@ -16,7 +16,7 @@ def first_seen(length: int, context: int) -> int:
 
 
 class TextRow:
-    """A prompt and what has followed it, and what an encoder reads.
+    """A prompt and what has followed it, what an encoder reads, and the patches of its images.
 
     Attributes:
       number: of the text, among those of its request.
@@ -43,8 +43,9 @@ class TextRow:
         stop: Sequence[str] = (),
         tokenizer: TextTokenizer | None = None,
         inputs: Sequence[int] = (),
+        patches: np.ndarray | None = None,
     ) -> None:
-        self.number, self.folds, self.inputs = number, folds, inputs
+        self.number, self.folds, self.inputs, self.patches = number, folds, inputs, patches
         self.ids, self._prompt = [*prompt], len(prompt)
         self._tokens, self._ends = tokens, ends
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, stop)

@@ -153,12 +153,20 @@ def family_sizes(config: Config) -> Any:
     return _built(config, {}).config
 
 
-def image_processor(config: Config) -> Any:
-    """How the model that the config names reads images, by its folder if it has one."""
-    built = _built(config, {})
-    folder = getattr(getattr(built, "weights", None), "folder", None)
-    form = importlib.import_module(f"{type(built.config).__module__}_hf")
-    return form.image_processor(built.config, None if folder is None else folder.image_processor)
+def image_processor(config: Config, model: Any = None) -> Any:
+    """How a model, or the one that the config names, reads images, by its folder if it has one.
+
+    None for a model that reads none.
+    """
+    if not isinstance(model, Pretrained):
+        if config.model is None or config.model.factory is not None:
+            return None
+        model = _built(config, {})
+    if not hasattr(model.config, "image_token_id"):
+        return None
+    folder = getattr(getattr(model, "weights", None), "folder", None)
+    form = importlib.import_module(f"{type(model.config).__module__}_hf")
+    return form.image_processor(model.config, None if folder is None else folder.image_processor)
 
 
 def family_objective(config: Config, model: Any) -> str | None:
