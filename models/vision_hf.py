@@ -134,6 +134,7 @@ def joined(*tables: MappingTable) -> MappingTable:
         tied={name: other for table in tables for name, other in table.tied.items()},
         modules={name: other for table in tables for name, other in table.modules.items()},
         variables=[path for table in tables for path in table.variables],
+        unread=[module for table in tables for module in table.unread],
     )
 
 
@@ -196,7 +197,8 @@ def tower_table(
         *_blocks(f"{theirs}encoder.layers.{{layer}}", "tower/blocks", 0),
     ]
     of_unread: list[TensorRule] = []
-    if layers is not None and layers < config.num_hidden_layers:
+    layers = config.num_hidden_layers if layers is None else layers
+    if layers < config.num_hidden_layers:
         of_unread += _blocks(f"{theirs}encoder.layers.{{layer}}", "tower/further", layers)
     last = norm_rules(f"{theirs}post_layernorm", "tower/norm")
     of_unread += [] if last_norm else last
@@ -207,6 +209,11 @@ def tower_table(
         [*rules, *of_unread],
         ignored=ignored,
         variables=[str(rule.paths) for rule in of_unread],
+        unread=[
+            f"{theirs}encoder.layers.{layer}.{module}"
+            for layer in range(layers, config.num_hidden_layers)
+            for module in _IN_BLOCKS
+        ],
     )
 
 
