@@ -89,7 +89,7 @@ class VisionLanguage(nnx.Module):
         """[batch, rows, patch] to what stands for tokens, [batch, tokens of images, embed]."""
         images = vision.images_of(patches, self.config.vision)
         x: jax.Array = self.projector(self.tower(images))
-        return ops.gathered_samples(x.reshape(patches.shape[0], -1, x.shape[-1]))
+        return x.reshape(patches.shape[0], -1, x.shape[-1])
 
     def hidden(
         self,

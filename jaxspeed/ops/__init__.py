@@ -29,7 +29,7 @@ from jaxspeed.ops.rope import (
     rotation,
 )
 from jaxspeed.ops.saved_inputs import saves_inputs
-from jaxspeed.ops.spread_samples import gathered_samples, spread_samples
+from jaxspeed.ops.spread_samples import spread_samples
 
 # A folder is imported when it is first used: what is in it imports files of this one.
 __getattr__, __dir__ = lazy_names(__name__, {})
@@ -47,7 +47,6 @@ __all__ = [
     "cross_entropy",
     "embed",
     "frequencies",
-    "gathered_samples",
     "layer_norm",
     "linear_cross_entropy",
     "linear_divergence",

@@ -1,8 +1,6 @@
-"""Samples that are spread over more axes than those of the batch, and back."""
+"""Samples that are sharded over more axes than those of a batch: the images of an encoder."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -15,21 +13,13 @@ from jaxspeed.placement.constrain import constrain
 
 def spread_samples(x: jax.Array) -> jax.Array:
     """Shard dim 0 over all axes of the context's mesh, outermost the samples', that divide it."""
-    return _over(x, (*sample_axes(), PIPE, *position_axes(), TENSOR), "samples.spread")
-
-
-def gathered_samples(x: jax.Array) -> jax.Array:
-    """Shard dim 0 as that of a batch."""
-    return _over(x, sample_axes(), "samples.gathered")
-
-
-def _over(x: jax.Array, wanted: tuple[str, ...], site: str) -> jax.Array:
     free = free_axes()
     axes: tuple[str, ...] = ()
-    for axis in wanted:
+    for axis in (*sample_axes(), PIPE, *position_axes(), TENSOR):
         if free.get(axis, 1) > 1 and x.shape[0] % product((*axes, axis), free) == 0:
             axes += (axis,)
-    if all(size == 1 for size in free.values()):
+    if not axes:
         return x
-    entries: list[Any] = [axes or None, *[None] * (x.ndim - 1)]
-    return constrain(x, NamedSharding(jax.sharding.get_abstract_mesh(), P(*entries)), site)
+    entries = [axes, *[P.UNCONSTRAINED] * (x.ndim - 1)]
+    at = NamedSharding(jax.sharding.get_abstract_mesh(), P(*entries))
+    return constrain(x, at, "samples.spread")
