@@ -9,6 +9,7 @@ import pytest
 from jaxspeed.models import from_pretrained
 
 import jaxspeed
+from jaxspeed.generation import PromptWithImages
 from jaxspeed.interop import save_pretrained
 from jaxspeed.interop.safetensors import TensorFile
 from jaxspeed.train import build_program
@@ -75,7 +76,7 @@ def documents(config, counts, rng, length):
     ids, lengths = [], []
     for number, count in enumerate(counts):
         own = length // len(counts) if number + 1 < len(counts) else length - sum(lengths)
-        document = rng.integers(0, IMAGE, own)
+        document = rng.integers(3, IMAGE, own)  # their generation takes 0 for padding
         each = config.tokens_per_image
         starts = 1 + np.arange(count) * (each + 1)
         for start in starts:
@@ -200,6 +201,35 @@ def test_tensors_come_back_bitwise(references, folder_of, case, tmp_path):
     built = build_program(other, *jaxspeed.user_models.config_model.resolve_model(other))
     save_pretrained(built, state, tmp_path / "again")
     assert differences(tmp_path / "again") == []
+
+
+@pytest.mark.default_cases("llava")
+@cases
+def test_greedy_tokens_are_theirs(references, folder_of, case):
+    folder = folder_of(case)
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "mesh": {"tensor": 2}}
+    engine = jaxspeed.initialize(config=config | {"model": {"pretrained": str(folder)}})
+    sizes, prompts, theirs, images = from_pretrained(folder).config, [], [], []
+    for name in ("one image", "no image", "several images"):
+        arguments, batch = inputs(sizes, name)
+        prompts.append(PromptWithImages(batch["tokens"][0].tolist(), batch_patches(batch)))
+        theirs.append(prompts[-1].tokens)
+        images.append({n: x for n, x in arguments.items() if n == "pixel_values"})
+    found = engine.generate(prompts, 20, temperature=0)
+    expected = references.call(
+        "families.greedy_tokens_of_images",
+        case=CASES[case],
+        prompts=theirs,
+        images=images,
+        count=20,
+    )
+    assert [list(mine.tokens) for mine in found] == expected
+    assert len({token for mine in found for token in mine.tokens}) > 6
+
+
+def batch_patches(batch):
+    """Those of a batch of one sample."""
+    return batch["patches"][0] if "patches" in batch else np.zeros((0, 1), np.float32)
 
 
 @pytest.mark.sampled
