@@ -60,6 +60,8 @@ FAMILIES: dict[str, str] = {
     "t5": "jaxspeed.models.t5",
     "vit": "jaxspeed.models.vit",
     "llava": "jaxspeed.models.llava",
+    "smolvlm": "jaxspeed.models.smolvlm",
+    "gemma3": "jaxspeed.models.gemma3",
     "mlp": "jaxspeed.models.mlp",
 }
 
@@ -100,8 +102,11 @@ MODEL_TYPES: dict[str, str] = {
     "t5": "t5",  # and FLAN-T5
     "vit": "vit",
     "llava": "llava",
+    "smolvlm": "smolvlm",
+    "idefics3": "smolvlm",
+    "gemma3": "gemma3",  # with images
 }
-# Models with images, of which the language model is read: the family with their defaults.
+# Models with images, of which the language model can be read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 # The families of classifiers (SCORED) of these types.
 CLASSIFIERS = {kind: MODEL_TYPES[kind] for kind in (*DECODERS, "bert", "modernbert")}
@@ -164,7 +169,11 @@ def build(
 
 
 def from_pretrained(
-    folder: str | Path, overrides: Mapping[str, Any] | None = None, labels: int | None = None
+    folder: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    labels: int | None = None,
+    *,
+    text_only: bool = False,
 ) -> Pretrained:
     """The model of a Hugging Face folder, for `jaxspeed.initialize(model=...)`.
 
@@ -175,6 +184,7 @@ def from_pretrained(
       folder: a local folder, or the id of a model of the hub where that can be reached.
       overrides: fields of the family's Config that are no sizes, such as dropout.
       labels: of scores of sequences in place of a decoder's head; other models are refused.
+      text_only: read the language model alone of one with images, as a classifier always does.
 
     Raises:
       PretrainedError: lists what cannot be read or is not supported.
@@ -182,7 +192,13 @@ def from_pretrained(
     """
     opened = PretrainedFolder(folder)
     kind = opened.config["model_type"]
-    if kind in WITH_IMAGES:
+    is_text = text_only or labels is not None or "num_labels" in (overrides or {})
+    if text_only and kind not in WITH_IMAGES:
+        raise PretrainedError(
+            f"{opened.path}: model.text_only: model_type {kind!r} has no language model beside one "
+            f"of images; {', '.join(WITH_IMAGES)} have"
+        )
+    if kind in WITH_IMAGES and (is_text or kind not in MODEL_TYPES):
         opened = LanguageModelFolder(opened, hf_form(WITH_IMAGES[kind]).LANGUAGE_MODELS[kind])
         kind = str(opened.config["model_type"])
     if kind not in MODEL_TYPES:
@@ -266,7 +282,7 @@ def known() -> dict[str, dict[str, list[str]]]:
     """By family: the model types of Hugging Face that it reads, and its presets."""
     return {
         name: {
-            "model_types": [kind for kind, of in (MODEL_TYPES | WITH_IMAGES).items() if name == of],
+            "model_types": [kind for kind, of in (WITH_IMAGES | MODEL_TYPES).items() if name == of],
             "presets": list(family(name).PRESETS),
         }
         for name in FAMILIES

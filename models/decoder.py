@@ -14,7 +14,7 @@ from flax.typing import Initializer
 from jaxspeed import ops
 
 from . import language
-from .blocks import Projections
+from .blocks import Projections, WithImages
 from .layers import Embedding, RMSNorm, check_heads, normal, scan_blocks, stacked
 
 # Sizes of the presets `tiny`.
@@ -173,7 +173,7 @@ class RotaryDecoder(language.Decoder):
         tokens: jax.Array,
         *,
         x: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        segment_ids: jax.Array | WithImages | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
         """tokens [batch, seq] to the head's input, [batch, seq, embed].
@@ -192,7 +192,7 @@ class RotaryDecoder(language.Decoder):
     def embedded(
         self,
         tokens: jax.Array,
-        segment_ids: jax.Array | None,
+        segment_ids: jax.Array | WithImages | None,
         positions: jax.Array | None,
         x: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], tuple[jax.Array, ...]]:

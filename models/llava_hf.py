@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
@@ -14,16 +13,16 @@ from .llava import Config
 from .vision_hf import (
     CLIP,
     SIGLIP,
-    joined,
+    Names,
+    all_tables,
+    composed,
     linear_rules,
     read_text,
     read_tower,
     tower_table,
-    within,
     write_text,
     write_tower,
 )
-from .vision_language import text_form
 
 PLACE = "<image>"  # of an image in a text; and the token of each of its features
 MODEL_TYPES = {"llava": "LlavaForConditionalGeneration"}
@@ -79,40 +78,14 @@ def image_processor(config: Config, values: Mapping[str, Any] | None) -> FixedIm
     return read_fixed(values, default)
 
 
-def table(config: Config) -> MappingTable:
-    """With the names of published files."""
-    return _table(config, "", "vision_tower.vision_model.")
-
-
-def in_memory(config: Config) -> MappingTable:
-    """With the names that transformers 5 has in memory."""
-    return _table(config, "model.", "model.vision_tower.")
-
-
-def _table(config: Config, before: str, tower: str) -> MappingTable:
-    c = config
-    head = "lm_head." if before else "language_model.lm_head."
-    body = "model.language_model." if before else "language_model.model."
+def _table(config: Config, names: Names) -> MappingTable:
     projector = [
         rule
         for theirs, ours in (("linear_1", "up"), ("linear_2", "out"))
-        for rule in linear_rules(f"{before}multi_modal_projector.{theirs}", f"projector/{ours}")
+        for rule in linear_rules(f"{names.projector}.{theirs}", f"projector/{ours}")
     ]
-    made = joined(
-        tower_table(c.vision, tower, layers=c.layers, last_norm=False),
-        MappingTable(projector),
-        within(text_form(c.text).table(c.text), {"model.": body, "lm_head.": head}),
-    )
-    is_memory = before and not tower.endswith("vision_model.")
-    return made if is_memory else replace(made, memory=in_memory(c))
+    tower = tower_table(config.vision, names.tower, layers=config.layers, last_norm=False)
+    return composed(config, names, tower, projector)
 
 
-# By the name that transformers 5 writes, and those in memory of 5 and of 4.52 on.
-_LAST = "embeddings.patch_embedding.weight"
-OTHER_TABLES = {
-    f"vision_tower.{_LAST}": lambda config: _table(config, "", "vision_tower."),
-    f"model.vision_tower.{_LAST}": in_memory,
-    f"model.vision_tower.vision_model.{_LAST}": lambda config: _table(
-        config, "model.", "model.vision_tower.vision_model."
-    ),
-}
+table, OTHER_TABLES = all_tables(_table)

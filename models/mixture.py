@@ -20,7 +20,7 @@ from jaxspeed import ops
 from jaxspeed.errors import ModelError
 
 from . import language
-from .blocks import GatedFeedForward, NormBefore, swiglu
+from .blocks import GatedFeedForward, NormBefore, WithImages, swiglu
 from .decoder import DecoderSizes, RotaryDecoder
 from .layers import param, scan_blocks, stacked, zeros
 
@@ -197,7 +197,7 @@ class MixtureDecoder(RotaryDecoder):
         tokens: jax.Array,
         *,
         x: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        segment_ids: jax.Array | WithImages | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
         return self.hidden_and_balance(tokens, segment_ids, positions, x)[0]
@@ -205,7 +205,7 @@ class MixtureDecoder(RotaryDecoder):
     def hidden_and_balance(
         self,
         tokens: jax.Array,
-        segment_ids: jax.Array | None,
+        segment_ids: jax.Array | WithImages | None,
         positions: jax.Array | None,
         x: jax.Array | None = None,
     ) -> tuple[jax.Array, ops.moe.Balance]:

@@ -7,10 +7,12 @@ that no mesh axis shards (`image_heads`, ...): instead, images are spread over t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxspeed import ops
@@ -44,6 +46,7 @@ class Config:
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     is_clip: bool = True  # a class token and a norm before the blocks; no bias of patches
+    is_bucketed: bool = False  # positions are chosen by their share of a side, as in Idefics
     unroll: int | bool = 1  # of the scan over layers
 
     def __post_init__(self) -> None:
@@ -60,6 +63,17 @@ class Config:
     def num_patches(self) -> int:
         """Of an image."""
         return self.side**2
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The position of each patch: with rounding errors that trained models have seen."""
+        numbers = np.arange(self.side)
+        if self.is_bucketed:
+            step = 1 / self.side
+            ends = (step + step * np.arange(math.ceil((1 - step) / step))).astype(np.float32)
+            shares = numbers.astype(np.float32) * np.float32(step)
+            numbers = np.searchsorted(ends, np.minimum(shares, np.float32(1 - 1e-6)), "right")
+        return (numbers[:, None] * self.side + numbers).reshape(-1)
 
     @property
     def patch(self) -> int:
@@ -110,7 +124,9 @@ class Tower(nnx.Module):
         if self.class_token is not None:
             first = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([first, x], axis=1)
-        x = x + self.positions[...]
+        order = self.config.positions
+        in_order = (order == np.arange(len(order))).all()
+        x = x + (self.positions[...] if in_order else self.positions[...][order])
         x = x if self.first_norm is None else self.first_norm(x)
         x = scan_blocks(self.blocks, x, unroll=self.config.unroll)
         return self.norm(x) if self.has_last_norm else x

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.config_fields import Field, Fixed, read_fields, write_fields
@@ -12,8 +12,11 @@ from jaxspeed.interop.mapping import MappingTable, TensorRule
 
 from . import MODEL_TYPES, hf_form, vision
 from .decoder_hf import norm_rules
+from .gemma_hf import LANGUAGE_MODELS
+from .vision_language import text_form
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+BUCKETED = ("smolvlm_vision", "idefics3_vision")
 # The fields that a published text_config lacks where they have these values.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -23,7 +26,8 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 2048,
-    }
+    },
+    "gemma3_text": LANGUAGE_MODELS["gemma3"],
 }
 
 # -- config.json -----------------------------------------------------------------------------------
@@ -32,17 +36,14 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 def tower_fields(kind: str) -> tuple[Field | Fixed, ...]:
     """The fields of a tower's config of a model type, with their defaults."""
     clip = kind == CLIP
-    sizes = {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "image_size": 224,
-        "patch_size": 32 if clip else 16,
-        "num_channels": 3,
-    }
+    defaults = (768, 3072, 12, 12, 224, 32 if clip else 16, 3)
+    defaults = (1152, 3072, 12, 16, 224, 32, 3) if kind in BUCKETED else defaults
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("image_size", "patch_size", "num_channels"),
+    )
     return (
-        *(Field(name, name, int, default) for name, default in sizes.items()),
+        *(Field(name, name, int, default) for name, default in zip(names, defaults)),
         Field("layer_norm_eps", "layer_norm_eps", float, 1e-5 if clip else 1e-6),
         Field("initializer_range", "initializer_range", float, 0.02),
         Field("hidden_act", "activation", str, "quick_gelu" if clip else "gelu_pytorch_tanh"),
@@ -62,13 +63,13 @@ def read_tower(values: Mapping[str, Any], kinds: Sequence[str]) -> vision.Config
             f"config.json: vision_config has model_type {kind!r}; {' or '.join(kinds)} is supported"
         )
     fields = read_fields(tower, tower_fields(kind), "config.json: vision_config")
-    return vision.Config(**fields, is_clip=kind == CLIP)
+    return vision.Config(**fields, is_clip=kind == CLIP, is_bucketed=kind in BUCKETED)
 
 
 def write_tower(config: vision.Config) -> dict[str, Any]:
     """`vision_config`."""
-    kind = CLIP if config.is_clip else SIGLIP
-    more = {} if config.is_clip else {"vision_use_head": False}
+    kind = CLIP if config.is_clip else BUCKETED[0] if config.is_bucketed else SIGLIP
+    more = {"vision_use_head": False} if kind == SIGLIP else {}
     return {"model_type": kind, **write_fields(config, tower_fields(kind)), **more}
 
 
@@ -96,6 +97,61 @@ def write_text(config: Any) -> dict[str, Any]:
 
 
 # -- mapping rules ---------------------------------------------------------------------------------
+
+
+class Names(NamedTuple):
+    """Beginnings of the names of a model's tensors, in one of the forms that files have."""
+
+    tower: str
+    projector: str
+    body: str  # of the language model
+    head: str
+    end: str = ""  # of a tensor's name that only files of this form have
+
+
+_LAST = "embeddings.patch_embedding.weight"
+# Of published files; as transformers 5 writes them; in its memory; in that of 4.52 and later.
+PUBLISHED, WRITTEN, IN_MEMORY, OLD_MEMORY = (
+    Names(
+        f"{before}vision_tower.{inner}",
+        f"{before}multi_modal_projector",
+        "model.language_model." if before else "language_model.model.",
+        "lm_head." if before else "language_model.lm_head.",
+        f"{before}vision_tower.{inner}{_LAST}",
+    )
+    for before, inner in (
+        ("", "vision_model."),
+        ("", ""),
+        ("model.", ""),
+        ("model.", "vision_model."),
+    )
+)
+Make = Callable[[Any, Names], MappingTable]
+
+
+def all_tables(make: Make) -> tuple[Callable[[Any], MappingTable], dict[str, Any]]:
+    """The table of published files, and by the ends of tensors' names those of other files.
+
+    All have that of the names in memory, as adapters do.
+    """
+
+    def of(names: Names) -> Callable[[Any], MappingTable]:
+        def table(config: Any) -> MappingTable:
+            memory = None if names is IN_MEMORY else make(config, IN_MEMORY)
+            return dataclasses.replace(make(config, names), memory=memory)
+
+        return table
+
+    return of(PUBLISHED), {names.end: of(names) for names in (WRITTEN, IN_MEMORY, OLD_MEMORY)}
+
+
+def composed(
+    config: Any, names: Names, tower: MappingTable, projector: Sequence[TensorRule]
+) -> MappingTable:
+    """The table of a tower, a projector and a language model."""
+    text = text_form(config.text).table(config.text)
+    language = within(text, {"model.": names.body, "lm_head.": names.head})
+    return joined(tower, MappingTable(projector), language)
 
 
 def within(table: MappingTable, names: Mapping[str, str], path: str = "language") -> MappingTable:

@@ -26,6 +26,7 @@ from flax import nnx
 from jaxspeed import ops
 
 from . import language, vision
+from .blocks import WithImages
 from .cached_attention import CachedAttention
 from .decoder import DecoderSizes, RotaryDecoder
 
@@ -35,6 +36,7 @@ class Sizes:
     """Sizes of the parts; what is asked of a decoder's is that of its text model."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("text", "vision")
+    SEES_IMAGES_ENTIRE: ClassVar[bool] = False  # tokens of an image see all of it
 
     text: DecoderSizes
     vision: vision.Config
@@ -110,6 +112,10 @@ class VisionLanguage(nnx.Module):
             at = jnp.clip(image_rows, 0)[..., None]
             there = jnp.take_along_axis(features, at, axis=1, mode="fill", fill_value=jnp.nan)
             x = jnp.where(image_rows[..., None] >= 0, there.astype(x.dtype), x)
+            if self.config.SEES_IMAGES_ENTIRE:
+                numbers = jnp.where(image_rows >= 0, image_rows // self.config.tokens_per_image, -1)
+                segments = WithImages(segment_ids, numbers)
+                return self.language.hidden(tokens, x=x, segment_ids=segments, positions=positions)
         return self.language.hidden(tokens, x=x, segment_ids=segment_ids, positions=positions)
 
     def __call__(

@@ -167,6 +167,9 @@ class ModelSection(Section):
     )
     preset: Text | None = honoured(None, "The family's sizes by name; model.config overrides them.")
     config: Opaque = honoured({}, "The family's or factory's own arguments.")
+    text_only: Flag = honoured(
+        False, "Of a pretrained model with images read the language model alone."
+    )
     quantize: Quantize | None = None
 
     @property

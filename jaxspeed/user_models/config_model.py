@@ -188,7 +188,11 @@ def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
     labels = None if objective is None else objective.num_labels
     try:
         if section.pretrained is not None:
-            return families.from_pretrained(section.pretrained, sizes, labels)
+            return families.from_pretrained(
+                section.pretrained, sizes, labels, text_only=section.text_only
+            )
+        if section.text_only:
+            raise ValueError("text_only is of a pretrained model")
         return families.build(section.family, section.preset, sizes, labels)
     except PretrainedError:
         raise

@@ -4,7 +4,7 @@ Steps and numbers are those of the processors of transformers that use Pillow.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +13,8 @@ from jaxspeed.errors import PretrainedError
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of filters
+MOST_SIDE = 4096  # pixels to which an image is resized before it is divided into tiles
 
 
 class Expansion(NamedTuple):
@@ -130,21 +131,15 @@ def read_fixed(values: Mapping[str, Any] | None, default: FixedImages) -> FixedI
         if values.get("do_center_crop", is_clip):
             sides = _size(values["crop_size"])
             crop = sides[0], sides[-1]
-        read = FixedImages(
-            default.marker,
-            default.token,
-            default.token_id,
-            default.tokens,
-            default.patch_size,
-            size,
-            crop,
-            bool(values.get("do_pad")) and kind == "LlavaImageProcessor",
-            int(values.get("resample", default.resample)),
-            float(values.get("rescale_factor", default.scale)),
-            _three(values.get("image_mean", default.mean)),
-            _three(values.get("image_std", default.std)),
-            default.before,
-            default.after,
+        read = replace(
+            default,
+            size=size,
+            crop=crop,
+            padded=bool(values.get("do_pad")) and kind == "LlavaImageProcessor",
+            resample=int(values.get("resample", default.resample)),
+            scale=float(values.get("rescale_factor", default.scale)),
+            mean=_three(values.get("image_mean", default.mean)),
+            std=_three(values.get("image_std", default.std)),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PretrainedError(
@@ -155,6 +150,132 @@ def read_fixed(values: Mapping[str, Any] | None, default: FixedImages) -> FixedI
     if problems:
         raise PretrainedError(f"preprocessor_config.json: {'; '.join(problems)}, not supported")
     return read
+
+
+@dataclass(frozen=True)
+class TiledImages:
+    """Images that are divided into square tiles, with a copy of all of it as the last one.
+
+    Attributes:
+      tokens: of a tile.
+      side: of a tile, in pixels.
+      longest: the longer side to which an image is resized before.
+      divided: False: an image is resized to one tile.
+    """
+
+    marker: str
+    token: str
+    token_id: int
+    tokens: int
+    patch_size: int
+    side: int
+    longest: int
+    divided: bool = True
+    resample: int = LANCZOS
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = HALF
+    std: tuple[float, ...] = HALF
+
+    @property
+    def patch(self) -> int:
+        return self.patch_size**2 * 3
+
+    def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
+        """(height, width) to which an image is resized, one after another."""
+        ratio, long = width / height, self.longest
+        if width >= height:
+            width, height = long, _even(int(long / ratio))
+        else:
+            height, width = long, _even(int(long * ratio))
+        if max(height, width) > MOST_SIDE:
+            ratio = width / height
+            if width >= height:
+                width, height = MOST_SIDE, int(MOST_SIDE / ratio)
+            else:
+                height, width = MOST_SIDE, int(MOST_SIDE * ratio)
+        height, width = max(height, 1), max(width, 1)
+        first, ratio = (height, width), width / height
+        if not self.divided:
+            return [first, (self.side, self.side)]
+        if width >= height:
+            width = self._multiple(width)
+            height = self._multiple(int(width / ratio))
+        else:
+            height = self._multiple(height)
+            width = self._multiple(int(height * ratio))
+        return [first, (height, width)]
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of tiles beside the last one; 0 where that is the only one."""
+        rows, columns = (size // self.side for size in self.sizes(height, width)[-1])
+        return (0, 0) if max(rows, columns) == 1 else (rows, columns)
+
+    def expansion(self, width: int, height: int) -> Expansion:
+        rows, columns = self.grid(height, width)
+        of_tile, around = self.token * self.tokens, "<fake_token_around_image>"
+        lines = (
+            "".join(f"{around}<row_{r}_col_{c}>{of_tile}" for c in range(1, columns + 1)) + "\n"
+            for r in range(1, rows + 1)
+        )
+        text = "".join(lines) + "\n" * bool(rows) + f"{around}<global-img>{of_tile}{around}"
+        count = rows * columns + 1
+        return Expansion(text, count * self.tokens, count * (self.side // self.patch_size) ** 2)
+
+    def patches(self, pixels: np.ndarray) -> np.ndarray:
+        return np.concatenate([patches_of(x, self.patch_size) for x in self.values(pixels)])
+
+    def values(self, pixels: np.ndarray) -> list[np.ndarray]:
+        """fp32 [side, side, 3] of each tile, normalized."""
+        rows, columns = self.grid(*pixels.shape[:2])
+        for size in self.sizes(*pixels.shape[:2]):
+            pixels = resized(pixels, size, self.resample)
+        n = self.side
+        tiles = [
+            pixels[r * n : (r + 1) * n, c * n : (c + 1) * n]
+            for r in range(rows)
+            for c in range(columns)
+        ]
+        last = resized(pixels, (n, n), self.resample) if tiles else pixels
+        return [normalized(tile, self.scale, self.mean, self.std) for tile in (*tiles, last)]
+
+    def _multiple(self, size: int) -> int:
+        return -(-size // self.side) * self.side
+
+
+def read_tiled(values: Mapping[str, Any] | None, default: TiledImages) -> TiledImages:
+    """As `read_fixed`, of images that are divided into tiles."""
+    if values is None:
+        return default
+    steps = ("resize", "rescale", "normalize")
+    problems = [f"do_{name} is false" for name in steps if not values.get(f"do_{name}", True)]
+    kind = str(values.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+    if kind not in ("", "SmolVLMImageProcessor", "Idefics3ImageProcessor"):
+        problems.append(f"image_processor_type is {kind!r}")
+    try:
+        side = int(values.get("max_image_size", {"longest_edge": default.side})["longest_edge"])
+        read = replace(
+            default,
+            side=side,
+            longest=int(values["size"]["longest_edge"]),
+            divided=bool(values.get("do_image_splitting", True)),
+            resample=int(values.get("resample", default.resample)),
+            scale=float(values.get("rescale_factor", default.scale)),
+            mean=_three(values.get("image_mean", default.mean)),
+            std=_three(values.get("image_std", default.std)),
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise PretrainedError(
+            f"preprocessor_config.json: {type(error).__name__}: {error}"
+        ) from None
+    if not problems and side != default.side:
+        problems.append(f"tiles have {side} pixels, and the model reads {default.side}")
+    if problems:
+        raise PretrainedError(f"preprocessor_config.json: {'; '.join(problems)}, not supported")
+    return read
+
+
+def _even(size: int) -> int:
+    return size + size % 2
 
 
 def _size(value: Any) -> tuple[int, ...]:

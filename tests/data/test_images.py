@@ -19,9 +19,11 @@ from jaxspeed.vision.processors import (
     BILINEAR,
     HALF,
     FixedImages,
+    TiledImages,
     cropped,
     patches_of,
     read_fixed,
+    read_tiled,
 )
 
 pytestmark = pytest.mark.fast
@@ -83,6 +85,34 @@ def test_pixel_values_are_theirs(references, tmp_path, kind):
         np.testing.assert_allclose(
             values.transpose(2, 0, 1), expected, atol=1e-5, rtol=0, err_msg=file.name
         )
+
+
+TILED = TiledImages("<image>", "<image>", ID, 4, PATCH, SIDE, 4 * SIDE)
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_tiles_are_theirs(references, tmp_path, divided):
+    """And their number is known from the size alone."""
+    files = [saved(tmp_path, number) for number in range(20)]
+    settings = {
+        "size": {"longest_edge": 3 * SIDE}, "max_image_size": {"longest_edge": SIDE},
+        "do_image_splitting": divided,
+    }  # fmt: skip
+    kind, paths = "Idefics3ImageProcessor", [str(f) for f in files]
+    theirs = references.call("images.pixel_values", kind=kind, settings=settings, files=paths)
+    processor, counts = read_tiled({"image_processor_type": kind, **settings}, TILED), set()
+    for file, expected in zip(files, theirs):
+        source = source_of(file, "here")
+        values = np.stack(processor.values(pixels_of(source)))
+        np.testing.assert_allclose(
+            values.transpose(0, 3, 1, 2), expected, atol=1e-5, rtol=0, err_msg=file.name
+        )
+        expansion = processor.expansion(source.width, source.height)
+        assert expansion.tokens == TILED.tokens * len(values)
+        assert expansion.text.count("<image>") == expansion.tokens
+        assert expansion.rows == len(processor.patches(pixels_of(source)))
+        counts.add(len(values))
+    assert len(counts) > 2 if divided else counts == {1}
 
 
 MUTATIONS = {

@@ -44,7 +44,27 @@ CASES = {
         "vision_config": CLIP | {"image_size": 18}, "image_token_index": IMAGE,
         "vision_feature_layer": 1, "vision_feature_select_strategy": "full",
     }),
+    "smolvlm": ("SmolVLM", "SmolVLMForConditionalGeneration", {
+        "text_config": TEXT | {"pad_token_id": None},
+        "vision_config": {
+            name: x for name, x in SIGLIP.items()
+            if name not in ("model_type", "vision_use_head", "initializer_factor")
+        } | {"image_size": 104}, "image_token_id": IMAGE, "scale_factor": 13,
+    }),
+    "gemma3": ("Gemma3", "Gemma3ForConditionalGeneration", {
+        "text_config": {
+            name: x for name, x in TEXT.items() if name != "model_type"
+        } | {
+            "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20,
+            "num_hidden_layers": 3, "pad_token_id": None, "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": SIGLIP | {"patch_size": 2}, "image_token_index": IMAGE,
+        "mm_tokens_per_image": 16, "tie_word_embeddings": False, "initializer_range": 0.15,
+    }),
 }  # fmt: skip
+OF_IMAGES = ("pixel_values", "token_type_ids")
+GRID = ("llava", "llava, siglip, qwen2, tied", "llava, class token, mistral")
 # name: the images of each document of each row
 ROWS = {
     "one image": [[1]],
@@ -54,7 +74,16 @@ ROWS = {
     "packed rows": [[1, 2], [0, 1]],
 }
 cases = pytest.mark.parametrize("case", CASES)
-rows = pytest.mark.parametrize("images", ROWS)
+# All rows of some families; of the others those with one image and with none.
+grid = pytest.mark.parametrize(
+    ("images", "case"),
+    [
+        pytest.param(images, case, id=f"{images}-{case}")
+        for images in ROWS
+        for case in CASES
+        if case in GRID or images in ("one image", "no image", "packed rows")
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,21 +128,40 @@ def inputs(config, images, seed=0):
     targets[:, :-1] = np.where(same, tokens[:, 1:], -100)
     labels = np.concatenate([np.full((len(tokens), 1), -100), targets[:, :-1]], axis=1)
     theirs = {"input_ids": tokens, "labels": labels}
+    if config.SEES_IMAGES_ENTIRE:
+        theirs["token_type_ids"] = (tokens == IMAGE).astype(int)
     batch = {"tokens": tokens, "targets": targets}
     if any(len(row) > 1 for row in counts):
-        seen = segments[:, None, :, None] == segments[:, None, None, :]
-        seen &= np.tril(np.ones((SEQ, SEQ), bool))
-        mask = np.where(seen, 0, np.finfo(np.float32).min).astype(np.float32)
-        theirs |= {"attention_mask": mask, "position_ids": positions}
+        theirs |= {"attention_mask": masks(config, tokens, segments), "position_ids": positions}
         batch |= {"segment_ids": segments, "positions": positions.astype(np.int32)}
     size = config.vision.image_size
     pixels = [rng.normal(size=(sum(row), 3, size, size)).astype(np.float32) for row in counts]
     if any(map(len, pixels)):
-        theirs["pixel_values"] = np.concatenate(pixels)
         most = max(map(len, pixels))
         padded = [np.concatenate([x, np.zeros((most - len(x), *x.shape[1:]))]) for x in pixels]
+        theirs["pixel_values"] = np.concatenate(pixels)
+        if config.vision.is_bucketed:
+            theirs["pixel_values"] = np.stack(padded).astype(np.float32)
         batch["patches"] = np.stack([patches(x, config.vision.patch_size) for x in padded])
     return theirs, batch
+
+
+def masks(config, tokens, segments):
+    """[batch, 1, seq, seq], added to scores; by kind of layer where images are seen entire."""
+
+    def added(seen):
+        return np.where(seen, 0, np.finfo(np.float32).min).astype(np.float32)[:, None]
+
+    distance = np.arange(SEQ)[:, None] - np.arange(SEQ)
+    same = segments[:, :, None] == segments[:, None]
+    if not config.SEES_IMAGES_ENTIRE:
+        return added(same & (distance >= 0))
+    begins = np.diff((tokens == IMAGE).astype(int), prepend=0, axis=1) > 0
+    image = np.where(tokens == IMAGE, np.cumsum(begins, axis=1), 0)
+    of_image = (image[:, :, None] == image[:, None]) & (image > 0)[:, None]
+    seen = same & ((distance >= 0) | of_image)
+    near = seen & (distance < config.text.sliding_window)
+    return {"full_attention": added(seen), "sliding_attention": added(near)}
 
 
 def patches(images, size):
@@ -128,9 +176,8 @@ def context(batch):
     return {name: x for name, x in batch.items() if name != "targets"}
 
 
-@pytest.mark.default_cases(("a batch", "llava"))
-@cases
-@rows
+@pytest.mark.default_cases("a batch-llava")
+@grid
 def test_features_logits_loss_and_gradients_are_theirs(
     references, folder_of, case, images, tmp_path
 ):
@@ -214,7 +261,7 @@ def test_greedy_tokens_are_theirs(references, folder_of, case):
         arguments, batch = inputs(sizes, name)
         prompts.append(PromptWithImages(batch["tokens"][0].tolist(), batch_patches(batch)))
         theirs.append(prompts[-1].tokens)
-        images.append({n: x for n, x in arguments.items() if n == "pixel_values"})
+        images.append({n: x for n, x in arguments.items() if n in OF_IMAGES})
     found = engine.generate(prompts, 20, temperature=0)
     expected = references.call(
         "families.greedy_tokens_of_images",

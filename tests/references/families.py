@@ -30,7 +30,8 @@ def _cached_model(case: str) -> Any:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.config.tie_word_embeddings = False
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or parameter.ndim == 1:  # neither zeros nor ones
+        # Neither zeros nor ones.
+        if name.endswith("bias") or parameter.ndim == 1 or not parameter.any():
             mean = parameter.detach().mean().round()
             torch.nn.init.normal_(parameter, float(mean), 0.2)
     for name, buffer in model.named_buffers():
