@@ -351,20 +351,55 @@ def test_places_without_images_and_images_without_places_are_named(tmp_path, cat
     refused(tmp_path, {"messages": turns("see <image> there")}, "stands for an image: 0")
 
 
-def test_tokens_are_theirs(references, tmp_path, cat):
-    """And a template of parts, a tokenizer that knows the token, and text around images."""
-    references.call(
-        "images.save_processor",
-        names=["LlavaProcessor", "CLIPImageProcessorPil"],
-        settings=CLIP,
-        fields={
+PROCESSORS = {
+    "LLaVA": (
+        ["LlavaProcessor", "CLIPImageProcessorPil"],
+        CLIP,
+        {
             "patch_size": PATCH, "vision_feature_select_strategy": "default",
             "num_additional_image_tokens": 1,
         },
-        special={"image_token": "<image>"},
+        {"image_token": "<image>"},
+        dataclasses.replace(FIXED, token_id=256, tokens=16),
+    ),
+    "Idefics 3": (
+        ["Idefics3Processor", "Idefics3ImageProcessorPil"],
+        {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}},
+        {"image_seq_len": 4},
+        {
+            "image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>",
+        },
+        dataclasses.replace(TILED, token_id=256, longest=2 * SIDE),
+    ),
+    "Gemma 3": (
+        ["Gemma3Processor", "Gemma3ImageProcessorPil"],
+        SQUARE,
+        {"image_seq_length": 5},
+        {
+            "boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+        },
+        FixedImages(
+            "<start_of_image>", "<image_soft_token>", 257, 5, PATCH, (SIDE, SIDE),
+            before="\n\n<start_of_image>", after="<end_of_image>\n\n",
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_tokens_are_theirs(references, tmp_path, cat, family):
+    """And a template of parts, a tokenizer that knows the token, and text around images."""
+    names, settings, fields, special, processor = PROCESSORS[family]
+    references.call(
+        "images.save_processor",
+        names=names,
+        settings=settings,
+        fields=fields,
+        special=special,
         folder=tmp_path,
-    )  # fmt: skip
-    processor = dataclasses.replace(FIXED, token_id=256, tokens=16)
+    )
     picture, text = {"type": "image", "path": str(cat)}, {"type": "text", "text": "Who is this?"}
     said = [{"type": "text", "text": "a cat"}]
     talks = [
@@ -376,7 +411,7 @@ def test_tokens_are_theirs(references, tmp_path, cat):
     file = tmp_path / "talks.jsonl"
     file.write_text("\n".join(map(json.dumps, records)))
     section = Data.model_validate(
-        {"source": "jsonl", "path": str(file), "tokenizer": str(tmp_path), "seq_len": 200}
+        {"source": "jsonl", "path": str(file), "tokenizer": str(tmp_path), "seq_len": 400}
         | {"held_out": 0, "shuffle": False, "packing": False}
     )
     built_corpus = corpora.build(section, sample="tokens", images=processor, seed=0)
