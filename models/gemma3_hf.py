@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
-from jaxspeed.vision.processors import BILINEAR, HALF, FixedImages, read_fixed
 
 from .gemma3 import Config
+from .image_processors import BILINEAR, HALF, FixedImages, read_fixed
 from .vision_hf import (
     SIGLIP,
     Names,

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable
-from jaxspeed.vision.processors import FixedImages, read_fixed
 
+from .image_processors import FixedImages, read_fixed
 from .llava import Config
 from .vision_hf import (
     CLIP,

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, write_fields
 from jaxspeed.interop.mapping import MappingTable, TensorRule
-from jaxspeed.vision.processors import TiledImages, read_tiled
 
+from .image_processors import TiledImages, read_tiled
 from .smolvlm import Config
 from .vision_hf import (
     BUCKETED,

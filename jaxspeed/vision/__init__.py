@@ -1,13 +1,6 @@
-"""Images as data: opened with all that may be wrong with them, and processed into patches."""
+"""Images as data: opened, with all that may be wrong with them, and as a model reads them."""
 
 from jaxspeed.vision.images import ImageSource, pixels_of, source_of
-from jaxspeed.vision.processors import Expansion, FixedImages, ImageProcessor
+from jaxspeed.vision.processor import Expansion, ImageProcessor
 
-__all__ = [
-    "Expansion",
-    "FixedImages",
-    "ImageProcessor",
-    "ImageSource",
-    "pixels_of",
-    "source_of",
-]
+__all__ = ["Expansion", "ImageProcessor", "ImageSource", "pixels_of", "source_of"]

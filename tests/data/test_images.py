@@ -8,13 +8,7 @@ import logging
 
 import numpy as np
 import pytest
-from PIL import Image
-
-from jaxspeed.config.run_sections import Data
-from jaxspeed.data import corpus as corpora
-from jaxspeed.errors import DataError
-from jaxspeed.vision.images import pixels_of, source_of
-from jaxspeed.vision.processors import (
+from jaxspeed.models.image_processors import (
     BICUBIC,
     BILINEAR,
     HALF,
@@ -25,6 +19,12 @@ from jaxspeed.vision.processors import (
     read_fixed,
     read_tiled,
 )
+from PIL import Image
+
+from jaxspeed.config.run_sections import Data
+from jaxspeed.data import corpus as corpora
+from jaxspeed.errors import DataError
+from jaxspeed.vision.images import pixels_of, source_of
 
 pytestmark = pytest.mark.fast
 

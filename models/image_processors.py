@@ -5,48 +5,17 @@ Steps and numbers are those of the processors of transformers that use Pillow.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxspeed.errors import PretrainedError
+from jaxspeed.vision import Expansion
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of filters
 MOST_SIDE = 4096  # pixels to which an image is resized before it is divided into tiles
-
-
-class Expansion(NamedTuple):
-    """What an image is in a text, and in a batch."""
-
-    text: str  # in place of what a chat template writes
-    tokens: int  # of `ImageProcessor.token` in it
-    rows: int  # of patches
-
-
-class ImageProcessor(Protocol):
-    """Images as a model reads them.
-
-    Attributes:
-      marker: what a chat template writes for an image.
-      token: the text of the token that stands for a row of an image's features.
-      token_id: its id.
-      patch: numbers of a patch.
-    """
-
-    marker: str
-    token: str
-    token_id: int
-
-    @property
-    def patch(self) -> int: ...
-
-    def expansion(self, width: int, height: int) -> Expansion:
-        """What an image of so many pixels is."""
-
-    def patches(self, pixels: np.ndarray) -> np.ndarray:
-        """fp32 [rows, patch] of an image, uint8 [height, width, 3]."""
 
 
 @dataclass(frozen=True)
