@@ -62,6 +62,7 @@ FAMILIES: dict[str, str] = {
     "llava": "jaxspeed.models.llava",
     "smolvlm": "jaxspeed.models.smolvlm",
     "gemma3": "jaxspeed.models.gemma3",
+    "qwen2_5_vl": "jaxspeed.models.qwen2_5_vl",
     "mlp": "jaxspeed.models.mlp",
 }
 
@@ -105,6 +106,7 @@ MODEL_TYPES: dict[str, str] = {
     "smolvlm": "smolvlm",
     "idefics3": "smolvlm",
     "gemma3": "gemma3",  # with images
+    "qwen2_5_vl": "qwen2_5_vl",
 }
 # Models with images, of which the language model can be read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}

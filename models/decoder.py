@@ -175,12 +175,14 @@ class RotaryDecoder(language.Decoder):
         x: jax.Array | None = None,
         segment_ids: jax.Array | WithImages | None = None,
         positions: jax.Array | None = None,
+        rotated_at: jax.Array | None = None,
     ) -> jax.Array:
         """tokens [batch, seq] to the head's input, [batch, seq, embed].
 
-        `x` [batch, seq, embed] is in place of the tokens' embeddings.
+        `x` [batch, seq, embed] is in place of the tokens' embeddings, `rotated_at` of positions in
+        rotations, where it may be one of each frequency [batch, seq, frequencies].
         """
-        x, context, each = self.embedded(tokens, segment_ids, positions, x)
+        x, context, each = self.embedded(tokens, segment_ids, positions, x, rotated_at)
         return self.normed(
             scan_blocks(self.blocks, x, *context, each=each, unroll=self.config.unroll)
         )
@@ -195,9 +197,11 @@ class RotaryDecoder(language.Decoder):
         segment_ids: jax.Array | WithImages | None,
         positions: jax.Array | None,
         x: jax.Array | None = None,
+        rotated_at: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], tuple[jax.Array, ...]]:
         """(the blocks' input, what all blocks get, what each has of its own)."""
         read = jnp.arange(tokens.shape[1]) if positions is None else positions
+        read = read if rotated_at is None else rotated_at
         by = [None if rotary is None else rotary.at(read) for rotary in self.rotaries]
         rotations = [_identity(by) if rotation is None else rotation for rotation in by]
         each = () if self.second is None else (jnp.asarray(self.second),)

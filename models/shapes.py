@@ -21,7 +21,11 @@ COLOURS = {
     "gold": (230, 190, 30),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-QUESTIONS = {"Which shape?": "{shape}", "Which colour?": "{colour}", "What is it?": "{colour} {shape}"}
+QUESTIONS = {
+    "Which shape?": "{shape}",
+    "Which colour?": "{colour}",
+    "What is it?": "{colour} {shape}",
+}
 SIDE, TRAINED, HELD_OUT = 32, 8192, 512  # pixels, questions
 
 
@@ -66,7 +70,7 @@ def right_answers(run: str) -> tuple[int, int]:
     import jaxspeed
     from jaxspeed.data import read_tokenizer
 
-    engine = jaxspeed.initialize(config=f"{run}/config.yaml")
+    engine = jaxspeed.initialize(config=f"{run}/run.yaml")
     engine.load_checkpoint(f"{run}/checkpoints")
     records = [record["messages"] for record in held_out()]
     prompts = [[question] for question, _ in records]

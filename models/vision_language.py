@@ -1,14 +1,17 @@
 """Language models that see: a tower of images, a projector, and a decoder of any family.
 
-A batch is one of `language.py`, with up to two further arrays:
+A batch is one of `language.py`, with further arrays:
 
 | key | shape | meaning |
 |---|---|---|
 | patches | [batch, rows, patch] | the images of each sample; see `vision.py` |
+| patch_places | [batch, rows, 3] | of images of any size: each patch's image, row and column |
 | image_rows | as tokens | optional: the row of the image features of each token, or -1 |
+| image_positions | [batch, seq, 3] | optional: a token's time, row and column, in rotations |
 
 The tokens that stand for an image are replaced by its features. Without `image_rows`, the n-th of
-them in a sample stands for its n-th row of features.
+them in a sample stands for its n-th row of features. The last two are computed along the sequence
+where they are absent, which an axis `seq` does not allow.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ class VisionLanguage(nnx.Module):
     def logit_soft_cap(self) -> float | None:
         return self.language.logit_soft_cap
 
-    def features(self, patches: jax.Array) -> jax.Array:
+    def features(self, patches: jax.Array, patch_places: jax.Array | None = None) -> jax.Array:
         """[batch, rows, patch] to what stands for tokens, [batch, tokens of images, embed]."""
         images = vision.images_of(patches, self.config.vision)
         x: jax.Array = self.projector(self.tower(images))
@@ -98,14 +101,17 @@ class VisionLanguage(nnx.Module):
         tokens: jax.Array,
         *,
         patches: jax.Array | None = None,
+        patch_places: jax.Array | None = None,
         image_rows: jax.Array | None = None,
+        image_positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
+        """tokens [batch, seq] to the head's input, [batch, seq, embed]; see the batch's arrays."""
         x = self.language.embedding(tokens)
+        seen: Any = segment_ids
         if patches is not None:
-            features = self.features(patches)
+            features = self.features(patches, patch_places)
             if image_rows is None:
                 is_image = tokens == self.config.image_token_id
                 image_rows = jnp.where(is_image, jnp.cumsum(is_image, axis=1) - 1, -1)
@@ -114,21 +120,39 @@ class VisionLanguage(nnx.Module):
             x = jnp.where(image_rows[..., None] >= 0, there.astype(x.dtype), x)
             if self.config.SEES_IMAGES_ENTIRE:
                 numbers = jnp.where(image_rows >= 0, image_rows // self.config.tokens_per_image, -1)
-                segments = WithImages(segment_ids, numbers)
-                return self.language.hidden(tokens, x=x, segment_ids=segments, positions=positions)
-        return self.language.hidden(tokens, x=x, segment_ids=segment_ids, positions=positions)
+                seen = WithImages(segment_ids, numbers)
+            if image_positions is None and patch_places is not None:
+                image_positions = self.positions_of(image_rows, patch_places, segment_ids)
+        rotated_at = self.rotated_at(image_positions, positions)
+        return self.language.hidden(
+            tokens, x=x, segment_ids=seen, positions=positions, rotated_at=rotated_at
+        )
+
+    def positions_of(
+        self, image_rows: jax.Array, patch_places: jax.Array, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        """What rotations read of positions, of a model whose images have rows and columns."""
+        raise NotImplementedError
+
+    def rotated_at(
+        self, image_positions: jax.Array | None, positions: jax.Array | None
+    ) -> jax.Array | None:
+        """The positions of rotations; None: those of the tokens."""
+        return None
 
     def __call__(
         self,
         tokens: jax.Array,
         *,
         patches: jax.Array | None = None,
+        patch_places: jax.Array | None = None,
         positions: jax.Array | None = None,
         at: jax.Array | None = None,
         **context: jax.Array | None,
     ) -> jax.Array:
         """Logits as `language.Decoder`'s; `context` as in `hidden`."""
-        hidden = self.hidden(tokens, patches=patches, positions=positions, **context)
+        of_images = {"patches": patches, "patch_places": patch_places}
+        hidden = self.hidden(tokens, positions=positions, **of_images, **context)
         return language.logits(self, hidden, at)
 
     def init_cache(self, rows: int, length: int, dtype: Any) -> None:
@@ -157,11 +181,12 @@ def objective(config: Any) -> str:
 def loss(model: VisionLanguage, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """(sum, weight) of the cross-entropy of each token's successor."""
     p = ops.split_batch(batch)
-    rows = batch.get("image_rows")
+    of_tokens = {name: batch.get(name) for name in ("image_rows", "image_positions")}
     hidden = model.hidden(
         p.tokens,
         patches=batch.get("patches"),
-        image_rows=rows if rows is None else rows[:, : p.tokens.shape[1]],
+        patch_places=batch.get("patch_places"),
+        **{n: None if x is None else x[:, : p.tokens.shape[1]] for n, x in of_tokens.items()},
         segment_ids=p.segment_ids,
         positions=p.positions,
     )

@@ -63,8 +63,24 @@ CASES = {
         "mm_tokens_per_image": 16, "tie_word_embeddings": False, "initializer_range": 0.15,
     }),
 }  # fmt: skip
-OF_IMAGES = ("pixel_values", "token_type_ids")
-GRID = ("llava", "llava, siglip, qwen2, tied", "llava, class token, mistral")
+CASES["qwen2.5-vl"] = ("Qwen2_5_VL", "Qwen2_5_VLForConditionalGeneration", {
+    "text_config": {name: x for name, x in TEXT.items() if name != "model_type"} | {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3],
+        },
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "vision_config": {
+        "depth": 3, "hidden_size": 48, "num_heads": 4, "intermediate_size": 80, "patch_size": 4,
+        "window_size": 16, "out_hidden_size": 64, "fullatt_block_indexes": [1],
+        "initializer_range": 0.15,
+    },
+    "image_token_id": IMAGE, "vision_start_token_id": 191, "vision_end_token_id": 192,
+    "initializer_range": 0.15,
+})  # fmt: skip
+GRIDS = ((4, 4), (2, 6), (6, 4), (10, 2))  # patches of a column and a row of the images of a row
+OF_IMAGES = ("pixel_values", "token_type_ids", "image_grid_thw", "mm_token_type_ids")
+GRID = ("qwen2.5-vl", "llava", "llava, siglip, qwen2, tied", "llava, class token, mistral")
 # name: the images of each document of each row
 ROWS = {
     "one image": [[1]],
@@ -100,16 +116,29 @@ def folder_of(references, tmp_path_factory):
     return of
 
 
+def is_native(config):
+    """Whether images have any size."""
+    return not hasattr(config, "tokens_per_image")
+
+
+def tokens_of(config, first, count):
+    """The tokens of some of a row's images."""
+    if not is_native(config):
+        return [config.tokens_per_image] * count
+    return [rows * columns // 4 for rows, columns in GRIDS[first : first + count]]
+
+
 def documents(config, counts, rng, length):
     """Token ids of a row of documents with so many images each, and the length of each."""
-    ids, lengths = [], []
+    ids, lengths, first = [], [], 0
     for number, count in enumerate(counts):
         own = length // len(counts) if number + 1 < len(counts) else length - sum(lengths)
         document = rng.integers(3, IMAGE, own)  # their generation takes 0 for padding
-        each = config.tokens_per_image
-        starts = 1 + np.arange(count) * (each + 1)
-        for start in starts:
-            document[start : start + each] = IMAGE
+        start = 1
+        for size in tokens_of(config, first, count):
+            document[start : start + size] = IMAGE
+            start += size + 1
+        first += count
         ids.append(document)
         lengths.append(own)
     return np.concatenate(ids), lengths
@@ -134,8 +163,12 @@ def inputs(config, images, seed=0):
     if any(len(row) > 1 for row in counts):
         theirs |= {"attention_mask": masks(config, tokens, segments), "position_ids": positions}
         batch |= {"segment_ids": segments, "positions": positions.astype(np.int32)}
-    size = config.vision.image_size
-    pixels = [rng.normal(size=(sum(row), 3, size, size)).astype(np.float32) for row in counts]
+    counts = [sum(row) for row in counts]
+    if any(counts) and is_native(config):
+        add_native(config, theirs, batch, counts, rng)
+        return theirs, batch
+    size = None if is_native(config) else config.vision.image_size
+    pixels = [rng.normal(size=(n, 3, size or 1, size or 1)).astype(np.float32) for n in counts]
     if any(map(len, pixels)):
         most = max(map(len, pixels))
         padded = [np.concatenate([x, np.zeros((most - len(x), *x.shape[1:]))]) for x in pixels]
@@ -144,6 +177,50 @@ def inputs(config, images, seed=0):
             theirs["pixel_values"] = np.stack(padded).astype(np.float32)
         batch["patches"] = np.stack([patches(x, config.vision.patch_size) for x in padded])
     return theirs, batch
+
+
+def add_native(config, theirs, batch, counts, rng):
+    """Images of several sizes: patches of squares of four, in both layouts; and positions."""
+    size, tokens, segments = config.vision.patch_size, batch["tokens"], batch.get("segment_ids")
+    drawn = [[rng.normal(size=(h * w, 3, size, size)) for h, w in GRIDS[:n]] for n in counts]
+    flat = [x for row in drawn for x in row]
+    frames = np.concatenate(flat).astype(np.float32)[:, :, None].repeat(2, axis=2)
+    theirs["pixel_values"] = frames.reshape(len(frames), -1)
+    theirs["image_grid_thw"] = np.array([(1, *grid) for n in counts for grid in GRIDS[:n]])
+    theirs["mm_token_type_ids"] = (tokens == IMAGE).astype(int)
+    rows = max(sum(map(len, row)) for row in drawn)
+    batch["patches"] = np.zeros((len(tokens), rows, size * size * 3), np.float32)
+    batch["patch_places"] = np.full((len(tokens), rows, 3), -1, np.int32)
+    for number, row in enumerate(drawn):
+        places = [
+            (i, 2 * r + y, 2 * c + x)
+            for i, (h, w) in enumerate(GRIDS[: len(row)])
+            for r in range(h // 2) for c in range(w // 2) for y in range(2) for x in range(2)
+        ]  # fmt: skip
+        if row:
+            values = np.concatenate(row).transpose(0, 2, 3, 1)
+            batch["patches"][number, : len(values)] = values.reshape(len(values), -1)
+            batch["patch_places"][number, : len(values)] = places
+    if segments is not None:
+        theirs["position_ids"] = np.stack(
+            [native_positions(*row) for row in zip(tokens, segments)], axis=1
+        )
+
+
+def native_positions(tokens, segments):
+    """[3, seq]: each text token is one after the largest position before it in its document."""
+    positions, image, at, begin = [], 0, 0, 0
+    while at < len(tokens):
+        if at and segments[at] != segments[at - 1]:
+            begin = 0
+        if tokens[at] != IMAGE:
+            positions.append((begin,) * 3)
+            begin, at = begin + 1, at + 1
+            continue
+        h, w = (n // 2 for n in GRIDS[image])
+        positions += [(begin, begin + r, begin + c) for r in range(h) for c in range(w)]
+        begin, at, image = begin + max(h, w), at + h * w, image + 1
+    return np.array(positions).T
 
 
 def masks(config, tokens, segments):
@@ -214,11 +291,11 @@ def test_features_logits_loss_and_gradients_are_theirs(
         expected = references.call(
             "families.image_features",
             case=CASES[case],
-            arguments={"pixel_values": arguments["pixel_values"]},
+            arguments={n: arguments[n] for n in OF_IMAGES[::2] if n in arguments},
         )
-        found = jax.jit(lambda p: bound_model(model, p).features(batch["patches"]))(params)
-        each = pretrained.config.tokens_per_image
-        count = [sum(row) * each for row in ROWS[images]]
+        of_images = [batch[name] for name in ("patches", "patch_places") if name in batch]
+        found = jax.jit(lambda p: bound_model(model, p).features(*of_images))(params)
+        count = [sum(tokens_of(pretrained.config, 0, sum(row))) for row in ROWS[images]]
         found = np.concatenate([x[:n] for x, n in zip(np.asarray(found), count)])
         np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
@@ -259,7 +336,9 @@ def test_greedy_tokens_are_theirs(references, folder_of, case):
     sizes, prompts, theirs, images = from_pretrained(folder).config, [], [], []
     for name in ("one image", "no image", "several images"):
         arguments, batch = inputs(sizes, name)
-        prompts.append(PromptWithImages(batch["tokens"][0].tolist(), batch_patches(batch)))
+        of_images = [batch["patch_places"][0]] if "patch_places" in batch else []
+        tokens = batch["tokens"][0].tolist()
+        prompts.append(PromptWithImages(tokens, batch_patches(batch), *of_images))
         theirs.append(prompts[-1].tokens)
         images.append({n: x for n, x in arguments.items() if n in OF_IMAGES})
     found = engine.generate(prompts, 20, temperature=0)
