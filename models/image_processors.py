@@ -3,23 +3,40 @@
 Steps and numbers are those of the processors of transformers that use Pillow.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxspeed.errors import PretrainedError
+from jaxspeed.errors import DataError, PretrainedError
 from jaxspeed.vision import Expansion
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of filters
+MOST_RATIO = 200  # of the sides of an image that keeps its proportions
 MOST_SIDE = 4096  # pixels to which an image is resized before it is divided into tiles
 
 
+class OfRows:
+    """A processor whose patches are rows of an image or a tile, without further arrays."""
+
+    patch_size: int
+
+    @property
+    def patch(self) -> int:
+        return self.patch_size**2 * 3
+
+    def beside(
+        self, batch: Mapping[str, np.ndarray], sizes: Sequence[Sequence[tuple[int, int]]]
+    ) -> dict[str, np.ndarray]:
+        return {}
+
+
 @dataclass(frozen=True)
-class FixedImages:
+class FixedImages(OfRows):
     """Images that all get the same size.
 
     Attributes:
@@ -43,10 +60,6 @@ class FixedImages:
     std: tuple[float, ...] = CLIP_STD
     before: str = ""
     after: str = ""
-
-    @property
-    def patch(self) -> int:
-        return self.patch_size**2 * 3
 
     @property
     def rows(self) -> int:
@@ -122,7 +135,7 @@ def read_fixed(values: Mapping[str, Any] | None, default: FixedImages) -> FixedI
 
 
 @dataclass(frozen=True)
-class TiledImages:
+class TiledImages(OfRows):
     """Images that are divided into square tiles, with a copy of all of it as the last one.
 
     Attributes:
@@ -144,10 +157,6 @@ class TiledImages:
     scale: float = 1 / 255
     mean: tuple[float, ...] = HALF
     std: tuple[float, ...] = HALF
-
-    @property
-    def patch(self) -> int:
-        return self.patch_size**2 * 3
 
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """(height, width) to which an image is resized, one after another."""
@@ -238,6 +247,135 @@ def read_tiled(values: Mapping[str, Any] | None, default: TiledImages) -> TiledI
         ) from None
     if not problems and side != default.side:
         problems.append(f"tiles have {side} pixels, and the model reads {default.side}")
+    if problems:
+        raise PretrainedError(f"preprocessor_config.json: {'; '.join(problems)}, not supported")
+    return read
+
+
+@dataclass(frozen=True)
+class NativeImages(OfRows):
+    """Images that keep their proportions: about their size, within bounds of pixels.
+
+    Attributes:
+      merged: patches of a side of a square that is one token.
+      least, most: pixels of an image.
+    """
+
+    marker: str
+    token: str
+    token_id: int
+    patch_size: int
+    merged: int = 2
+    least: int = 56 * 56
+    most: int = 28 * 28 * 1280
+    resample: int = BICUBIC
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) to which an image is resized: multiples of a square's side."""
+        if max(width, height) > MOST_RATIO * min(width, height):
+            raise DataError(
+                f"an image of {width} x {height} pixels is more than {MOST_RATIO} times as long as "
+                "wide"
+            )
+        n = self.patch_size * self.merged
+        sides = [round(height / n) * n, round(width / n) * n]
+        if math.prod(sides) > self.most:
+            shrink = math.sqrt(height * width / self.most)
+            sides = [max(n, math.floor(x / shrink / n) * n) for x in (height, width)]
+        elif math.prod(sides) < self.least:
+            grow = math.sqrt(self.least / (height * width))
+            sides = [math.ceil(x * grow / n) * n for x in (height, width)]
+        return sides[0], sides[1]
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        rows, columns = (side // self.patch_size for side in self.size(width, height))
+        return rows, columns
+
+    def expansion(self, width: int, height: int) -> Expansion:
+        rows, columns = self.grid(width, height)
+        count = rows * columns // self.merged**2
+        return Expansion(self.token * count, count, rows * columns)
+
+    def patches(self, pixels: np.ndarray) -> np.ndarray:
+        values, n = self.values(pixels), self.merged
+        rows, columns = (side // self.patch_size for side in values.shape[:2])
+        x = patches_of(values, self.patch_size)
+        x = x.reshape(rows // n, n, columns // n, n, -1).swapaxes(1, 2)
+        return np.ascontiguousarray(x.reshape(rows * columns, -1))
+
+    def values(self, pixels: np.ndarray) -> np.ndarray:
+        """fp32 [height, width, 3], normalized."""
+        height, width = pixels.shape[:2]
+        pixels = resized(pixels, self.size(width, height), self.resample)
+        return normalized(pixels, self.scale, self.mean, self.std)
+
+    def beside(
+        self, batch: Mapping[str, np.ndarray], sizes: Sequence[Sequence[tuple[int, int]]]
+    ) -> dict[str, np.ndarray]:
+        """The places of patches, and the positions of tokens in rotations; see `QwenVL`."""
+        tokens, rows = batch["tokens"], batch["image_rows"]
+        places = np.full((*batch["patches"].shape[:2], 3), -1, np.int32)
+        positions = np.empty((*tokens.shape, 3), np.int32)
+        begins = np.zeros(tokens.shape, bool)
+        if "segment_ids" in batch:
+            begins[:, 1:] = np.diff(batch["segment_ids"], axis=1) != 0
+        n = self.merged
+        for sample, images in enumerate(sizes):
+            of_images = [self._places(number, *size) for number, size in enumerate(images)]
+            of_sample = np.concatenate([np.zeros((0, 3), np.int32), *of_images])
+            places[sample, : len(of_sample)] = of_sample
+            is_image = rows[sample] >= 0
+            inside = np.zeros((tokens.shape[1], 3), np.int32)
+            inside[is_image] = of_sample[:: n * n][rows[sample][is_image]]
+            image = np.where(is_image, inside[:, 0], -1)
+            inside = np.stack([np.zeros_like(image), *(inside[:, 1:] // n).T], axis=1)
+            is_last = image != np.append(image[1:], -2)
+            steps = np.where(is_image, is_last * (inside.max(axis=1) + 1), 1)
+            before = np.cumsum(steps) - steps
+            before -= np.maximum.accumulate(np.where(begins[sample], before, 0))
+            positions[sample] = before[:, None] + inside
+        return {"patch_places": places, "image_positions": positions}
+
+    def _places(self, number: int, width: int, height: int) -> np.ndarray:
+        """[rows, 3]: image, row and column of each patch, by squares."""
+        rows, columns = self.grid(width, height)
+        n = self.merged
+        grid = np.stack(np.meshgrid(range(rows), range(columns), indexing="ij"), axis=-1)
+        grid = grid.reshape(rows // n, n, columns // n, n, 2).swapaxes(1, 2).reshape(-1, 2)
+        return np.concatenate([np.full((len(grid), 1), number), grid], axis=1).astype(np.int32)
+
+
+def read_native(values: Mapping[str, Any] | None, default: NativeImages) -> NativeImages:
+    """As `read_fixed`, of images that keep their proportions."""
+    if values is None:
+        return default
+    steps = ("resize", "rescale", "normalize")
+    problems = [f"do_{name} is false" for name in steps if not values.get(f"do_{name}", True)]
+    kind = str(values.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+    if kind not in ("", "Qwen2VLImageProcessor"):
+        problems.append(f"image_processor_type is {kind!r}")
+    try:
+        size = values.get("size") or {}
+        for name, model in (("patch_size", default.patch_size), ("merge_size", default.merged)):
+            if values.get(name, model) != model:
+                problems.append(f"{name} is {values[name]}, and the model's is {model}")
+        read = replace(
+            default,
+            least=int(values.get("min_pixels") or size.get("shortest_edge", default.least)),
+            most=int(values.get("max_pixels") or size.get("longest_edge", default.most)),
+            resample=int(values.get("resample", default.resample)),
+            scale=float(values.get("rescale_factor", default.scale)),
+            mean=_three(values.get("image_mean", default.mean)),
+            std=_three(values.get("image_std", default.std)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PretrainedError(
+            f"preprocessor_config.json: {type(error).__name__}: {error}"
+        ) from None
     if problems:
         raise PretrainedError(f"preprocessor_config.json: {'; '.join(problems)}, not supported")
     return read

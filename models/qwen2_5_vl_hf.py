@@ -10,9 +10,11 @@ from jaxspeed.interop.config_fields import Field, Fixed, Read, read_fields, writ
 from jaxspeed.interop.mapping import MappingTable, TensorRule
 
 from . import hf_form
+from .image_processors import NativeImages, read_native
 from .qwen2_5_vl import Config, TowerConfig
 from .vision_hf import Names, composed, linear_rules
 
+PLACE = "<|image_pad|>"
 MODEL_TYPES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
 FIELDS: tuple[Field | Fixed | Read, ...] = (
     Field("image_token_id", "image_token_id", int, 151655, 0),
@@ -85,6 +87,15 @@ def write_config(config: Config) -> dict[str, Any]:
         **write_fields(config, FIELDS),
         "tie_word_embeddings": config.text.tie_word_embeddings,
     }
+
+
+def image_processor(config: Config, values: Mapping[str, Any] | None) -> NativeImages:
+    """How images are read, by the folder's settings or within Qwen's bounds."""
+    c = config
+    default = NativeImages(
+        PLACE, PLACE, c.image_token_id, c.vision.patch_size, merged=c.vision.merged
+    )
+    return read_native(values, default)
 
 
 FILES = Names("visual.", "visual.merger", "model.", "lm_head.")

@@ -46,10 +46,20 @@ class Text(NamedTuple):
 
 
 class PromptWithImages(NamedTuple):
-    """The tokens of a prompt, and the patches of its images [rows, patch]."""
+    """The tokens of a prompt, and the patches of its images [rows, patch].
+
+    `places` [rows, 3] are theirs, of images of any size.
+    """
 
     tokens: Sequence[int]
     patches: np.ndarray
+    places: np.ndarray | None = None
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those of a batch, without a dim of samples; none without images."""
+        named = {"patches": self.patches, "patch_places": self.places}
+        return {name: x for name, x in named.items() if x is not None and len(self.patches)}
 
 
 def text_and_spans(
@@ -184,6 +194,8 @@ class ChatEncoder:
             source_of(image, f"{where}, image {number}", folder)
             for number, image in enumerate(sample.images, 1)
         ]
+        for source in sources:
+            self.images.expansion(source.width, source.height)  # or an error
         text, spans = self._with_markers(template, sample, prompt=False)
         return Text(text, spans, ends=False, images=(*sources,))
 
@@ -203,7 +215,13 @@ class ChatEncoder:
             raise DataError(f"a prompt: {problem}")
         patches = [self.images.patches(pixels_of(source)) for source in sources]
         empty = np.zeros((0, self.images.patch), np.float32)
-        return PromptWithImages(ids.tolist(), np.concatenate([empty, *patches]))
+        together = np.concatenate([empty, *patches])
+        is_image = ids == self.images.token_id
+        rows = np.where(is_image, np.cumsum(is_image) - 1, -1)
+        arrays = {"tokens": ids[None], "image_rows": rows[None], "patches": together[None]}
+        beside = self.images.beside(arrays, [[(s.width, s.height) for s in sources]])
+        places = beside["patch_places"][0] if "patch_places" in beside else None
+        return PromptWithImages(ids.tolist(), together, places)
 
     def _with_markers(
         self, template: ChatTemplate, sample: Conversation, prompt: bool

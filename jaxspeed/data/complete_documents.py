@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspeed.data.holdout import hold_out_samples
 from jaxspeed.data.packing import Spans, Stream
-from jaxspeed.data.samples import ALL, IMAGE_ROWS, PATCHES, Batch
+from jaxspeed.data.samples import ALL, IMAGE_ROWS, PATCHES, Batch, of_images
 from jaxspeed.data.token_store import Documents
 from jaxspeed.vision import ImageProcessor, ImageSource, pixels_of
 
@@ -119,7 +119,7 @@ class CompleteDocuments:
         assert self.tokens_each is not None
         if self._images is not None and positions != ALL:
             batch = self.read(ids)
-            return {n: x if n == PATCHES else x[:, positions] for n, x in batch.items()}
+            return {n: x if of_images(n) else x[:, positions] for n, x in batch.items()}
         here = range(self.tokens_each + 1)[positions]
         names = ["tokens", *["segment_ids", "positions"] * self._segments, "mask"]
         batch = {name: np.zeros((len(ids), len(here)), np.int32) for name in names}
@@ -139,13 +139,13 @@ class CompleteDocuments:
                         batch["segment_ids"][row, inside] = number
                         batch["positions"][row, inside] = np.arange(skip, count)
                 at += end - begin
-        return batch if self._images is None else batch | self._of_images(ids, batch["tokens"])
+        return batch if self._images is None else self._with_images(ids, batch)
 
-    def _of_images(self, ids: np.ndarray, tokens: np.ndarray) -> Batch:
-        """The patches of the samples' images, and the row of features of each token, or -1."""
+    def _with_images(self, ids: np.ndarray, batch: Batch) -> Batch:
+        """The batch with its images' patches, and the row of features of each token, or -1."""
         assert self._images is not None and self._processor is not None
         processor = self._processor
-        is_image = tokens == processor.token_id
+        is_image = batch["tokens"] == processor.token_id
         rows = np.where(is_image, np.cumsum(is_image, axis=1, dtype=np.int32) - 1, np.int32(-1))
         patches = np.zeros((len(ids), self._patches, processor.patch), np.float32)
         sources = [
@@ -159,12 +159,16 @@ class CompleteDocuments:
         for (row, _), image in zip(sources, decoded):
             patches[row, filled[row] : filled[row] + len(image)] = image
             filled[row] += len(image)
-        return {IMAGE_ROWS: rows, PATCHES: patches}
+        sizes: list[list[tuple[int, int]]] = [[] for _ in ids]
+        for row, source in sources:
+            sizes[row].append((source.width, source.height))
+        batch = batch | {IMAGE_ROWS: rows, PATCHES: patches}
+        return batch | processor.beside(batch, sizes)
 
 
 def most_patches(processor: ImageProcessor, seq_len: int) -> int:
     """The patches of as many images as fit into a sample of so many tokens, but at least of one."""
-    expansion = processor.expansion(1, 1)
+    expansion = processor.expansion(2, 2)
     return max((seq_len + 1) // expansion.tokens, 1) * expansion.rows
 
 

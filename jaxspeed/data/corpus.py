@@ -30,7 +30,7 @@ from jaxspeed.data.open_source import (
 )
 from jaxspeed.data.packing import entropy
 from jaxspeed.data.pair_samples import PairCounts, blank_rows, checked
-from jaxspeed.data.samples import IMAGE_ROWS, PATCHES, Samples
+from jaxspeed.data.samples import IMAGE, IMAGE_ROWS, PATCH, PATCHES, Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.split import Split
 from jaxspeed.data.tokenizer import Tokenizer
@@ -286,9 +286,9 @@ def check_batch(train: Split, batch_size: int | None) -> None:
 
 def _shape(samples: Samples) -> dict[str, str]:
     none = samples.read(np.zeros(0, np.int64))
-    of_images = (PATCHES, IMAGE_ROWS)  # which others get
     shapes = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in none.items()}
-    return {name: shape for name, shape in shapes.items() if name not in of_images}
+    # Arrays of images others get.
+    return {name: x for name, x in shapes.items() if not name.startswith((PATCH, IMAGE))}
 
 
 # -- figures ------------------------------------------------------------------------------------
@@ -352,6 +352,14 @@ def known_shapes(
         shapes |= dict.fromkeys(also, shapes["tokens"])
         if reads.images is not None:
             most = data.patches or most_patches(reads.images, packing_of(data, reads).seq_len)
-            of_images = jax.ShapeDtypeStruct((samples, most, reads.images.patch), np.float32)
-            shapes |= {IMAGE_ROWS: shapes["tokens"], PATCHES: of_images}
+            length = shapes["tokens"].shape[1]
+            blank = {
+                "tokens": np.zeros((1, length), np.int32),
+                IMAGE_ROWS: np.full((1, length), -1, np.int32),
+                PATCHES: np.zeros((1, most, reads.images.patch), np.float32),
+            }
+            shapes |= {
+                name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype)
+                for name, x in (blank | reads.images.beside(blank, [[]])).items()
+            }
     return shapes

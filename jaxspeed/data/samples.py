@@ -9,7 +9,9 @@ from jaxspeed.data.packing import Stream
 from jaxspeed.objectives.padding import IGNORED, Batch
 
 ALL = slice(0, None)
-PATCHES, IMAGE_ROWS = "patches", "image_rows"  # arrays of models that read images
+# Arrays of models that read images begin so: those of patches, and of tokens.
+PATCH, IMAGE = "patch", "image_"
+PATCHES, IMAGE_ROWS = "patches", "image_rows"
 
 
 class Samples(Protocol):
@@ -164,21 +166,32 @@ class Chain:
 
     def _completed(self, arrays: Batch) -> Batch:
         """The arrays of a part, with those of images if another part has some."""
-        if self._blank is None:
-            return arrays
-        _, rows, patch = self._blank.shape
-        tokens = arrays["tokens"]
-        patches = np.zeros((len(tokens), rows, patch), self._blank.dtype)
-        if PATCHES in arrays:
-            patches[:, : arrays[PATCHES].shape[1]] = arrays[PATCHES]
-        return {IMAGE_ROWS: np.full_like(tokens, -1), **arrays, PATCHES: patches}
+        completed, tokens = dict(arrays), arrays["tokens"]
+        for name, blank in self._blank.items():
+            if of_images(name):
+                fill = 0 if name == PATCHES else -1
+                completed[name] = np.full((len(tokens), *blank.shape[1:]), fill, blank.dtype)
+                if name in arrays:
+                    completed[name][:, : arrays[name].shape[1]] = arrays[name]
+            elif name not in arrays and name == IMAGE_ROWS:
+                completed[name] = np.full_like(tokens, -1)
+            elif name not in arrays:  # positions, which text has alike along all of them
+                numbers = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+                places = arrays.get("positions", numbers)[..., None]
+                completed[name] = np.repeat(places, blank.shape[2], axis=2).astype(blank.dtype)
+        return completed
 
 
-def _image_arrays(parts: Sequence[Samples]) -> np.ndarray | None:
-    """Patches of no sample, of the most rows that a part has; None if none has images."""
+def of_images(name: str) -> bool:
+    """Whether an array has the patches of images, and no tokens."""
+    return name.startswith(PATCH)
+
+
+def _image_arrays(parts: Sequence[Samples]) -> Batch:
+    """The arrays of images of no sample, with the most rows that a part has."""
     empty = [part.read(np.zeros(0, np.int64)) for part in parts] if len(parts) > 1 else []
-    patches = [arrays[PATCHES] for arrays in empty if PATCHES in arrays]
-    return max(patches, key=lambda x: x.shape[1]) if patches else None
+    named = [(n, x) for arrays in empty for n, x in arrays.items() if n.startswith((PATCH, IMAGE))]
+    return dict(sorted(named, key=lambda pair: pair[1].shape[1]))
 
 
 def with_targets(batch: Batch) -> Batch:
@@ -187,8 +200,7 @@ def with_targets(batch: Batch) -> Batch:
     The targets are those of `models.language.split_batch`: of the next document's first token there
     is none.
     """
-    of_images = batch.keys() & {PATCHES}
-    arrays = {n: x if n == "mask" or n in of_images else x[:, :-1] for n, x in batch.items()}
+    arrays = {n: x if n == "mask" or of_images(n) else x[:, :-1] for n, x in batch.items()}
     arrays["targets"] = batch["tokens"][:, 1:]
     if "segment_ids" in batch:
         segments = batch["segment_ids"]

@@ -1,7 +1,7 @@
 """Generation: from a request to its texts, piece by piece, or to a rollout of all."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -84,7 +84,7 @@ class Request:
         folds: Sequence[int],
         ends: frozenset[int],
         inputs: Sequence[int] = (),
-        patches: np.ndarray | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
     ) -> TextRow:
         """The text of a prompt, which ends as the request says."""
         return TextRow(
@@ -96,14 +96,13 @@ class Request:
             stop=self.stop,
             tokenizer=self.tokenizer,
             inputs=inputs,
-            patches=patches,
+            images=images or {},
         )
 
     @property
-    def patches(self) -> list[np.ndarray | None]:
-        """The patches of each prompt's images; None where it has none."""
-        of_prompts = (p.patches if isinstance(p, PromptWithImages) else None for p in self.prompts)
-        return [None if patches is None or not len(patches) else patches for patches in of_prompts]
+    def images(self) -> list[Mapping[str, np.ndarray]]:
+        """The arrays of each prompt's images."""
+        return [p.arrays if isinstance(p, PromptWithImages) else {} for p in self.prompts]
 
     def encoded(self) -> list[list[int]]:
         """The tokens of each prompt; an empty one begins after the end of a document.
@@ -196,14 +195,12 @@ class Generator:
         context = request.context or self.context or longest
         length = bucket(max(min(context, longest), read), max(context, read))
         ends = request.ends
-        patches = request.patches
-        if any(x is not None for x in patches):
-            self._check_images(prompts, patches, request.tokens, context)
+        images = request.images
+        if any(images):
+            self._check_images(prompts, images, request.tokens, context)
         rows = [
-            request.row(number, prompt, [number], ends, read, images)
-            for number, (prompt, read, images) in enumerate(
-                zip(prompts, inputs, patches, strict=True)
-            )
+            request.row(number, prompt, [number], ends, read, seen)
+            for number, (prompt, read, seen) in enumerate(zip(prompts, inputs, images, strict=True))
         ]
         for row in rows:
             row.restart(context, length)
@@ -212,8 +209,7 @@ class Generator:
             row.bucket = widest
         size = -(-len(rows) // self.program.ranks)
         short = short_start(request.tokens)
-        has_images = any(row.patches is not None for row in rows)
-        if has_images or max(len(row.visible) for row in rows) > short:
+        if any(images) or max(len(row.visible) for row in rows) > short:
             short = 0
         batching = self._batching(
             state, request, rows, size, length, context, ends, steps=steps, short=short
@@ -240,7 +236,7 @@ class Generator:
                 raise ConfigError(f"{name}: {value!r}; it is an integer from 1")
         if self._begin is not None:
             raise ConfigError("rollout: the model has an encoder; rollouts are of decoders")
-        if any(x is not None for x in request.patches):
+        if any(request.images):
             raise ConfigError("rollout: a prompt has images; rollouts are of text")
         if "repetition_penalty" in request.sampling.rules:
             raise ConfigError(
@@ -308,15 +304,15 @@ class Generator:
     def _check_images(
         self,
         prompts: Sequence[Sequence[int]],
-        patches: Sequence[np.ndarray | None],
+        images: Sequence[Mapping[str, np.ndarray]],
         tokens: int,
         context: int,
     ) -> None:
         """Raise ConfigError for prompts whose images the model could not see until their end."""
         if not self.cache:
             raise ConfigError("a prompt has images, which need the model's key-value cache")
-        for number, (prompt, images) in enumerate(zip(prompts, patches, strict=True), 1):
-            if images is not None and len(prompt) + tokens > context:
+        for number, (prompt, seen) in enumerate(zip(prompts, images, strict=True), 1):
+            if seen and len(prompt) + tokens > context:
                 raise ConfigError(
                     f"prompt {number} has images and {len(prompt)} tokens, and with {tokens} after "
                     f"it the context of {context} is exceeded"
@@ -365,10 +361,9 @@ class Generator:
         seen = 0
         if "repetition_penalty" in rules:
             seen = bucket(max(len(row.ids) for row in rows) + request.tokens, 1 << 30)
-        patches = [row.patches.shape for row in rows if row.patches is not None]
-        shape = GroupShape(
-            size * ranks, ranks, length, context, len(rows[0].folds), seen, max(patches, default=())
-        )
+        counts = (len(x) for row in rows for x in row.images.values())
+        folds, patches = len(rows[0].folds), max(counts, default=0)
+        shape = GroupShape(size * ranks, ranks, length, context, folds, seen, patches)
         padded = np.full(max(4, 1 << (len(ends) - 1).bit_length()), UNDRAWN, np.int32)
         padded[: len(ends)] = sorted(ends)
         key = np.asarray(jax.random.key_data(jax.random.key(request.seed)))

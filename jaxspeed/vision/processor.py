@@ -1,5 +1,6 @@
 """What images are to a model: tokens in a text, and patches in a batch."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,3 +36,12 @@ class ImageProcessor(Protocol):
 
     def patches(self, pixels: np.ndarray) -> np.ndarray:
         """fp32 [rows, patch] of an image, uint8 [height, width, 3]."""
+
+    def beside(
+        self, batch: Mapping[str, np.ndarray], sizes: Sequence[Sequence[tuple[int, int]]]
+    ) -> dict[str, np.ndarray]:
+        """Further arrays that the model reads beside those of a batch.
+
+        Args:
+          sizes: (width, height) of the images of each sample.
+        """

@@ -13,10 +13,12 @@ from jaxspeed.models.image_processors import (
     BILINEAR,
     HALF,
     FixedImages,
+    NativeImages,
     TiledImages,
     cropped,
     patches_of,
     read_fixed,
+    read_native,
     read_tiled,
 )
 from PIL import Image
@@ -25,8 +27,6 @@ from jaxspeed.config.run_sections import Data
 from jaxspeed.data import corpus as corpora
 from jaxspeed.errors import DataError
 from jaxspeed.vision.images import pixels_of, source_of
-
-pytestmark = pytest.mark.fast
 
 SIDE, PATCH, ID = 16, 4, 255
 FIXED = FixedImages("<image>", "<image>", ID, 3, PATCH, (SIDE,), (SIDE, SIDE))
@@ -113,6 +113,61 @@ def test_tiles_are_theirs(references, tmp_path, divided):
         assert expansion.rows == len(processor.patches(pixels_of(source)))
         counts.add(len(values))
     assert len(counts) > 2 if divided else counts == {1}
+
+
+NATIVE = NativeImages("<|image_pad|>", "<|image_pad|>", ID, PATCH, 2, 256, 2048)
+
+
+def test_patches_of_images_of_any_size_are_theirs(references, tmp_path):
+    files = [saved(tmp_path, number) for number in range(20)]
+    settings = {
+        "patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 256, "longest_edge": 2048},
+    }  # fmt: skip
+    theirs = references.call("images.patches", settings=settings, files=[str(f) for f in files])
+    processor = read_native({"image_processor_type": "Qwen2VLImageProcessor", **settings}, NATIVE)
+    sizes = set()
+    for file, (expected, grid) in zip(files, theirs):
+        source = source_of(file, "here")
+        found = processor.patches(pixels_of(source)).reshape(-1, PATCH, PATCH, 3)
+        frames = expected.reshape(len(expected), 3, 2, PATCH, PATCH)
+        for frame in range(2):
+            np.testing.assert_allclose(
+                found.transpose(0, 3, 1, 2), frames[:, :, frame], atol=1e-5, rtol=0,
+                err_msg=file.name,
+            )  # fmt: skip
+        assert processor.grid(source.width, source.height) == tuple(grid[0, 1:])
+        assert processor.expansion(source.width, source.height).rows == len(expected)
+        sizes.add(len(expected))
+    assert len(sizes) > 8
+
+
+def test_places_and_positions_are_those_that_the_model_computes(tmp_path):
+    """Of packed conversations with images of several sizes."""
+    from jaxspeed.models import qwen2_5_vl
+
+    sizes = [[(40, 20), (16, 50)], [], [(30, 30)]]
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 200, (3, 90))
+    for row, images in enumerate(sizes):
+        at = 3
+        for size in images:
+            count = NATIVE.expansion(*size).tokens
+            tokens[row, at : at + count] = ID
+            at += count + 2
+    is_image = tokens == ID
+    rows = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
+    segments = np.where(np.arange(90) < [[70], [40], [1]], 1, 2)
+    most = max(sum(NATIVE.expansion(*size).rows for size in images) for images in sizes)
+    batch = {
+        "tokens": tokens, "image_rows": rows, "segment_ids": segments,
+        "patches": np.zeros((3, most, NATIVE.patch), np.float32),
+    }  # fmt: skip
+    beside = NATIVE.beside(batch, sizes)
+    model = qwen2_5_vl.QwenVL.__new__(qwen2_5_vl.QwenVL)
+    object.__setattr__(model, "config", qwen2_5_vl.PRESETS["tiny"])
+    found = qwen2_5_vl.QwenVL.positions_of(model, rows, beside["patch_places"], segments)
+    np.testing.assert_array_equal(found, beside["image_positions"])
 
 
 MUTATIONS = {

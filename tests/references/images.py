@@ -15,6 +15,13 @@ def pixel_values(kind: str, settings: dict[str, Any], files: list[str]) -> list[
     return [processor(load_image(file), return_tensors="pt")["pixel_values"][0] for file in files]
 
 
+def patches(settings: dict[str, Any], files: list[str]) -> list[list[torch.Tensor]]:
+    """(patches, grid) of each file, of images of any size."""
+    processor = transformers.Qwen2VLImageProcessorPil(**settings)
+    done = [processor(load_image(file), return_tensors="pt") for file in files]
+    return [[each["pixel_values"], each["image_grid_thw"]] for each in done]
+
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for p in m['content'] %}"
     "{% if p['type'] == 'image' %}MARKER{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
