@@ -33,8 +33,8 @@ FIELDS: tuple[Field | Fixed | Read, ...] = (
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    tower = read_tower(values, (SIGLIP,))
-    return Config(read_text(values, ("gemma3_text",)), tower, **read_fields(values, FIELDS))
+    text = read_text(values, ("gemma3_text",))
+    return Config(text, read_tower(values, (SIGLIP,)), **read_fields(values, FIELDS))
 
 
 def write_config(config: Config) -> dict[str, Any]:

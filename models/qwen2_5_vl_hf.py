@@ -20,6 +20,7 @@ FIELDS: tuple[Field | Fixed | Read, ...] = (
     Field("image_token_id", "image_token_id", int, 151655, 0),
     *map(Read, ("text_config", "vision_config", "video_token_id", "tie_word_embeddings")),
     *map(Read, ("vision_start_token_id", "vision_end_token_id", "vision_token_id")),
+    *map(Read, ("rope_scaling", "rope_parameters")),
 )
 TOWER: tuple[Field | Fixed | Read, ...] = (
     Field("hidden_size", "hidden_size", int, 3584),

@@ -35,9 +35,11 @@ TEXT = {"rms_norm_eps": 1e-5}
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    text = {"tie_word_embeddings": False, **values, "text_config": TEXT | values["text_config"]}
-    tower = read_tower(values, BUCKETED)
-    return Config(read_text(text, ("llama",)), tower, **read_fields(values, FIELDS))
+    outer = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
+    if isinstance(text := values.get("text_config"), Mapping):
+        outer["text_config"] = TEXT | dict(text)
+    config = read_text(outer, ("llama",))
+    return Config(config, read_tower(values, BUCKETED), **read_fields(values, FIELDS))
 
 
 def write_config(config: Config) -> dict[str, Any]:

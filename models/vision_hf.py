@@ -79,7 +79,9 @@ def read_text(values: Mapping[str, Any], kinds: Sequence[str]) -> Any:
     Raises:
       PretrainedError: it is of another type.
     """
-    text = dict(values.get("text_config") or {})
+    if not isinstance(values.get("text_config"), Mapping):
+        raise PretrainedError("config.json: has no text_config")
+    text = dict(values["text_config"])
     kind = text.setdefault("model_type", kinds[0])
     if kind not in kinds:
         raise PretrainedError(

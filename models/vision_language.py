@@ -16,7 +16,9 @@ where they are absent, which an axis `seq` does not allow.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from . import language, vision
 from .blocks import WithImages
 from .cached_attention import CachedAttention
 from .decoder import DecoderSizes, RotaryDecoder
+
+log = logging.getLogger("jaxspeed")
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class VisionLanguage(nnx.Module):
             there = jnp.take_along_axis(features, at, axis=1, mode="fill", fill_value=jnp.nan)
             x = jnp.where(image_rows[..., None] >= 0, there.astype(x.dtype), x)
             if self.config.SEES_IMAGES_ENTIRE:
+                _note_mask()
                 numbers = jnp.where(image_rows >= 0, image_rows // self.config.tokens_per_image, -1)
                 seen = WithImages(segment_ids, numbers)
             if image_positions is None and patch_places is not None:
@@ -160,6 +165,15 @@ class VisionLanguage(nnx.Module):
         for _, module in nnx.iter_modules(self.language):
             if isinstance(module, CachedAttention):
                 module.init_cache(rows, length, dtype)
+
+
+@functools.cache
+def _note_mask() -> None:
+    """Log once what a mask costs that no kernel has."""
+    log.info(
+        "tokens of an image see all of it: the scores of the language model's attention are "
+        "materialized in batches with images"
+    )
 
 
 def text_model(config: DecoderSizes, rngs: nnx.Rngs) -> RotaryDecoder:

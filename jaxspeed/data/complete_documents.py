@@ -77,17 +77,17 @@ class CompleteDocuments:
     Args:
       documents: with a mask.
       spans: the documents in it, of at most seq_len + 1 tokens each.
-      numbers: that of each of these.
       vocab_size: ids beyond are refused as they are read.
+      numbers: that of each document in the spans; by default all, in order.
     """
 
     def __init__(
         self,
         documents: Documents,
         spans: Spans,
-        numbers: np.ndarray,
         packing: Packing,
         vocab_size: int | None,
+        numbers: np.ndarray | None = None,
     ) -> None:
         assert documents.trained is not None
         self.tokens_each: int | None = packing.seq_len
@@ -97,7 +97,8 @@ class CompleteDocuments:
         self._processor, self._images = packing.images, None
         patches = None
         if documents.images is not None and packing.images is not None:
-            self._images = [documents.images[i] for i in numbers]
+            every = range(len(spans.lengths)) if numbers is None else numbers
+            self._images = [documents.images[i] for i in every]
             patches = np.array([_rows(images, packing.images) for images in self._images], int)
         self._bins = unpacked
         if packing.together:
@@ -193,7 +194,7 @@ def pack_documents(
 
     def samples(chosen: np.ndarray) -> CompleteDocuments:
         spans = Spans(fitting.starts[chosen], fitting.lengths[chosen])
-        return CompleteDocuments(documents, spans, numbers[chosen], packing, vocab_size)
+        return CompleteDocuments(documents, spans, packing, vocab_size, numbers[chosen])
 
     is_train = np.zeros(len(documents.tokens) + 1, np.int8)
     np.add.at(is_train, fitting.starts[train] + 1, 1)

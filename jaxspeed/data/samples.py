@@ -166,6 +166,8 @@ class Chain:
 
     def _completed(self, arrays: Batch) -> Batch:
         """The arrays of a part, with those of images if another part has some."""
+        if not self._blank:
+            return arrays
         completed, tokens = dict(arrays), arrays["tokens"]
         for name, blank in self._blank.items():
             if of_images(name):

@@ -358,6 +358,34 @@ def batch_patches(batch):
     return batch["patches"][0] if "patches" in batch else np.zeros((0, 1), np.float32)
 
 
+@pytest.mark.default_cases("llava")
+@cases
+def test_peft_loads_adapters_of_each_part(references, folder_of, case, tmp_path):
+    """With a projector that is trained in full, from ZeRO 3 over tensor 2."""
+    folder = folder_of(case)
+    arguments, batch = inputs(from_pretrained(folder).config, "one image")
+    batch = {name: np.repeat(x, 8, axis=0) for name, x in batch.items()}
+    config = {
+        "train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.02}},
+        "mesh": {"data": 4, "tensor": 2}, "zero_optimization": {"stage": 3},
+        "model": {"pretrained": str(folder)},
+        "lora": {"r": 3, "init_lora_weights": False, "modules_to_save": ["projector"]},
+    }  # fmt: skip
+    engine = jaxspeed.initialize(config=config, example_batch=batch)
+    before = engine.parameters
+    engine.train_batch(batch)
+    trained = {p for p, x in engine.parameters.items() if (x != before[p]).any()}
+    assert {p.split("/")[0] for p in trained} == {"lora", "projector"}
+    assert {p.split("/")[1] for p in trained if p.startswith("lora/")} == {"language", "tower"}
+    engine.save_adapter(tmp_path)
+    theirs = references.call(
+        "families.logits_with_adapter", case=CASES[case], folder=tmp_path, arguments=arguments
+    )
+    assert theirs["warnings"] == []
+    mine = engine.module(**context({name: jnp.asarray(x[:1]) for name, x in batch.items()}))
+    np.testing.assert_allclose(mine, theirs["logits"], atol=2e-4, rtol=0)
+
+
 @pytest.mark.sampled
 @cases
 def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(references, folder_of, case):

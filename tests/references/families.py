@@ -3,8 +3,10 @@
 A case is (configuration class without "Config", model class, fields of the configuration).
 """
 
+import copy
 import functools
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -68,6 +70,18 @@ def logits_loss_and_gradients(case: Case, arguments: Tensors, folder: str) -> di
 def image_features(case: Case, arguments: Tensors) -> torch.Tensor:
     """[tokens of all images, embed]."""
     return torch.cat(list(_model(case).get_image_features(**arguments).pooler_output))
+
+
+@torch.no_grad()
+def logits_with_adapter(case: Case, folder: str, arguments: Tensors) -> dict[str, Any]:
+    """Of a copy of the model with PEFT's adapter, and what PEFT warns of."""
+    import peft
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(_model(case)), folder).eval()
+    told = [str(warning.message) for warning in caught if "adapter keys" in str(warning.message)]
+    return {"logits": adapted(**arguments).logits, "warnings": told}
 
 
 @torch.no_grad()
