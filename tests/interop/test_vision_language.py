@@ -387,7 +387,9 @@ def test_peft_loads_adapters_of_each_part(references, folder_of, case, tmp_path)
 
 
 @pytest.mark.sampled
-@cases
+@pytest.mark.parametrize(
+    "case", ["llava", *(pytest.param(c, marks=pytest.mark.full) for c in CASES if c != "llava")]
+)
 def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(references, folder_of, case):
     pretrained = from_pretrained(folder_of(case))
     model, params = read(pretrained)
