@@ -4,7 +4,7 @@ Steps and numbers are those of the processors of transformers that use Pillow.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxspeed.vision import Expansion
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
+CLIPS = ("CLIPImageProcessor", "LlavaImageProcessor")
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers of filters
 MOST_RATIO = 200  # of the sides of an image that keeps its proportions
 MOST_SIDE = 4096  # pixels to which an image is resized before it is divided into tiles
@@ -87,51 +88,66 @@ class FixedImages(OfRows):
         return normalized(pixels, self.scale, self.mean, self.std)
 
 
-def read_fixed(values: Mapping[str, Any] | None, default: FixedImages) -> FixedImages:
+def read_settings[Processor: OfRows](
+    values: Mapping[str, Any] | None,
+    default: Processor,
+    kinds: Sequence[str],
+    more: Callable[[Mapping[str, Any], str], dict[str, Any]],
+) -> Processor:
     """The processor of a preprocessor_config.json, or of the part of it in processor_config.json.
 
     Args:
       default: what it is without the file; what is in an image's text is always this one's.
+      kinds: the types of processors that it is.
+      more: further fields, from the settings and the type.
 
     Raises:
       PretrainedError: it has steps that are not known, or another size than the model.
     """
     if values is None:
         return default
-    on = {n: bool(values.get(f"do_{n}", n != "pad")) for n in ("resize", "rescale", "normalize")}
+    steps = ("resize", "rescale", "normalize")
+    problems = [f"do_{name} is false" for name in steps if not values.get(f"do_{name}", True)]
     kind = str(values.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
-    known = ("", "CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
-    problems = [f"do_{name} is false" for name, is_on in on.items() if not is_on]
-    if kind not in (*known, "Gemma3ImageProcessor"):
+    if kind not in ("", *kinds):
         problems.append(f"image_processor_type is {kind!r}")
     if values.get("do_pan_and_scan"):
         problems.append("do_pan_and_scan is true")
+    d: Any = default
     try:
-        size = _size(values["size"])
-        crop: tuple[int, int] | None = None
-        is_clip = kind in known[:3] and len(size) == 1
-        if values.get("do_center_crop", is_clip):
-            sides = _size(values["crop_size"])
-            crop = sides[0], sides[-1]
         read = replace(
-            default,
-            size=size,
-            crop=crop,
-            padded=bool(values.get("do_pad")) and kind == "LlavaImageProcessor",
-            resample=int(values.get("resample", default.resample)),
-            scale=float(values.get("rescale_factor", default.scale)),
-            mean=_three(values.get("image_mean", default.mean)),
-            std=_three(values.get("image_std", default.std)),
+            d,
+            resample=int(values.get("resample", d.resample)),
+            scale=float(values.get("rescale_factor", d.scale)),
+            mean=_three(values.get("image_mean", d.mean)),
+            std=_three(values.get("image_std", d.std)),
+            **({} if problems else more(values, kind)),
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise PretrainedError(
             f"preprocessor_config.json: {type(error).__name__}: {error}"
         ) from None
-    if not problems and read.rows != default.rows:
-        problems.append(f"images have {read.rows} patches, and the model reads {default.rows}")
+    for name in ("patch_size", "merged", "rows", "side"):
+        if (ours := getattr(d, name, None)) != (theirs := getattr(read, name, None)):
+            problems.append(f"{name} is {theirs}, and the model's is {ours}")
     if problems:
         raise PretrainedError(f"preprocessor_config.json: {'; '.join(problems)}, not supported")
-    return read
+    result: Processor = read
+    return result
+
+
+def read_fixed(values: Mapping[str, Any] | None, default: FixedImages) -> FixedImages:
+    """`read_settings` of images that all get one size."""
+
+    def more(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        size = _size(values["size"])
+        crops = values.get("do_center_crop", len(size) == 1 and kind in ("", *CLIPS))
+        sides = _size(values["crop_size"]) if crops else ()
+        padded = bool(values.get("do_pad")) and kind == CLIPS[1]
+        return {"size": size, "crop": (sides[0], sides[-1]) if crops else None, "padded": padded}
+
+    kinds = (*CLIPS, "SiglipImageProcessor", "Gemma3ImageProcessor")
+    return read_settings(values, default, kinds, more)
 
 
 @dataclass(frozen=True)
@@ -221,35 +237,15 @@ class TiledImages(OfRows):
 
 
 def read_tiled(values: Mapping[str, Any] | None, default: TiledImages) -> TiledImages:
-    """As `read_fixed`, of images that are divided into tiles."""
-    if values is None:
-        return default
-    steps = ("resize", "rescale", "normalize")
-    problems = [f"do_{name} is false" for name in steps if not values.get(f"do_{name}", True)]
-    kind = str(values.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
-    if kind not in ("", "SmolVLMImageProcessor", "Idefics3ImageProcessor"):
-        problems.append(f"image_processor_type is {kind!r}")
-    try:
-        side = int(values.get("max_image_size", {"longest_edge": default.side})["longest_edge"])
-        read = replace(
-            default,
-            side=side,
-            longest=int(values["size"]["longest_edge"]),
-            divided=bool(values.get("do_image_splitting", True)),
-            resample=int(values.get("resample", default.resample)),
-            scale=float(values.get("rescale_factor", default.scale)),
-            mean=_three(values.get("image_mean", default.mean)),
-            std=_three(values.get("image_std", default.std)),
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise PretrainedError(
-            f"preprocessor_config.json: {type(error).__name__}: {error}"
-        ) from None
-    if not problems and side != default.side:
-        problems.append(f"tiles have {side} pixels, and the model reads {default.side}")
-    if problems:
-        raise PretrainedError(f"preprocessor_config.json: {'; '.join(problems)}, not supported")
-    return read
+    """`read_settings` of images that are divided into tiles."""
+
+    def more(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        side = values.get("max_image_size", {"longest_edge": default.side})["longest_edge"]
+        divided = bool(values.get("do_image_splitting", True))
+        return {"side": side, "longest": int(values["size"]["longest_edge"]), "divided": divided}
+
+    kinds = ("SmolVLMImageProcessor", "Idefics3ImageProcessor")
+    return read_settings(values, default, kinds, more)
 
 
 @dataclass(frozen=True)
@@ -350,35 +346,18 @@ class NativeImages(OfRows):
 
 
 def read_native(values: Mapping[str, Any] | None, default: NativeImages) -> NativeImages:
-    """As `read_fixed`, of images that keep their proportions."""
-    if values is None:
-        return default
-    steps = ("resize", "rescale", "normalize")
-    problems = [f"do_{name} is false" for name in steps if not values.get(f"do_{name}", True)]
-    kind = str(values.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
-    if kind not in ("", "Qwen2VLImageProcessor"):
-        problems.append(f"image_processor_type is {kind!r}")
-    try:
+    """`read_settings` of images that keep their proportions."""
+
+    def more(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
         size = values.get("size") or {}
-        for name, model in (("patch_size", default.patch_size), ("merge_size", default.merged)):
-            if values.get(name, model) != model:
-                problems.append(f"{name} is {values[name]}, and the model's is {model}")
-        read = replace(
-            default,
-            least=int(values.get("min_pixels") or size.get("shortest_edge", default.least)),
-            most=int(values.get("max_pixels") or size.get("longest_edge", default.most)),
-            resample=int(values.get("resample", default.resample)),
-            scale=float(values.get("rescale_factor", default.scale)),
-            mean=_three(values.get("image_mean", default.mean)),
-            std=_three(values.get("image_std", default.std)),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PretrainedError(
-            f"preprocessor_config.json: {type(error).__name__}: {error}"
-        ) from None
-    if problems:
-        raise PretrainedError(f"preprocessor_config.json: {'; '.join(problems)}, not supported")
-    return read
+        return {
+            "patch_size": values.get("patch_size", default.patch_size),
+            "merged": values.get("merge_size", default.merged),
+            "least": int(values.get("min_pixels") or size.get("shortest_edge", default.least)),
+            "most": int(values.get("max_pixels") or size.get("longest_edge", default.most)),
+        }
+
+    return read_settings(values, default, ("Qwen2VLImageProcessor",), more)
 
 
 def _even(size: int) -> int:

@@ -201,7 +201,7 @@ def test_the_middle_of_a_small_image_is_padded():
     [
         ({"do_resize": False}, "do_resize is false"),
         ({"image_processor_type": "ViTImageProcessor"}, "'ViTImageProcessor'"),
-        ({"crop_size": {"height": 20, "width": 20}}, "25 patches, and the model reads 16"),
+        ({"crop_size": {"height": 20, "width": 20}}, "rows is 25, and the model's is 16"),
         ({"size": {}}, "KeyError"),
         ({"image_mean": [1.0]}, "1 numbers for 3 colours"),
     ],
