@@ -59,6 +59,10 @@ FAMILIES: dict[str, str] = {
     "modernbert": "jaxspeed.models.modernbert",
     "t5": "jaxspeed.models.t5",
     "vit": "jaxspeed.models.vit",
+    "llava": "jaxspeed.models.llava",
+    "smolvlm": "jaxspeed.models.smolvlm",
+    "gemma3": "jaxspeed.models.gemma3",
+    "qwen2_5_vl": "jaxspeed.models.qwen2_5_vl",
     "mlp": "jaxspeed.models.mlp",
 }
 
@@ -98,13 +102,20 @@ MODEL_TYPES: dict[str, str] = {
     "modernbert": "modernbert",
     "t5": "t5",  # and FLAN-T5
     "vit": "vit",
+    "llava": "llava",
+    "smolvlm": "smolvlm",
+    "idefics3": "smolvlm",
+    "gemma3": "gemma3",  # with images
+    "qwen2_5_vl": "qwen2_5_vl",
 }
-# Models with images, of which the language model is read: the family with their defaults.
+# Models with images, of which the language model can be read: the family with their defaults.
 WITH_IMAGES = {"gemma3": "gemma", "mistral3": "ministral"}
 # The families of classifiers (SCORED) of these types.
 CLASSIFIERS = {kind: MODEL_TYPES[kind] for kind in (*DECODERS, "bert", "modernbert")}
 # Integer fields that may be 0. The others are sizes.
 COUNTS = ("num_dense_layers", "num_shared_experts", "min_capacity")
+# Those that count from the end where they are negative.
+INDICES = ("feature_layer",)
 # Names that other models' configs have for fields.
 OTHER_NAMES = {
     "n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers", "d_model": "hidden_size",
@@ -160,7 +171,11 @@ def build(
 
 
 def from_pretrained(
-    folder: str | Path, overrides: Mapping[str, Any] | None = None, labels: int | None = None
+    folder: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    labels: int | None = None,
+    *,
+    text_only: bool = False,
 ) -> Pretrained:
     """The model of a Hugging Face folder, for `jaxspeed.initialize(model=...)`.
 
@@ -171,6 +186,7 @@ def from_pretrained(
       folder: a local folder, or the id of a model of the hub where that can be reached.
       overrides: fields of the family's Config that are no sizes, such as dropout.
       labels: of scores of sequences in place of a decoder's head; other models are refused.
+      text_only: read the language model alone of one with images, as a classifier always does.
 
     Raises:
       PretrainedError: lists what cannot be read or is not supported.
@@ -178,7 +194,13 @@ def from_pretrained(
     """
     opened = PretrainedFolder(folder)
     kind = opened.config["model_type"]
-    if kind in WITH_IMAGES:
+    is_text = text_only or labels is not None or "num_labels" in (overrides or {})
+    if text_only and kind not in WITH_IMAGES:
+        raise PretrainedError(
+            f"{opened.path}: model.text_only: model_type {kind!r} has no language model beside one "
+            f"of images; {', '.join(WITH_IMAGES)} have"
+        )
+    if kind in WITH_IMAGES and (is_text or kind not in MODEL_TYPES):
         opened = LanguageModelFolder(opened, hf_form(WITH_IMAGES[kind]).LANGUAGE_MODELS[kind])
         kind = str(opened.config["model_type"])
     if kind not in MODEL_TYPES:
@@ -262,7 +284,7 @@ def known() -> dict[str, dict[str, list[str]]]:
     """By family: the model types of Hugging Face that it reads, and its presets."""
     return {
         name: {
-            "model_types": [kind for kind, of in (MODEL_TYPES | WITH_IMAGES).items() if name == of],
+            "model_types": [kind for kind, of in (WITH_IMAGES | MODEL_TYPES).items() if name == of],
             "presets": list(family(name).PRESETS),
         }
         for name in FAMILIES
@@ -277,10 +299,16 @@ def hf_form(name: str) -> ModuleType:
 def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
     fields = {field.name: field.name for field in dataclasses.fields(config)}
     kinds = typing.get_type_hints(type(config))
+    overrides = dict(overrides)
     for key, value in overrides.items():
         _lookup(f"field of the {name} config", key, fields)
+        if key in getattr(config, "PARTS", ()) and isinstance(value, Mapping):
+            part = getattr(config, key)
+            overrides[key] = _replaced(f"{name} {key}", part, value)
+            continue
         may_be_zero = key.endswith("_id") or key in COUNTS
-        if not _fits(value, kinds[key]) and not (may_be_zero and _is_zero(value)):
+        is_index = key in INDICES and type(value) is int
+        if not (_fits(value, kinds[key]) or is_index or (may_be_zero and _is_zero(value))):
             kind = getattr(kinds[key], "__name__", kinds[key])
             least = " of at least 1" if kind == "int" and not may_be_zero else ""
             raise ValueError(

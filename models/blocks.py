@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,29 @@ class Projections:
     out_init: Initializer | None = None  # of the output's; None: init
     bias: bool = False  # of queries, keys and values
     out_bias: bool = False
+
+
+class WithImages(NamedTuple):
+    """Segments of tokens, and the number of each token's image, or -1: [batch, seq].
+
+    Tokens of an image see all of it, also those after them.
+    """
+
+    segment_ids: jax.Array | None
+    images: jax.Array
+
+    def bias(self, window: int | None, heads: int) -> jax.Array:
+        """[batch, heads, seq, seq], 0 where a query sees a key of those before or of its image."""
+        numbers, images = jnp.arange(self.images.shape[1]), self.images
+        distance = numbers[:, None] - numbers
+        same = (images[:, :, None] == images[:, None]) & (images >= 0)[:, None]
+        seen = (distance >= 0) | same
+        if window is not None:
+            seen &= distance < window
+        if self.segment_ids is not None:
+            seen &= self.segment_ids[:, :, None] == self.segment_ids[:, None]
+        bias = jnp.where(seen, 0.0, jnp.finfo(jnp.float32).min)[:, None]
+        return jnp.broadcast_to(bias, (len(images), heads, *seen.shape[1:]))
 
 
 def of_kinds[Value](second: Sequence[bool], first: Value, other: Value) -> tuple[Value, Value]:
@@ -92,7 +115,7 @@ class Attention(CachedAttention):
         self,
         x: jax.Array,
         rotations: Sequence[ops.Rotation] = (),
-        segment_ids: jax.Array | None = None,
+        segment_ids: jax.Array | WithImages | None = None,
         positions: jax.Array | None = None,
         second: jax.Array | bool = False,
         query_factor: jax.Array | None = None,
@@ -122,7 +145,7 @@ class Attention(CachedAttention):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segment_ids: jax.Array | None,
+        segment_ids: jax.Array | WithImages | None,
         positions: jax.Array | None,
         second: jax.Array | bool,
     ) -> jax.Array:
@@ -142,6 +165,11 @@ class Attention(CachedAttention):
                 return cached
 
         def within(window: int | None):
+            if isinstance(segment_ids, WithImages):  # no kernel has such a mask
+                heads = q.shape[2]
+                return lambda q, k, v: ops.attention(
+                    q, k, v, causal=False, bias=segment_ids.bias(window, heads), **form
+                )
             return lambda q, k, v: ops.attention(
                 q, k, v, causal=self.causal, window=window, segment_ids=segment_ids, **form
             )
@@ -177,6 +205,12 @@ def exact_gelu(x: jax.Array) -> jax.Array:
 
 
 @ops.saves_inputs
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """The approximation by a sigmoid (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+@ops.saves_inputs
 def relu2(x: jax.Array) -> jax.Array:
     """The square of relu (So et al., arXiv:2109.08668)."""
     return jnp.square(jax.nn.relu(x))
@@ -187,6 +221,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": gelu,
     "gelu_pytorch_tanh": gelu,
     "gelu": exact_gelu,
+    "quick_gelu": quick_gelu,
     "relu": ops.saves_inputs(jax.nn.relu),
     "silu": ops.saves_inputs(jax.nn.silu),
     "tanh": ops.saves_inputs(jnp.tanh),

@@ -14,7 +14,7 @@ from flax.typing import Initializer
 from jaxspeed import ops
 
 from . import language
-from .blocks import Projections
+from .blocks import Projections, WithImages
 from .layers import Embedding, RMSNorm, check_heads, normal, scan_blocks, stacked
 
 # Sizes of the presets `tiny`.
@@ -172,24 +172,40 @@ class RotaryDecoder(language.Decoder):
         self,
         tokens: jax.Array,
         *,
-        segment_ids: jax.Array | None = None,
+        x: jax.Array | None = None,
+        segment_ids: jax.Array | WithImages | None = None,
         positions: jax.Array | None = None,
+        rotated_at: jax.Array | None = None,
     ) -> jax.Array:
-        """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
-        x, context, each = self.embedded(tokens, segment_ids, positions)
+        """tokens [batch, seq] to the head's input, [batch, seq, embed].
+
+        `x` [batch, seq, embed] is in place of the tokens' embeddings, `rotated_at` of positions in
+        rotations, where it may be one of each frequency [batch, seq, frequencies].
+        """
+        x, context, each = self.embedded(tokens, segment_ids, positions, x, rotated_at)
         return self.normed(
             scan_blocks(self.blocks, x, *context, each=each, unroll=self.config.unroll)
         )
 
+    def embedding(self, tokens: jax.Array) -> jax.Array:
+        """tokens [batch, seq] to the blocks' input."""
+        return _times(self.embed(tokens), self.embed_scale)
+
     def embedded(
-        self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | WithImages | None,
+        positions: jax.Array | None,
+        x: jax.Array | None = None,
+        rotated_at: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], tuple[jax.Array, ...]]:
         """(the blocks' input, what all blocks get, what each has of its own)."""
         read = jnp.arange(tokens.shape[1]) if positions is None else positions
+        read = read if rotated_at is None else rotated_at
         by = [None if rotary is None else rotary.at(read) for rotary in self.rotaries]
         rotations = [_identity(by) if rotation is None else rotation for rotation in by]
         each = () if self.second is None else (jnp.asarray(self.second),)
-        x = _times(self.embed(tokens), self.embed_scale)
+        x = self.embedding(tokens) if x is None else x
         return x, (rotations, segment_ids, positions), each
 
     def normed(self, x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from . import language
-from .blocks import Attention, FeedForward, NormBefore, ParallelBranches, exact_gelu
+from .blocks import Attention, FeedForward, NormBefore, ParallelBranches, WithImages, exact_gelu
 from .decoder import TINY, DecoderSizes, RotaryDecoder
 from .layers import LayerNorm, dropout
 
@@ -89,7 +89,7 @@ class BiasedAttention(Attention):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        segment_ids: jax.Array | None,
+        segment_ids: jax.Array | WithImages | None,
         positions: jax.Array | None,
         second: jax.Array | bool,
     ) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxspeed import ops
 from jaxspeed.errors import ModelError
 
 from . import language
-from .blocks import GatedFeedForward, NormBefore, swiglu
+from .blocks import GatedFeedForward, NormBefore, WithImages, swiglu
 from .decoder import DecoderSizes, RotaryDecoder
 from .layers import param, scan_blocks, stacked, zeros
 
@@ -196,17 +196,24 @@ class MixtureDecoder(RotaryDecoder):
         self,
         tokens: jax.Array,
         *,
-        segment_ids: jax.Array | None = None,
+        x: jax.Array | None = None,
+        segment_ids: jax.Array | WithImages | None = None,
         positions: jax.Array | None = None,
+        rotated_at: jax.Array | None = None,
     ) -> jax.Array:
-        return self.hidden_and_balance(tokens, segment_ids, positions)[0]
+        return self.hidden_and_balance(tokens, segment_ids, positions, x, rotated_at)[0]
 
     def hidden_and_balance(
-        self, tokens: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | WithImages | None,
+        positions: jax.Array | None,
+        x: jax.Array | None = None,
+        rotated_at: jax.Array | None = None,
     ) -> tuple[jax.Array, ops.moe.Balance]:
         """tokens [batch, seq] to the head's input [batch, seq, embed], and the experts' load."""
         c, layers = self.config, self.mixture_layers
-        x, context, each = self.embedded(tokens, segment_ids, positions)
+        x, context, each = self.embedded(tokens, segment_ids, positions, x, rotated_at)
         dense = c.num_hidden_layers - layers
         if self.dense_blocks is not None:
             of_dense = tuple(x[:dense] for x in each)

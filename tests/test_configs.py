@@ -41,6 +41,7 @@ SMALL = {
     "tiny_moe.yaml": {},
     "dpo_tiny.yaml": {},
     "reward_tiny.yaml": {},
+    "vlm_tiny.yaml": {},
     "mixtral_8x7b.yaml": NARROW
     | {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3_30b_a3b.yaml": NARROW

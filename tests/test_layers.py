@@ -46,6 +46,7 @@ LAYERS = (
     "pipeline",
     "ring_reduction",
     "train",
+    "vision",
     "data",
     "checkpoint",
     "interop",

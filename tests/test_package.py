@@ -69,7 +69,7 @@ def test_no_public_class_name_occurs_twice():
 def test_the_extras_are_those_that_the_readme_may_name():
     extras = set(PROJECT["project"]["optional-dependencies"])
     logs = {"tensorboard", "wandb", "plot"}
-    data = {"hf", "s3", "gs", "arrow", "zstd", "sentencepiece"}
+    data = {"hf", "s3", "gs", "arrow", "zstd", "sentencepiece", "vision"}
     assert extras == {"test", "tpu", "cuda", "bench", "ray", "docs", "eval", *data, *logs}
     assert set(EXTRAS) <= extras
 

@@ -36,6 +36,13 @@ def add(commands: Any) -> None:
         help="a message to the model, by its chat template; without a text, each line of the "
         "standard input is one",
     )
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="an image of the first message of --chat, whose text may be empty; may be repeated",
+    )
     parser.add_argument("--system", metavar="TEXT", help="the system message of --chat")
     parser.add_argument(
         "--tokens",
@@ -89,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--chat: set together with --prompt; a prompt is continued as it is")
     if args.chat is None and args.system is not None:
         raise ConfigError("--system: only --chat has a system message")
+    if args.chat is None and args.image:
+        raise ConfigError("--image: only a message of --chat has images")
     args.config = config_of_folder(args.config)
     config = loaded(args)
     if args.chat is not None:
@@ -134,13 +143,15 @@ def _chat(args: argparse.Namespace, config: Any) -> int:
     source = source_of(config, name=str(args.config))
     import jax
 
-    if not args.chat and jax.process_count() > 1:
+    if not args.chat and not args.image and jax.process_count() > 1:
         raise ConfigError("--chat: several processes need a text, since one alone reads the input")
     with shown("reading the model"):
         chat = chat_run(source, args.tag, ema=args.ema, **options)
     shows = is_first() and not args.json
-    for text in [args.chat] if args.chat else _lines():
-        for piece in chat.reply(text):
+    images = args.image
+    for text in [args.chat] if args.chat or images else _lines():
+        pieces, images = chat.reply(text, images), []
+        for piece in pieces:
             if shows:
                 sys.stdout.write(piece)
                 sys.stdout.flush()

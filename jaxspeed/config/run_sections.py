@@ -169,6 +169,9 @@ class ModelSection(Section):
     )
     preset: Text | None = honoured(None, "The family's sizes by name; model.config overrides them.")
     config: Opaque = honoured({}, "The family's or factory's own arguments.")
+    text_only: Flag = honoured(
+        False, "Of a pretrained model with images read the language model alone."
+    )
     quantize: Quantize | None = None
 
     @property
@@ -469,7 +472,7 @@ class Autotuning(Lenient):
 
 
 IdDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
-ChatFormat = Literal["messages", "prompt_completion", "conversations", "alpaca"]
+ChatFormat = Literal["messages", "prompt_completion", "conversations", "alpaca", "caption"]
 
 
 class SourceSection(Section):
@@ -548,6 +551,10 @@ class Data(SourceSection):
     )
     shuffle: Flag = honoured(True, "A new order each epoch, a function of seed and step only.")
     seed: Natural | None = honoured(None, "Seed of the order; run.seed by default.")
+    patches: Count | None = honoured(
+        None,
+        "Patches of the images of a sample at most; by default those of the sample with most.",
+    )
     prefetch: Count = honoured(2, "Number of batches transferred to the devices ahead of the step.")
 
     @property

@@ -33,6 +33,7 @@ class RecordFile:
 
     name: str
     read: Callable[[], Iterator[Record]]
+    folder: Path | None = None  # to which the paths in records are relative
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class Chats:
                         elif has_preferences:
                             text = chosen.render(read_preference(value, kind))
                         else:
-                            text = chosen.render(read_record(value, kind), kind)
+                            record = read_record(value, kind, encoder.images is not None)
+                            place = f"{file.name}, {where}"
+                            text = chosen.render(record, kind, place, file.folder)
                         texts.append((i, where, text))
                     except MissingTemplateError:  # no record is at fault
                         raise
@@ -133,7 +136,7 @@ def first_names(file: RecordFile) -> list[str] | None:
 
 
 def json_file(file: Path) -> RecordFile:
-    return RecordFile(str(file), lambda: files.json_records(file))
+    return RecordFile(str(file), lambda: files.json_records(file), file.parent)
 
 
 def numbered(name: str, records: Callable[[], Iterable[Any]], what: str) -> RecordFile:
@@ -147,12 +150,14 @@ def chats_in(
     record_files: Sequence[RecordFile],
     names: Iterable[str] | None = None,
     form: RecordForm | None = None,
+    sees: bool = False,
 ) -> Chats | None:
     """The conversations of files, if the config says so, or else the first record has no text.
 
     Args:
       names: the fields of the first file's records, if they are known.
       form: of an objective that reads preferences or prompts; all files have the first's format.
+      sees: whether the model reads images, so that captions of some are conversations.
 
     Raises:
       DataError: they hold none of these, but the objective reads some.
@@ -165,9 +170,9 @@ def chats_in(
             raise DataError(f"data: {_without_fields(record_files[0])}")
         return Chats(name, record_files, _format(name, there, source, form), True)
     kind = None if there is None else format_of(there)
-    if there is None or kind is None:
+    if there is None or kind is None or (kind == "caption" and not sees):
         return None
-    if source.text_field in there:
+    if source.text_field in there and kind != "caption":
         log.warning(
             'data: %s: read as text, of the field "%s" (data.text_field); data.format: %s reads '
             "its conversations",

@@ -75,11 +75,12 @@ def _json_of(file: Path, key: str, of: str | None = None, default: Any = None) -
 
 
 def open_columns(
-    source: SourceSection, kind: str, form: RecordForm | None = None
+    source: SourceSection, kind: str, form: RecordForm | None = None, sees: bool = False
 ) -> Texts | Chats | list[token_store.Documents]:
     """The texts in the column `text_field`, or documents in `tokens` or `input_ids`, or chats.
 
-    With `form` they are preferences or prompts, for an objective that reads them.
+    With `form` they are preferences or prompts, for an objective that reads them; `sees` as of
+    `chats_in`.
     """
     paths = files.given_paths(source.path, source.paths)
     column_paths = [file for name in paths for file in column_files(name, kind, source.split)]
@@ -91,8 +92,10 @@ def open_columns(
     ids = token_records.token_field(tables[0])
     if form or source.format is not None or ids is None or field in tables[0]:
         more = None if isinstance(form, PromptForm) else ()
-        records = [RecordFile(str(f), partial(records_of, f, kind, more)) for f in column_paths]
-        if chats := chats_in(source, shown, records, tables[0], form):
+        records = [
+            RecordFile(str(f), partial(records_of, f, kind, more), f.parent) for f in column_paths
+        ]
+        if chats := chats_in(source, shown, records, tables[0], form, sees):
             return chats
     if all(field in names for names in tables):
         return Texts(

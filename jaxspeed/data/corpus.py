@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxspeed.data import token_store
 from jaxspeed.data.chat_masks import ChatEncoder, remember_template
 from jaxspeed.data.chats import Chats
 from jaxspeed.data.choose_tokenizer import choose_tokenizer
-from jaxspeed.data.complete_documents import Counts, DocumentCounts
+from jaxspeed.data.complete_documents import Counts, DocumentCounts, most_patches
 from jaxspeed.data.evaluation_parts import evaluation_parts
 from jaxspeed.data.model_limits import Kind, ModelLimits, PairForm, PromptForm
 from jaxspeed.data.open_source import (
@@ -30,11 +30,12 @@ from jaxspeed.data.open_source import (
 )
 from jaxspeed.data.packing import entropy
 from jaxspeed.data.pair_samples import PairCounts, blank_rows, checked
-from jaxspeed.data.samples import Samples
+from jaxspeed.data.samples import IMAGE, IMAGE_ROWS, PATCH, PATCHES, Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.split import Split
 from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
+from jaxspeed.vision import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def build(
     targets: bool = False,
     pairs: PairForm | None = None,
     prompts: PromptForm | None = None,
+    images: ImageProcessor | None = None,
     seed: int,
     tokenizer: Tokenizer | None = None,
     batch_size: int | None = None,
@@ -81,6 +83,7 @@ def build(
         (`ModelLimits`).
       pairs: of an objective that reads preferences.
       prompts: of one that reads prompts.
+      images: of a model that reads images.
       seed: of the order, if `data.seed` is unset.
       tokenizer: that of a resumed run; then none is trained or read.
       batch_size: minimum number of training samples; of prompts, of their completions.
@@ -95,12 +98,13 @@ def build(
         if batch_size is not None:
             batch_size = -(-batch_size // prompts.num_generations)
     limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes, targets, pairs, prompts)
+    limits = replace(limits, images=images)
     sources = data.sources
     opened = [open_source(source, limits) for source in sources]
     tokenizer = choose_tokenizer(data, limits, opened, tokenizer)
     if data.eval is not None:  # nothing of the training data is held out
         data = data.model_copy(update={"held_out": 0.0})
-    encoder = None if tokenizer is None else ChatEncoder(tokenizer, data)
+    encoder = None if tokenizer is None else ChatEncoder(tokenizer, data, images)
     parts = [
         samples_of(data, source, limits, content, encoder)
         for source, content in zip(sources, opened)
@@ -282,7 +286,9 @@ def check_batch(train: Split, batch_size: int | None) -> None:
 
 def _shape(samples: Samples) -> dict[str, str]:
     none = samples.read(np.zeros(0, np.int64))
-    return {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in none.items()}
+    shapes = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in none.items()}
+    # Arrays of images others get.
+    return {name: x for name, x in shapes.items() if not name.startswith((PATCH, IMAGE))}
 
 
 # -- figures ------------------------------------------------------------------------------------
@@ -344,4 +350,16 @@ def known_shapes(
     if reads.sample == "tokens" and any(map(is_chat, data.sources)):
         also = ["positions"] * data.document_masks + ["mask"]
         shapes |= dict.fromkeys(also, shapes["tokens"])
+        if reads.images is not None:
+            most = data.patches or most_patches(reads.images, packing_of(data, reads).seq_len)
+            length = shapes["tokens"].shape[1]
+            blank = {
+                "tokens": np.zeros((1, length), np.int32),
+                IMAGE_ROWS: np.full((1, length), -1, np.int32),
+                PATCHES: np.zeros((1, most, reads.images.patch), np.float32),
+            }
+            shapes |= {
+                name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype)
+                for name, x in (blank | reads.images.beside(blank, [[]])).items()
+            }
     return shapes

@@ -52,7 +52,7 @@ def evaluation_parts(
                     "no tokenizer; set data.tokenizer, or give files of ids"
                 )
         tokenizer = choose_tokenizer(data, limits, [*opened.values()], tokenizer)
-    encoder = None if tokenizer is None else ChatEncoder(tokenizer, data)
+    encoder = None if tokenizer is None else ChatEncoder(tokenizer, data, limits.images)
     all_of_it = data.model_copy(update={"held_out": 1.0})
     parts: dict[str, Samples | None] = {}
     for name, content in opened.items():

@@ -11,7 +11,8 @@ from jaxspeed.errors import DataError
 from jaxspeed.objectives import Objective
 from jaxspeed.objectives.model_logprobs import THRESHOLDS
 from jaxspeed.objectives.policy_gradient import OLD, REFERENCE
-from jaxspeed.user_models.config_model import family_sizes
+from jaxspeed.user_models.config_model import family_sizes, image_processor
+from jaxspeed.vision import ImageProcessor
 
 Kind = Literal["tokens", "images"]
 _ARRAYS: dict[Kind, set[str]] = {
@@ -87,6 +88,7 @@ class ModelLimits:
     targets: bool = False
     pairs: PairForm | None = None
     prompts: PromptForm | None = None
+    images: ImageProcessor | None = None  # of a model that reads images beside tokens
 
     @property
     def form(self) -> RecordForm | None:
@@ -130,6 +132,7 @@ def limits_of_run(
     """What the model of a config, or one beside it, can read, and its objective reads."""
     sizes, section = None if model is not None else family_sizes(config), config.objective
     limits = limits_of(sizes, targets=config.mesh.seq != 1)
+    limits = replace(limits, images=None if sizes is None else image_processor(config))
     if objective is None and section is not None:
         cls = objective_class(section.type)
         if section.type not in OF_FAMILIES:

@@ -64,9 +64,9 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     if kind == "huggingface" and paths and all(map(columns.is_saved, paths)):
         kind = "arrow"
     if kind in ("arrow", "parquet"):
-        return columns.open_columns(source, kind, limits.form)
+        return columns.open_columns(source, kind, limits.form, limits.images is not None)
     if kind in TEXT_SOURCES:
-        return text_source(source, limits.form)
+        return text_source(source, limits.form, limits.images is not None)
     if source.format is not None and (kind in ("tokens", "images", "synthetic")):
         raise DataError(f"data.format: source {kind} has no records with conversations")
     if kind == "tokens":
@@ -200,7 +200,8 @@ def _user_iterable(path: str, source: SourceSection, limits: ModelLimits) -> Ope
         )
     if isinstance(first, Mapping) or source.format is not None:
         names = first if isinstance(first, Mapping) else ()
-        if chats := chats_in(source, path, records, names):
+        sees = limits.images is not None
+        if chats := chats_in(source, path, records, names, sees=sees):
             return chats
     items = _all_of(begin(), path)
     if isinstance(first, Mapping):
@@ -335,7 +336,8 @@ def packing_of(data: Data, limits: ModelLimits) -> Packing:
             f"data.seq_len is {seq_len:,}, but the model has {limits.seq_len:,} positions{also}; "
             f"{positions:,} or less would do"
         )
-    return Packing(seq_len, data.document_masks, data.truncate, data.packing)
+    how = seq_len, data.document_masks, data.truncate, data.packing
+    return Packing(*how, limits.images, data.patches)
 
 
 def documents_part(

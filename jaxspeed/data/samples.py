@@ -9,6 +9,9 @@ from jaxspeed.data.packing import Stream
 from jaxspeed.objectives.padding import IGNORED, Batch
 
 ALL = slice(0, None)
+# Arrays of models that read images begin so: those of patches, and of tokens.
+PATCH, IMAGE = "patch", "image_"
+PATCHES, IMAGE_ROWS = "patches", "image_rows"
 
 
 class Samples(Protocol):
@@ -140,6 +143,7 @@ class Chain:
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = _alike(parts)
+        self._blank = _image_arrays(self.parts)
         self.edges = np.cumsum([0, *map(len, self.parts)])
         self.tokens_each: int | None = self.parts[0].tokens_each
 
@@ -153,11 +157,43 @@ class Chain:
         batch: Batch = {}
         for i in np.unique(part) if len(ids) else [0]:
             here = np.flatnonzero(part == i)
-            for name, rows in self.parts[i].read(ids[here] - self.edges[i], positions).items():
+            arrays = self.parts[i].read(ids[here] - self.edges[i], positions)
+            for name, rows in self._completed(arrays).items():
                 if name not in batch:
                     batch[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
                 batch[name][here] = rows
         return batch
+
+    def _completed(self, arrays: Batch) -> Batch:
+        """The arrays of a part, with those of images if another part has some."""
+        if not self._blank:
+            return arrays
+        completed, tokens = dict(arrays), arrays["tokens"]
+        for name, blank in self._blank.items():
+            if of_images(name):
+                fill = 0 if name == PATCHES else -1
+                completed[name] = np.full((len(tokens), *blank.shape[1:]), fill, blank.dtype)
+                if name in arrays:
+                    completed[name][:, : arrays[name].shape[1]] = arrays[name]
+            elif name not in arrays and name == IMAGE_ROWS:
+                completed[name] = np.full_like(tokens, -1)
+            elif name not in arrays:  # positions, which text has alike along all of them
+                numbers = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+                places = arrays.get("positions", numbers)[..., None]
+                completed[name] = np.repeat(places, blank.shape[2], axis=2).astype(blank.dtype)
+        return completed
+
+
+def of_images(name: str) -> bool:
+    """Whether an array has the patches of images, and no tokens."""
+    return name.startswith(PATCH)
+
+
+def _image_arrays(parts: Sequence[Samples]) -> Batch:
+    """The arrays of images of no sample, with the most rows that a part has."""
+    empty = [part.read(np.zeros(0, np.int64)) for part in parts] if len(parts) > 1 else []
+    named = [(n, x) for arrays in empty for n, x in arrays.items() if n.startswith((PATCH, IMAGE))]
+    return dict(sorted(named, key=lambda pair: pair[1].shape[1]))
 
 
 def with_targets(batch: Batch) -> Batch:
@@ -166,7 +202,7 @@ def with_targets(batch: Batch) -> Batch:
     The targets are those of `models.language.split_batch`: of the next document's first token there
     is none.
     """
-    arrays = {name: x if name == "mask" else x[:, :-1] for name, x in batch.items()}
+    arrays = {n: x if n == "mask" or of_images(n) else x[:, :-1] for n, x in batch.items()}
     arrays["targets"] = batch["tokens"][:, 1:]
     if "segment_ids" in batch:
         segments = batch["segment_ids"]

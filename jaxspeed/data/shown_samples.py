@@ -95,7 +95,7 @@ def show_data(
             continue
         if isinstance(content, Texts | Chats):
             assert tokenizer is not None
-            encoder = ChatEncoder(tokenizer, data)
+            encoder = ChatEncoder(tokenizer, data, limits.images)
             documents = [encoded_in_memory(content, encoder)]
             dropped = DocumentCounts(dropped=encoder.untrained)
         elif isinstance(content, list) and tokenizer is not None:
@@ -111,7 +111,7 @@ def show_data(
                 shown += first_pairs
                 counts[part.name] = counts.get(part.name, PairCounts()) + pair_counts
                 continue
-            spans, number = _fitting(part, data, seq_len)
+            spans, number = _fitting(part, data, seq_len, limits)
             counts[part.name] = counts.get(part.name, DocumentCounts()) + number + dropped
             first = zip(spans.starts[:samples], spans.lengths[:samples])
             # Without masks a text continues the one before.
@@ -151,12 +151,17 @@ def _pairs(
     return shown, counts + PairCounts(**documents.dropped)
 
 
-def _fitting(documents: Documents, data: Data, seq_len: int | None) -> tuple[Spans, DocumentCounts]:
+def _fitting(
+    documents: Documents, data: Data, seq_len: int | None, limits: ModelLimits
+) -> tuple[Spans, DocumentCounts]:
     """The documents that are trained on; those of texts are split, not truncated."""
     lengths = documents.lengths
     longest = int(lengths.max(initial=0))
     if documents.trained is not None:
-        return fit(documents, Packing(seq_len or longest, True, data.truncate))
+        length = seq_len or longest
+        packing = Packing(length, True, data.truncate, True, limits.images, data.patches)
+        spans, _, counts = fit(documents, packing)
+        return spans, counts
     tokens = int(lengths.sum())
     begin = len(lengths) if data.document_masks else min(1, tokens)  # what nothing predicts
     counts = DocumentCounts(len(lengths), tokens, tokens - begin, longest)

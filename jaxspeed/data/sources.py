@@ -56,10 +56,13 @@ class Texts:
         return self.read()
 
 
-def text_source(source: SourceSection, form: RecordForm | None = None) -> Texts | Chats:
+def text_source(
+    source: SourceSection, form: RecordForm | None = None, sees: bool = False
+) -> Texts | Chats:
     """The documents of `stdlib`, `text`, `jsonl`, `json` or `huggingface`.
 
-    With `form` they are preferences or prompts, for an objective that reads them.
+    With `form` they are preferences or prompts, for an objective that reads them; `sees` as of
+    `chats_in`.
     """
     paths = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if paths else "stdlib")
@@ -80,7 +83,7 @@ def text_source(source: SourceSection, form: RecordForm | None = None) -> Texts 
     if kind == "huggingface":
         hub = [(name, lambda name=name: _hub_records(name, source.split)) for name in paths]
         records = [numbered(name, read, "record") for name, read in hub]
-        return chats_in(source, shown, records, form=form) or Texts(
+        return chats_in(source, shown, records, form=form, sees=sees) or Texts(
             shown,
             lambda: (
                 files.text_of(record, field, f"{name}, record {i}")
@@ -89,7 +92,8 @@ def text_source(source: SourceSection, form: RecordForm | None = None) -> Texts 
             ),
         )
     source_files = files.find_files(paths, SUFFIXES[kind])
-    return chats_in(source, shown, [*map(json_file, source_files)], form=form) or Texts(
+    chats = chats_in(source, shown, [*map(json_file, source_files)], form=form, sees=sees)
+    return chats or Texts(
         shown,
         lambda: itertools.chain.from_iterable(
             files.read_json_texts(f, field) for f in source_files

@@ -24,6 +24,8 @@ from jaxspeed.config.run_sections import IdDtype
 from jaxspeed.data.files import read_array
 from jaxspeed.data.tokenizer import FILES, Tokenizer, files_of, read_tokenizer, tokenizer_file
 from jaxspeed.errors import DataError
+from jaxspeed.vision import ImageSource
+from jaxspeed.vision.images import digest_of
 
 log = logging.getLogger("jaxspeed")
 # Formats that earlier versions would misread have numbers: with a mask, and of preferences.
@@ -41,6 +43,7 @@ class Masked(NamedTuple):
 
     ids: np.ndarray  # unsigned [tokens]
     trained: np.ndarray  # bool [tokens]
+    images: tuple[ImageSource, ...] = ()
 
 
 class RecordTokens(NamedTuple):
@@ -74,6 +77,7 @@ class Documents:
     per_record: int = 0  # documents: 2 of a pair, 1 of a completion with a label; 0: no preferences
     values: Mapping[str, np.ndarray] = field(default_factory=dict)  # fp32 [records]
     dropped: Mapping[str, int] = field(default_factory=dict)  # records, by reason
+    images: Sequence[tuple[ImageSource, ...]] | None = None  # of each document; None: of none
 
     @property
     def lengths(self) -> np.ndarray:
@@ -90,6 +94,7 @@ class _Beside:
     """What documents have beside their ids, collected as these are read."""
 
     masks: list[np.ndarray] = field(default_factory=list)
+    images: list[tuple[ImageSource, ...]] = field(default_factory=list)
     per_record: int = 0
     records: list[Mapping[str, float]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -98,10 +103,13 @@ class _Beside:
         """The ids of each document that is not empty."""
         for record in encoded:
             for document in self._documents_of(record):
-                ids, *mask = document if isinstance(document, Masked) else (document,)
-                if len(ids):
-                    self.masks += mask
-                    yield ids
+                if isinstance(document, Masked):
+                    if len(document.ids):
+                        self.masks.append(document.trained)
+                        self.images.append(document.images)
+                        yield document.ids
+                elif len(document):
+                    yield document
 
     def _documents_of(self, record: Encoded) -> Sequence[np.ndarray | Masked]:
         if not isinstance(record, RecordTokens):
@@ -138,7 +146,10 @@ def in_memory(name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer | None
         tokens[at : at + len(document_ids)] = document_ids
     trained, values = beside.trained, beside.values
     digest = _digest_of(tokens, offsets, trained, values)
-    records = beside.per_record, values, beside.dropped
+    images = beside.images if any(beside.images) else None
+    if images is not None:
+        digest += f" {digest_of(images)}"
+    records = beside.per_record, values, beside.dropped, images
     return Documents(name, tokens, offsets, digest, largest, tokenizer, trained, *records)
 
 
@@ -213,6 +224,11 @@ def _write_files(folder: Path, name: str, encoded: Iterable[Encoded], tokenizer:
     with (folder / TOKENS).open("wb") as file:
         _npy_header(file, dtype, 0)
         for ids in beside.ids_of(encoded):
+            if any(beside.images[-1:]) and beside.images[-1]:
+                raise DataError(
+                    f"data tokenize: {name} has images, which a token folder does not hold; train "
+                    "on the records themselves"
+                )
             largest = max(largest, int(ids.max()))
             narrow = ids.astype(dtype)
             digest.add(narrow)

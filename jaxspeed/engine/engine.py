@@ -58,6 +58,7 @@ from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train_state.state import TrainState
 from jaxspeed.user_models.batch_checks import array_of, is_tensor
 from jaxspeed.user_models.batches import WithExtra
+from jaxspeed.user_models.config_model import image_processor
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any
@@ -510,19 +511,20 @@ class Engine(DeepSpeedHabits):
     # -- generation -----------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], tokens: int = 100, **options: Any
+        self, prompts: Sequence[Prompt], tokens: int = 100, **options: Any
     ) -> list[Generated]:
         """Continue each prompt by at most `tokens` tokens, with the current parameters.
 
-        Prompts are texts or lists of tokens, of any lengths. On several processes it is called on
-        each, with equal arguments. `options` are those of `stream`.
+        Prompts are texts, lists of tokens or lists of messages, which may have images, of any
+        lengths; an answer to messages ends as their chat template ends a turn. On several processes
+        it is called on each, with equal arguments. `options` are those of `stream`.
         """
         return self.stream(prompts, tokens, steps=SEGMENT, **options).finish()
 
     @watched("generate")
     def stream(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         tokens: int = 100,
         *,
         temperature: float = 0.8,
@@ -556,7 +558,10 @@ class Engine(DeepSpeedHabits):
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         state, generator = self._generates()
         tokenizer = tokenizer or tokenizer_of(generator.program.model.weights)
-        request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
+        images = image_processor(self.config, generator.program.source.model)
+        encoded, turn = encoded_messages(prompts, tokenizer, self.config.data, images)
+        stop, stop_tokens = [*stop, *turn.texts], [*stop_tokens, *turn.tokens]
+        request = Request(encoded, tokens, sampling, stop, seed, context, tokenizer, stop_tokens)
         generation = generator.start(state, request, steps)
         generation.batching.around = partial(self.watching, "generate")
         return generation

@@ -1,5 +1,6 @@
 """Text generation: sampling rules, compiled loops with a key-value cache, and their batching."""
 
+from jaxspeed.data.chat_masks import PromptWithImages
 from jaxspeed.generation.decode_programs import SEGMENT
 from jaxspeed.generation.generate import Generated, Generation, Generator, Request, TextPiece
 from jaxspeed.generation.rollout import Rollout, SampledCompletion
@@ -11,6 +12,7 @@ __all__ = [
     "Generated",
     "Generation",
     "Generator",
+    "PromptWithImages",
     "Request",
     "Rollout",
     "SampledCompletion",

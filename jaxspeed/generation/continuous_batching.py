@@ -72,6 +72,7 @@ class GroupShape:
       context: tokens that the model sees at most.
       folds: numbers of a row that its draws are of.
       seen: of the text that a repetition penalty is for; 0 without one.
+      patches: the most that the images of a text have.
     """
 
     rows: int
@@ -80,6 +81,7 @@ class GroupShape:
     context: int
     folds: int
     seen: int = 0
+    patches: int = 0
 
     def arrays(self, text_rows: Sequence[TextRow | None], width: int | None = None) -> DecodeRows:
         """The arrays of a group; rows without a text are at their end."""
@@ -114,6 +116,14 @@ class GroupShape:
             inputs = [row.inputs if row else () for row in text_rows]
             longest = bucket(max(map(len, inputs)), self.length)
             batch["inputs"], batch["mask"] = _filled_up(inputs, longest)
+        if self.patches:
+            for number, row in enumerate(text_rows):
+                for name, x in row.images.items() if row else ():
+                    if name not in batch:
+                        fill = 0 if x.dtype.kind == "f" else -1
+                        shape = (self.rows, self.patches, *x.shape[1:])
+                        batch[name] = np.full(shape, fill, x.dtype)
+                    batch[name][number, : len(x)] = x
         return batch
 
 

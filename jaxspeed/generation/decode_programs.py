@@ -388,7 +388,9 @@ def rows_for_jit(program: Program, *rows: Any) -> Any:
 def _logits(model: Any, batch: Any) -> Outputs:
     """The logits [rows, vocab] after the token of each sequence that `at` names."""
     accepted = call_parameters(model)
-    names = {*batch} & {"at", "positions", "inputs", "mask"} & {*accepted}
+    names = (
+        {*batch} & {"at", "positions", "inputs", "mask", "patches", "patch_places"} & {*accepted}
+    )
     arguments: dict[str, Any] = {name: batch[name] for name in sorted(names)}
     if "decode" in accepted and batch["tokens"].shape[1] == 1:
         arguments["decode"] = True

@@ -1,7 +1,7 @@
 """Generation: from a request to its texts, piece by piece, or to a rollout of all."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxspeed.axes import PIPE
+from jaxspeed.data.chat_masks import PromptWithImages
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation.continuous_batching import ContinuousBatching, GroupShape, Runs
 from jaxspeed.generation.decode_programs import SEGMENT, UNDRAWN, Draws, ForwardPrograms
@@ -46,7 +47,7 @@ class Request:
       ConfigError: the request is impossible.
     """
 
-    prompts: Sequence[str | Sequence[int]]
+    prompts: Sequence[str | Sequence[int] | PromptWithImages]
     tokens: int = 100  # at most, after each prompt
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()  # texts before which a text ends
@@ -83,6 +84,7 @@ class Request:
         folds: Sequence[int],
         ends: frozenset[int],
         inputs: Sequence[int] = (),
+        images: Mapping[str, np.ndarray] | None = None,
     ) -> TextRow:
         """The text of a prompt, which ends as the request says."""
         return TextRow(
@@ -94,7 +96,13 @@ class Request:
             stop=self.stop,
             tokenizer=self.tokenizer,
             inputs=inputs,
+            images=images or {},
         )
+
+    @property
+    def images(self) -> list[Mapping[str, np.ndarray]]:
+        """The arrays of each prompt's images."""
+        return [p.arrays if isinstance(p, PromptWithImages) else {} for p in self.prompts]
 
     def encoded(self) -> list[list[int]]:
         """The tokens of each prompt; an empty one begins after the end of a document.
@@ -110,7 +118,7 @@ class Request:
             )
         end, encoded = end_of(self.tokenizer), []
         for number, prompt in enumerate(self.prompts, 1):
-            ids: Any = prompt
+            ids: Any = prompt.tokens if isinstance(prompt, PromptWithImages) else prompt
             if isinstance(prompt, str) and self.tokenizer is not None:
                 ids = self.tokenizer.encode(prompt)
             if not len(ids) and end is None:
@@ -187,9 +195,12 @@ class Generator:
         context = request.context or self.context or longest
         length = bucket(max(min(context, longest), read), max(context, read))
         ends = request.ends
+        images = request.images
+        if any(images):
+            self._check_images(prompts, images, request.tokens, context)
         rows = [
-            request.row(number, prompt, [number], ends, read)
-            for number, (prompt, read) in enumerate(zip(prompts, inputs, strict=True))
+            request.row(number, prompt, [number], ends, read, seen)
+            for number, (prompt, read, seen) in enumerate(zip(prompts, inputs, images, strict=True))
         ]
         for row in rows:
             row.restart(context, length)
@@ -198,7 +209,7 @@ class Generator:
             row.bucket = widest
         size = -(-len(rows) // self.program.ranks)
         short = short_start(request.tokens)
-        if max(len(row.visible) for row in rows) > short:
+        if any(images) or max(len(row.visible) for row in rows) > short:
             short = 0
         batching = self._batching(
             state, request, rows, size, length, context, ends, steps=steps, short=short
@@ -225,6 +236,8 @@ class Generator:
                 raise ConfigError(f"{name}: {value!r}; it is an integer from 1")
         if self._begin is not None:
             raise ConfigError("rollout: the model has an encoder; rollouts are of decoders")
+        if any(request.images):
+            raise ConfigError("rollout: a prompt has images; rollouts are of text")
         if "repetition_penalty" in request.sampling.rules:
             raise ConfigError(
                 "rollout: repetition_penalty is not 1; log-probabilities of what it draws depend "
@@ -288,6 +301,23 @@ class Generator:
         dropped = sorted({*range(len(prompts))} - {*fits})
         return Rollout(prompts, completions, dropped, request.sampling)
 
+    def _check_images(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Mapping[str, np.ndarray]],
+        tokens: int,
+        context: int,
+    ) -> None:
+        """Raise ConfigError for prompts whose images the model could not see until their end."""
+        if not self.cache:
+            raise ConfigError("a prompt has images, which need the model's key-value cache")
+        for number, (prompt, seen) in enumerate(zip(prompts, images, strict=True), 1):
+            if seen and len(prompt) + tokens > context:
+                raise ConfigError(
+                    f"prompt {number} has images and {len(prompt)} tokens, and with {tokens} after "
+                    f"it the context of {context} is exceeded"
+                )
+
     @cached_property
     def context(self) -> int | None:
         """The tokens that the model sees at most, if its config says so."""
@@ -331,7 +361,9 @@ class Generator:
         seen = 0
         if "repetition_penalty" in rules:
             seen = bucket(max(len(row.ids) for row in rows) + request.tokens, 1 << 30)
-        shape = GroupShape(size * ranks, ranks, length, context, len(rows[0].folds), seen)
+        counts = (len(x) for row in rows for x in row.images.values())
+        folds, patches = len(rows[0].folds), max(counts, default=0)
+        shape = GroupShape(size * ranks, ranks, length, context, folds, seen, patches)
         padded = np.full(max(4, 1 << (len(ends) - 1).bit_length()), UNDRAWN, np.int32)
         padded[: len(ends)] = sorted(ends)
         key = np.asarray(jax.random.key_data(jax.random.key(request.seed)))

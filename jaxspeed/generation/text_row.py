@@ -1,6 +1,7 @@
 """One text that is generated: its tokens, what the model sees of them, and how it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,7 +17,7 @@ def first_seen(length: int, context: int) -> int:
 
 
 class TextRow:
-    """A prompt and what has followed it, and what an encoder reads.
+    """A prompt and what has followed it, what an encoder reads, and the arrays of its images.
 
     Attributes:
       number: of the text, among those of its request.
@@ -43,8 +44,9 @@ class TextRow:
         stop: Sequence[str] = (),
         tokenizer: TextTokenizer | None = None,
         inputs: Sequence[int] = (),
+        images: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> None:
-        self.number, self.folds, self.inputs = number, folds, inputs
+        self.number, self.folds, self.inputs, self.images = number, folds, inputs, images
         self.ids, self._prompt = [*prompt], len(prompt)
         self._tokens, self._ends = tokens, ends
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt, stop)

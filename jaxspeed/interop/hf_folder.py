@@ -26,7 +26,8 @@ log = logging.getLogger("jaxspeed")
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 # Files of a folder that an export copies: they belong to the tokenizer, or to generation.
-COPIED = ("generation_config.json", *BESIDE, "preprocessor_config.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+COPIED = ("generation_config.json", *BESIDE, *PROCESSORS)
 # Names of a language model's tensors beside other models, and alone: two generations of them.
 _LANGUAGE_MODEL = {
     "language_model.model.": "model.",
@@ -61,6 +62,18 @@ class PretrainedFolder:
         path = self.path / "generation_config.json"
         values = _read_json(path) if path.exists() else {}
         return values if isinstance(values, dict) else {}
+
+    @cached_property
+    def image_processor(self) -> dict[str, Any] | None:
+        """The settings of the processor of images, if there are some."""
+        for name in PROCESSORS:
+            path = self.path / name
+            values = _read_json(path) if path.exists() else None
+            if isinstance(values, dict):
+                values = values.get("image_processor", values)
+                if isinstance(values, dict) and "size" in values:
+                    return values
+        return None
 
     @cached_property
     def _files(self) -> dict[str, TensorFile]:
@@ -227,7 +240,7 @@ class LanguageModelFolder(PretrainedFolder):
         return {name: file for file in parts for name in file.tensors}
 
     def extra_files(self) -> Sequence[Path]:
-        return [path for path in super().extra_files() if path.name != "preprocessor_config.json"]
+        return [path for path in super().extra_files() if path.name not in PROCESSORS]
 
 
 def _local(folder: str | Path) -> Path:

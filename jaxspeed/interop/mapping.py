@@ -89,6 +89,7 @@ class MappingTable:
         {a tensor's name in rules, without its last part: the module's}.
       memory: the table of these names where they hold other parts too, such as all experts.
       variables: paths that are no parameters: they keep their dtype.
+      unread: modules in memory whose weights are variables, which adapters must not name.
     """
 
     rules: Sequence[TensorRule]
@@ -98,6 +99,7 @@ class MappingTable:
     modules: Mapping[str, str] = field(default_factory=dict)
     memory: MappingTable | None = None
     variables: Sequence[str] = ()
+    unread: Sequence[str] = ()
 
     def in_memory(self) -> MappingTable:
         """The table with the names that modules have in memory."""

@@ -203,6 +203,7 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
     names = {written.module.name for written in modules if written.module.kind != "parameter"}
     parameters = {written.module.name for written in modules if written.module.kind == "parameter"}
     owners = {tensor.rpartition(".")[0] for tensor in (*bound.tensors, *bound.table.tied)}
+    owners.update(bound.table.unread)
     if form.table is not None:
         # PEFT's own "all-linear" has other modules, the routers of mixtures among them.
         is_word = isinstance(config["target_modules"], str)

@@ -29,6 +29,7 @@ from jaxspeed.ops.rope import (
     rotation,
 )
 from jaxspeed.ops.saved_inputs import saves_inputs
+from jaxspeed.ops.spread_samples import spread_samples
 
 # A folder is imported when it is first used: what is in it imports files of this one.
 __getattr__, __dir__ = lazy_names(__name__, {})
@@ -57,5 +58,6 @@ __all__ = [
     "rotation",
     "saves_inputs",
     "split_batch",
+    "spread_samples",
     "token_logprobs",
 ]

@@ -214,11 +214,16 @@ def frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> 
 
 
 def rotation(positions: jax.Array, freqs: np.ndarray, scaling: Scaling | None = None) -> Rotation:
-    """The rotation for `positions` [..., seq] at these frequencies, shared by all layers."""
+    """The rotation for `positions` [..., seq] at these frequencies, shared by all layers.
+
+    Positions of rank 3 [batch, seq, frequencies] are one of each frequency.
+    """
     by_position = jnp.asarray(freqs, jnp.float32)
     if isinstance(scaling, DynamicScaling | LongRopeScaling):
         by_position = scaling.at_length(by_position, jnp.max(positions) + 1)
-    angles = positions[..., None, None] * by_position
+    if positions.ndim < 3:
+        positions = positions[..., None]
+    angles = (positions * by_position)[..., None, :]
     angles = angles.reshape(-1, *angles.shape[-3:])
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     amplitude = 1.0 if scaling is None else scaling.amplitude

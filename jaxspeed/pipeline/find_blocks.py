@@ -79,7 +79,8 @@ def find_stages(
 
 def _is_most(stack: Stack, leaves: Sequence[Leaf], patterns: Sequence[str]) -> bool:
     """Whether equal blocks are about the entire model."""
-    every = Stack(1, {leaf.path: (leaf.path,) for leaf in leaves if "vocab" not in leaf.names})
+    outside = (leaf.path for leaf in leaves if "vocab" in leaf.names or leaf.of_images)
+    every = Stack(1, {path: (path,) for path in {leaf.path for leaf in leaves} - {*outside}})
     covered = stack_bytes(stack, leaves)
     others = [s for s in find_stacks(leaves, patterns, match) if not s.paths & stack.paths]
     largest = max((stack_bytes(s, leaves) for s in others), default=0)

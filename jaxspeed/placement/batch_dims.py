@@ -12,6 +12,8 @@ from jaxspeed.errors import BatchError
 from jaxspeed.placement.paths import flat_with_paths, listed
 
 Named = Mapping[str, int]  # the dim of positions, by the name of an array
+# Names of arrays of images begin so: their dim 1 has the patches of a sample.
+OF_IMAGES = "patch"
 
 
 def sequence_dims(batch: Any, named: Named) -> list[int | None]:
@@ -19,16 +21,18 @@ def sequence_dims(batch: Any, named: Named) -> list[int | None]:
 
     An array that `named` does not name has one if it looks like tokens: integers or booleans
     [batch, seq]. So has any other of rank 2 or more whose dim 1 is as long as that of such arrays:
-    weights of tokens, or their embeddings.
+    weights of tokens, or their embeddings. Arrays of images have none.
     """
     arrays = flat_with_paths(batch)
-    lengths = {x.shape[1] for x in arrays.values() if _is_of_tokens(x)}
+    of_images = {p for p in arrays if p.rpartition("/")[2].startswith(OF_IMAGES)}
+    lengths = {x.shape[1] for p, x in arrays.items() if p not in of_images and _is_of_tokens(x)}
 
     def dim_of(path: str, x: Any) -> int | None:
         for name, dim in named.items():
             if _names(name, path):
                 return dim
-        return 1 if len(x.shape) > 1 and x.shape[1] in lengths else None
+        has_positions = path not in of_images and len(x.shape) > 1
+        return 1 if has_positions and x.shape[1] in lengths else None
 
     return [dim_of(path, x) for path, x in arrays.items()]
 

@@ -19,6 +19,7 @@ from jaxspeed.placement.specs import by_dim
 
 ROLES = ("param", "master", "grad", "opt")
 HOST = "pinned_host"  # the memory kind of offloaded arrays
+OF_IMAGES = "image_"  # begins the names of dims that belong to encoders of images
 
 
 IS_RANGE = re.compile(r"\[\d+:\d+\]")  # the last segment of the path of a range of layers
@@ -61,6 +62,11 @@ class Leaf:
     def parameter(self) -> str:
         """The path of the model's parameter that it is, or whose layers it holds."""
         return self.range.path if self.range else self.path
+
+    @property
+    def of_images(self) -> bool:
+        """Whether it is of an encoder of images, which runs with the embedding."""
+        return any((name or "").startswith(OF_IMAGES) for name in self.names)
 
     @property
     def stacked(self) -> int:

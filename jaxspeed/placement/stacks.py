@@ -92,7 +92,11 @@ def find_stacks(
     patterns: Sequence[str] = (),
     match: Callable[[str, str], bool] | None = None,
 ) -> list[Stack]:
-    """Find every stack that the names of a model's parameters suggest, the largest first."""
+    """Find every stack that the names of a model's parameters suggest, the largest first.
+
+    An encoder of images has none: it runs with the embedding.
+    """
+    leaves = [leaf for leaf in leaves if not leaf.of_images]
     stacked = [
         Stack(group[0].shape[0], {leaf.path: (leaf.path,) for leaf in group})
         for group in stacked_modules(leaves).values()

@@ -10,6 +10,8 @@ import jax
 
 from jaxspeed.config.run_sections import Data
 from jaxspeed.data import Corpus, Tokenizer
+from jaxspeed.data.chat_formats import Conversation, messages_of, with_images
+from jaxspeed.data.chat_masks import ChatEncoder, PromptWithImages
 from jaxspeed.data.chat_template import (
     ChatTemplate,
     Message,
@@ -19,7 +21,7 @@ from jaxspeed.data.chat_template import (
 )
 from jaxspeed.engine import Engine
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
-from jaxspeed.user_models.config_model import own_objective
+from jaxspeed.user_models.config_model import image_processor, own_objective
 
 log = logging.getLogger("jaxspeed")
 
@@ -91,12 +93,15 @@ class Chat:
     ) -> None:
         self._engine, self._tokenizer, self._options = engine, tokenizer, options
         self._template: ChatTemplate | None = None
+        self._encoder: ChatEncoder | None = None  # of a model that reads images
         self._tokens = [] if tokenizer.end is None else [tokenizer.end]
         self._texts: list[str] = []
         self.messages: list[Message] = []
         if not plain:
             variables = data.chat_template_kwargs
             self._template = find_template(tokenizer, data.chat_template, variables, today=None)
+            images = image_processor(engine.config, engine.program.source.model)
+            self._encoder = None if images is None else ChatEncoder(tokenizer, data, images)
             self._tokens, self._texts = end_of_turn(self._template, tokenizer)
         elif system is not None:
             raise ConfigError(
@@ -108,22 +113,43 @@ class Chat:
 
     def prompt(self, text: str) -> str:
         """The text of the conversation and of a user's next message, where the answer begins."""
+        message = {"role": "user", "content": text}
+        if self._encoder is not None:
+            return self._tokenizer.spell(self._with_images(message).tokens)
         if self._template is None:
             return text
-        said = [*self.messages, {"role": "user", "content": text}]
-        return self._template.render(said, add_generation_prompt=True).text
+        return self._template.render([*self.messages, message], add_generation_prompt=True).text
 
-    def reply(self, text: str) -> Iterator[str]:
+    def _with_images(self, message: Message) -> PromptWithImages:
+        """The conversation and a user's next message, up to where the answer begins."""
+        assert self._encoder is not None and self._template is not None
+        said = messages_of([*self.messages, message], "the chat", True)
+        return self._encoder.prompt(self._template, with_images(Conversation(said), {}))
+
+    def reply(self, text: str, images: Sequence[str] = ()) -> Iterator[str]:
         """The answer to a user's message, in pieces; both are then part of the conversation.
 
-        Its programs compile in the background as soon as this is called.
+        `images` are paths of images that the message has. Its programs compile in the background as
+        soon as this is called.
+
+        Raises:
+          ConfigError: there are images, and the model reads none.
         """
-        ids = self._tokenizer.encode(self.prompt(text)).tolist()
+        message: Message = {"role": "user", "content": text}
+        if images:
+            if self._encoder is None:
+                raise ConfigError("--image: the model reads no images")
+            parts = [{"type": "image", "image": image} for image in images]
+            message["content"] = [*parts, *[{"type": "text", "text": text}] * bool(text)]
+        if self._encoder is not None:
+            prompt: Any = self._with_images(message)
+        else:
+            prompt = self._tokenizer.encode(self.prompt(text)).tolist()
         options = dict(self._options)
         stop = [*options.pop("stop", ()), *self._texts]
         seed = (options.pop("seed", 0) + len(self.messages)) % 2**31  # other draws in each turn
         pieces = self._engine.stream(
-            [ids],
+            [prompt],
             tokenizer=self._tokenizer,
             stop=stop,
             stop_tokens=self._tokens,
@@ -136,8 +162,7 @@ class Chat:
             for piece in pieces:
                 reply += piece.text
                 yield piece.text
-            said = {"role": "user", "content": text}, {"role": "assistant", "content": reply}
-            self.messages += said
+            self.messages += [message, {"role": "assistant", "content": reply}]
 
         return answer()
 

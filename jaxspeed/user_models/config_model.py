@@ -153,6 +153,22 @@ def family_sizes(config: Config) -> Any:
     return _built(config, {}).config
 
 
+def image_processor(config: Config, model: Any = None) -> Any:
+    """How a model, or the one that the config names, reads images, by its folder if it has one.
+
+    None for a model that reads none.
+    """
+    if not isinstance(model, Pretrained):
+        if config.model is None or config.model.factory is not None:
+            return None
+        model = _built(config, {})
+    if not hasattr(model.config, "image_token_id"):
+        return None
+    folder = getattr(getattr(model, "weights", None), "folder", None)
+    form = importlib.import_module(f"{type(model.config).__module__}_hf")
+    return form.image_processor(model.config, None if folder is None else folder.image_processor)
+
+
 def family_objective(config: Config, model: Any) -> str | None:
     """The name of the objective that a resolved model's family has; None for other models."""
     if isinstance(model, Pretrained):
@@ -172,7 +188,11 @@ def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
     labels = None if objective is None else objective.num_labels
     try:
         if section.pretrained is not None:
-            return families.from_pretrained(section.pretrained, sizes, labels)
+            return families.from_pretrained(
+                section.pretrained, sizes, labels, text_only=section.text_only
+            )
+        if section.text_only:
+            raise ValueError("text_only is of a pretrained model")
         return families.build(section.family, section.preset, sizes, labels)
     except PretrainedError:
         raise

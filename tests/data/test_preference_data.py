@@ -311,7 +311,7 @@ def test_each_pair_is_in_one_row_with_its_sides_truncated(
     size, wanted = seq_len + 1, []
     for record in records:
         sides = []
-        for ids, trained in record.documents:
+        for ids, trained, _ in record.documents:
             kept = slice(-size, None) if truncate == "start" else slice(size)
             sides.append((bytes(ids[kept].tolist()), trained[kept][1:].astype(int).tolist()))
         longest = max(len(d.ids) for d in record.documents)

@@ -3,8 +3,10 @@
 A case is (configuration class without "Config", model class, fields of the configuration).
 """
 
+import copy
 import functools
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -30,7 +32,8 @@ def _cached_model(case: str) -> Any:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         model.config.tie_word_embeddings = False
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or parameter.ndim == 1:  # neither zeros nor ones
+        # Neither zeros nor ones.
+        if name.endswith("bias") or parameter.ndim == 1 or not parameter.any():
             mean = parameter.detach().mean().round()
             torch.nn.init.normal_(parameter, float(mean), 0.2)
     for name, buffer in model.named_buffers():
@@ -58,9 +61,41 @@ def logits_loss_and_gradients(case: Case, arguments: Tensors, folder: str) -> di
     model.zero_grad()
     out = model(**arguments)
     out.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.save_pretrained(folder, state_dict=gradients)
     return {"logits": out.logits, "loss": out.loss.item()}
+
+
+@torch.no_grad()
+def image_features(case: Case, arguments: Tensors) -> torch.Tensor:
+    """[tokens of all images, embed]."""
+    return torch.cat(list(_model(case).get_image_features(**arguments).pooler_output))
+
+
+@torch.no_grad()
+def logits_with_adapter(case: Case, folder: str, arguments: Tensors) -> dict[str, Any]:
+    """Of a copy of the model with PEFT's adapter, and what PEFT warns of."""
+    import peft
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(_model(case)), folder).eval()
+    told = [str(warning.message) for warning in caught if "adapter keys" in str(warning.message)]
+    return {"logits": adapted(**arguments).logits, "warnings": told}
+
+
+@torch.no_grad()
+def greedy_tokens_of_images(
+    case: Case, prompts: list[list[int]], images: list[Tensors], count: int
+) -> list[list[int]]:
+    """What follows each prompt with its images."""
+    return [
+        _model(case).generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=-1,
+            pad_token_id=0, **arguments,
+        )[0, len(prompt) :].tolist()
+        for prompt, arguments in zip(prompts, images)
+    ]  # fmt: skip
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ TRACED_ONLY |= {"tensor.leave.saved", "tensor.columns.backward"}
 ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}
 ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACED}
 ELSEWHERE |= {*test_partitioned_residuals.SITES}
+ELSEWHERE |= {"samples.spread"}  # tests/train/test_vision_meshes.py
 ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 ELSEWHERE |= {"unit.step"}  # test_torus_gather.py
 ELSEWHERE |= {"computed_arrays"}  # tests/engine/test_logprobs.py
