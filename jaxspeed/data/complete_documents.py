@@ -24,7 +24,6 @@ from jaxspeed.vision import ImageProcessor, ImageSource, pixels_of
 
 log = logging.getLogger("jaxspeed")
 SHOWN = 10  # records that are named of those that are left out
-SEARCHED = 256  # bins in which room is looked for, where documents have images
 Truncate = Literal["end", "start", "drop"]
 
 
@@ -100,10 +99,12 @@ class CompleteDocuments:
             every = range(len(spans.lengths)) if numbers is None else numbers
             self._images = [documents.images[i] for i in every]
             patches = np.array([_rows(images, packing.images) for images in self._images], int)
-        self._bins = unpacked
-        if packing.together:
-            limits = (patches, packing.patches)
-            self._bins = best_fit(spans.lengths, packing.seq_len + 1, beside=limits)
+        self._bins, room = unpacked, packing.seq_len + 1
+        if packing.together and patches is not None and (most := packing.patches) is not None:
+            # Each takes the larger of its shares of both, so that a bin has enough of each.
+            self._bins = best_fit(np.maximum(spans.lengths * most, patches * room), room * most)
+        elif packing.together:
+            self._bins = best_fit(spans.lengths, room)
         if patches is not None:
             fullest = max((int(patches[rows].sum()) for rows in self._bins), default=0)
             self._patches = packing.patches or fullest
@@ -262,19 +263,11 @@ def _losing_images(
     return lost | many
 
 
-def best_fit(
-    lengths: np.ndarray,
-    size: int,
-    most: int | None = None,
-    beside: tuple[np.ndarray | None, int | None] = (None, None),
-) -> list[list[int]]:
+def best_fit(lengths: np.ndarray, size: int, most: int | None = None) -> list[list[int]]:
     """Assign documents to bins of `size` tokens: the longest first, each to the fullest it fits.
 
-    A bin has at most `most` of them; of `beside`, (numbers of something else that documents have,
-    the most of it in a bin), it has no more either.
+    A bin has at most `most` of them.
     """
-    if beside[0] is not None and beside[1] is not None:
-        return _first_fit(lengths, size, beside[0], beside[1])
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # bins by the number of tokens that fit
     rooms: list[int] = []  # the keys of `with_room`, ascending
@@ -294,21 +287,4 @@ def best_fit(
             if left not in with_room:
                 bisect.insort(rooms, left)
             with_room.setdefault(left, []).append(chosen)
-    return bins
-
-
-def _first_fit(lengths: np.ndarray, size: int, others: np.ndarray, most: int) -> list[list[int]]:
-    """Assign documents to the first of the last bins that has room for them in both respects."""
-    bins: list[list[int]] = []
-    rooms: list[list[int]] = []
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        need = int(lengths[document]), int(others[document])
-        recent = range(max(len(bins) - SEARCHED, 0), len(bins))
-        fits = (b for b in recent if rooms[b][0] >= need[0] and rooms[b][1] >= need[1])
-        if (chosen := next(fits, None)) is None:
-            chosen = len(bins)
-            bins.append([])
-            rooms.append([size, most])
-        bins[chosen].append(document)
-        rooms[chosen] = [rooms[chosen][0] - need[0], rooms[chosen][1] - need[1]]
     return bins

@@ -347,7 +347,7 @@ def known_shapes(
     shapes = {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
     }
-    if reads.sample == "tokens" and any(map(is_chat, data.sources)):
+    if reads.sample == "tokens" and any(is_chat(x, reads.images) for x in data.sources):
         also = ["positions"] * data.document_masks + ["mask"]
         shapes |= dict.fromkeys(also, shapes["tokens"])
         if reads.images is not None:

@@ -80,8 +80,11 @@ def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     return _user_iterable(kind, source, limits)
 
 
-def is_chat(source: SourceSection) -> bool:
-    """Whether a source holds conversations, as far as that is known without reading all of it."""
+def is_chat(source: SourceSection, images: Any = None) -> bool:
+    """Whether a source holds conversations, as far as that is known without reading all of it.
+
+    `images` is of a model that reads some, to which captions are conversations.
+    """
     if source.format is not None:
         return True
     try:
@@ -90,7 +93,7 @@ def is_chat(source: SourceSection) -> bool:
             return any((path / token_store.TRAINED).is_file() for path in _token_paths(paths))
         if source.source not in RECORDS or source.source == "huggingface":  # on a network
             return False
-        return isinstance(open_source(source, ModelLimits()), Chats)
+        return isinstance(open_source(source, ModelLimits(images=images)), Chats)
     except DataError:  # a plan needs no data
         return False
 

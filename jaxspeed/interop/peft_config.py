@@ -189,7 +189,9 @@ def saved_modules(form: AdapterForm, bound: Bound) -> set[str]:
     trained = {p.tensor for path in form.record.trained for p in bound.pieces[path]}
     tensors = {*trained, *(head for head, other in bound.table.tied.items() if other in trained)}
     ignored = ".bias" if form.section["bias"] != "none" else None
-    return {t.rpartition(".")[0] for t in tensors if not ignored or not t.endswith(ignored)}
+    names = {t.rpartition(".")[0] for t in tensors if not ignored or not t.endswith(ignored)}
+    # One with a parameter of its own has those in it.
+    return {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
 
 
 def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound) -> dict[str, Any]:
@@ -225,8 +227,9 @@ def config_of(form: AdapterForm, modules: Sequence[WrittenModule], bound: Bound)
             config["target_parameters"] = _shortest(parameters, {*bound.tensors})
         kept = saved_modules(form, bound)
         saved = tuple(config["modules_to_save"] or ())
-        if kept != {name for name in owners if name.endswith(saved)}:
-            config["modules_to_save"] = _shortest(kept, owners, str.endswith) or None
+        around = {name.rsplit(".", n)[0] for name in owners for n in range(name.count(".") + 1)}
+        if kept != {name for name in around if name.endswith(saved)}:
+            config["modules_to_save"] = _shortest(kept, around, str.endswith) or None
     for key, pattern, of in (
         ("r", "rank_pattern", {written.module.name: written.rank for written in modules}),
         (

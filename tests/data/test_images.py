@@ -25,6 +25,7 @@ from PIL import Image
 
 from jaxspeed.config.run_sections import Data
 from jaxspeed.data import corpus as corpora
+from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.errors import DataError
 from jaxspeed.vision.images import pixels_of, source_of
 
@@ -475,3 +476,17 @@ def test_tokens_are_theirs(references, tmp_path, cat, family):
         assert ids[: len(expected)].tolist() == expected
         answer = built_corpus.tokenizer.spell(ids[mask == 1])
         assert answer == "a cat<|im_end|>\n"
+
+
+def test_the_shapes_of_a_plan_are_those_of_batches(tmp_path, cat):
+    """But for the number of patches, which the sample with most decides."""
+    corpus = built(tmp_path, [{"file_name": "cat.png", "text": "x"}] * 2, packing=False)
+    source = {"source": "jsonl", "path": str(tmp_path / "records.jsonl")}
+    section = Data.model_validate({**source, "seq_len": 96, "chat_template": "chatml"})
+    limits = ModelLimits(sample="tokens", vocab_size=256, images=FIXED)
+    known = corpora.known_shapes(section, limits, 2)
+    read = {name: (x.shape, x.dtype) for name, x in corpus.train.slice(0, 2).items()}
+    expected = {name: (x.shape, x.dtype) for name, x in known.items()}
+    assert expected.pop("patches") == ((2, 97 // 3 * 16, 48), np.float32)
+    assert read.pop("patches") == ((2, 16, 48), np.float32)
+    assert read == expected
