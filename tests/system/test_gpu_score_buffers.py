@@ -37,6 +37,7 @@ SHORT = [
     "dpo_tiny.yaml",
     "reward_tiny.yaml",
     "tiny_moe.yaml",
+    "vlm_tiny.yaml",
 ]  # a row of scores is shorter than a kernel's block
 
 
