@@ -24,7 +24,7 @@ from jaxspeed.interop.exporting import NoHFForm, hf_form
 from jaxspeed.interop.mapping import MappingTable, bind
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor
-from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
+from jaxspeed.interop.torch_moments import MOMENTS, count_of, in_units, moments_in
 from jaxspeed.interop.torch_runs.dcp import METADATA, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import read_deepspeed
 from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun
@@ -120,11 +120,11 @@ class _Arrays:
             if kind in ("params", "ema") or (kind == "variables" and path in read):
                 self._tensors[name] = weights, Leaf(path, leaf.shape, None)
         fields = {} if run.no_optimizer else self._add_moments(shapes)
-        counts = {f"{x.partition(f'/{k}/')[0]}/count" for k in fields for x in fields[k].values()}
+        counts = {count_of(x, k, self._leaves) for k, of in fields.items() for x in of.values()}
         numbers: dict[str, Any] = {"step": run.steps, "skipped": run.skipped}
         for name, leaf in self._leaves.items():
             kind, _, path = name.partition("/")
-            if kind == "opt" and not leaf.shape:
+            if kind == "opt" and not leaf.shape and name not in self._tensors:
                 is_of_moments = name in counts or run.position is None
                 numbers[name] = run.updates if is_of_moments else run.position
             elif kind == "variables" and path not in read:
@@ -144,7 +144,7 @@ class _Arrays:
             names = [f"{name} ({number})" for name, number in sorted(inert.items())]
             self.notes.append(f"objects of these classes were not read: {listed(names)}")
         records = {
-            name: LeafRecord(leaf.shape, leaf.stored.shape, leaf.stored.dtype.name, leaf.key)
+            name: LeafRecord(leaf.shape, leaf.stored.shape, self._dtype(name), leaf.key)
             for name, leaf in self._leaves.items()
             if name in self._tensors or name in self._numbers
         }
@@ -153,10 +153,16 @@ class _Arrays:
         tag, stage = run.folder.name, self._program.table.stage
         return Header(tag, step, 0.0, records, {}, "", 1, stage, scale_rule, {}, {}, [])
 
+    def _dtype(self, name: str) -> str:
+        """The dtype in which the run has a leaf."""
+        weights, leaf = self._tensors.get(name, (None, None))
+        if weights is None or leaf is None:
+            return self._leaves[name].stored.dtype.name
+        return weights.dtype_of(leaf.parameter)
+
     def _add_moments(self, shapes: Shapes) -> dict[str, dict[str, str]]:
         """Bind the moments of the optimizer's leaves, by their field in it."""
-        run, of_tensors = self._run, (name for name, leaf in self._leaves.items() if leaf.shape)
-        fields = moments_in(of_tensors, shapes)
+        run, fields = self._run, moments_in(self._leaves, shapes)
         there, needed = {*run.moments}, {MOMENTS[kind][0] for kind in fields if kind}
         if "" in fields or there != needed:
             needs = listed(sorted(needed | {*fields.get("", {}).values()}))
