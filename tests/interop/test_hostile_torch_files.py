@@ -121,8 +121,7 @@ def replaced(old, new):
     return change
 
 
-def text(value):
-    return files.Archive().code(value)
+text = files.text
 
 
 def dcp_entry(key, old, new):

@@ -117,6 +117,21 @@ def test_half_of_a_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.fast
+def test_partitions_of_stage_3_over_fewer_ranks_are_refused(tmp_path):
+    """As MiCS has them: with the size of another partition all offsets would be other ones."""
+    here = files.deepspeed(tmp_path / "of 2", 3, random_values(), 2) / "saved"
+    there = files.deepspeed(tmp_path / "of 4", 3, random_values(), 4) / "saved"
+    for rank in range(4):
+        name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+        content = (here / name.format(rank % 2)).read_bytes()
+        old, new = (files.text("partition_count") + files.text(n) for n in (2, 4))
+        assert old in content
+        (there / name.format(rank)).write_bytes(content.replace(old, new))
+    with pytest.raises(PretrainedError, match="partitions are not those of 4 ranks"):
+        read_torch_run(there)
+
+
+@pytest.mark.fast
 def test_frozen_parameters_of_stage_3_are_in_the_models_states(tmp_path):
     values = random_values()
     frozen = {name: values[""].pop(name) for name in ("b.bias", "c.weight")}
@@ -131,8 +146,11 @@ def test_frozen_parameters_of_stage_3_are_in_the_models_states(tmp_path):
 
 @pytest.mark.fast
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(PretrainedError, match="is no folder of a checkpoint"):
+    with pytest.raises(PretrainedError, match=r"is no folder$"):
         read_torch_run(tmp_path / "absent")
+    (files.deepspeed(tmp_path / "untold", 3, random_values()) / "latest").unlink()
+    with pytest.raises(PretrainedError, match=r"name one of its folders: saved$"):
+        read_torch_run(tmp_path / "untold")
     (tmp_path / "iter_0000100").mkdir()
     with pytest.raises(PretrainedError, match=r"is no folder of a checkpoint.*Megatron"):
         read_torch_run(tmp_path)
@@ -316,6 +334,7 @@ def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_pat
     momentum = {"": values[""], "momentum_buffer": values["exp_avg"]}
     cases = {
         "momentum_buffer, and that of the config needs exp_avg": momentum,
+        "has no state, and that of the config needs exp_avg": {"": values[""]},
         "layers.1.up.bias is missing": {
             k: {n: x for n, x in v.items() if n != "layers.1.up.bias"} for k, v in values.items()
         },
@@ -329,6 +348,10 @@ def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_pat
         folder = files.deepspeed(tmp_path / str(number), 1, of)
         with pytest.raises((CheckpointError, PretrainedError), match=says):
             eight_ranks.import_run(folder, TABLE)
+    twice = files.dcp(tmp_path / "twice", values | {"": values[""] | {
+        f"ema.{name}": x for name, x in values["exp_avg"].items()}})  # fmt: skip
+    with pytest.raises(PretrainedError, match=r"several prefixes: model\., model\.ema\."):
+        eight_ranks.import_run(twice, TABLE)
     with pytest.raises(PretrainedError, match="needs a mapping table"):
         eight_ranks.import_run(files.deepspeed(tmp_path / "plain", 1, values))
     eight_ranks.train_batch({"x": np.ones((8, 4), np.float32)})

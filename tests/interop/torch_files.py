@@ -116,6 +116,11 @@ class Archive:
         return self.code(Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments))
 
 
+def text(value: Any) -> bytes:
+    """The instructions of a value without tensors."""
+    return Archive().code(value)
+
+
 def pickled(value: Any, archive: Archive | None = None) -> bytes:
     return b"\x80\x02" + (archive or Archive()).code(value) + b"."
 

@@ -7,7 +7,7 @@ each rank has `ceil(n / ranks)` elements of every parameter, in the order of `pa
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,16 @@ def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) 
                 raise PretrainedError(f"{run.folder}: has files of {ranks} of {most} ranks")
             if "fp32_flat_groups" in state:
                 base, masters = state["optimizer_state_dict"], state["fp32_flat_groups"]
-                slices = _slices_of_stage_3(model["param_shapes"], rank, ranks)
+                slices = _slices_of_stage_3(model["param_shapes"], rank, ranks, masters)
                 _add_frozen(spans, models[part], rank, ranks)
             else:
                 base, masters = state["base_optimizer_state"], state[_MASTERS]
                 slices = _slices_of_stages_1_and_2(state)
             groups = [{**base["state"].get(i, {}), "": flat} for i, flat in enumerate(masters)]
-            for group in (*groups, *base["param_groups"]):  # some optimizers have it there
-                updates |= {number_of(group["step"])} if "step" in group else set()
+            counts = {number_of(group["step"]) for group in groups if "step" in group}
+            updates |= counts or {  # some optimizers have it there, and others what it once was
+                number_of(group["step"]) for group in base["param_groups"] if "step" in group
+            }
             for number, name, start, length in slices:
                 for key, source in groups[number].items():
                     is_flat = isinstance(source, StoredTensor) and len(source.shape) == 1
@@ -131,7 +133,7 @@ def _slices_of_stages_1_and_2(state: Values) -> Iterator[tuple[int, str, int, in
 
 
 def _slices_of_stage_3(
-    groups: Iterable[Values], rank: int, ranks: int
+    groups: Iterable[Values], rank: int, ranks: int, masters: Sequence[StoredTensor] = ()
 ) -> Iterator[tuple[int, str, int, int]]:
     for group, shapes in enumerate(groups):
         start = 0
@@ -140,6 +142,8 @@ def _slices_of_stage_3(
             share = -(-size // ranks)
             yield group, name, start, max(0, min(share, size - rank * share))
             start += share
+        if masters and masters[group].shape != (start,):
+            raise ValueError(f"its partitions are not those of {ranks} ranks")
 
 
 def _add_frozen(

@@ -49,6 +49,10 @@ def read_torch_run(folder: str | Path) -> TorchRun:
         return read_dcp(path)
     if (path / "latest").is_file() or any(path.glob("*model_states.pt")):
         return read_deepspeed(path)
+    if not path.is_dir():
+        raise PretrainedError(f"{folder}: is no folder")
+    if tags := sorted(p.parent.name for p in path.glob("*/*mp_rank_00_model_states.pt")):
+        raise PretrainedError(f"{folder}: has no file latest; name one of its folders: {tags[-1]}")
     raise PretrainedError(
         f"{folder}: is no folder of a checkpoint of DeepSpeed or of torch's DCP. Megatron's own is "
         "read once it is exported to Hugging Face's"
@@ -165,10 +169,10 @@ class _Arrays:
         run, fields = self._run, moments_in(self._leaves, shapes)
         there, needed = {*run.moments}, {MOMENTS[kind][0] for kind in fields if kind}
         if "" in fields or there != needed:
-            needs = listed(sorted(needed | {*fields.get("", {}).values()}))
+            needs = listed(sorted(needed | {*fields.get("", {}).values()})) or "none of it"
             raise CheckpointError(
-                f"{run.folder}: its optimizer has {listed(sorted(there))}, and that of the config "
-                f"needs {needs}"
+                f"{run.folder}: its optimizer has {listed(sorted(there)) or 'no state'}, and that "
+                f"of the config needs {needs}"
             )
         for kind, names in fields.items():
             key, power = MOMENTS[kind]
@@ -182,7 +186,10 @@ class _Arrays:
         self, shapes: Shapes, tensors: Mapping[str, AnyTensor], power: int
     ) -> FolderWeights:
         """Tensors as a model's values; moments in units of the parameters' gradients."""
-        table, prefix = _fitting(self._table, shapes, tensors)
+        try:
+            table, prefix = _fitting(self._table, shapes, tensors)
+        except PretrainedError as error:
+            raise PretrainedError(f"{self._run.folder}: {error}") from None
         inside = {
             name.removeprefix(prefix): x
             for name, x in tensors.items()
@@ -221,13 +228,16 @@ def _fitting(
     table: MappingTable, shapes: Shapes, there: Mapping[str, Any]
 ) -> tuple[MappingTable, str]:
     """The table, of names in files or in memory, and the prefix under which most tensors are."""
-    best = -1, table, ""
+    best = 0, table, [""]
     for candidate in (table, table.in_memory()):
         with contextlib.suppress(*[PretrainedError] * (candidate is not table)):
             names = bind(candidate, shapes, len(there)).tensors
             longest = max(names, key=len, default="")
-            prefixes = [n.removesuffix(longest) for n in there if n.endswith(f".{longest}")]
-            for prefix in ("", *prefixes):
-                fits = sum(f"{prefix}{name}" in there for name in names)
-                best = (fits, candidate, prefix) if fits > best[0] else best
-    return best[1:]
+            prefixes = {n.removesuffix(longest) for n in there if n.endswith(f".{longest}")}
+            fits = {p: sum(f"{p}{name}" in there for name in names) for p in {"", *prefixes}}
+            if (most := max(fits.values())) > best[0]:
+                best = most, candidate, sorted(p for p in fits if fits[p] == most)
+    _, chosen, fitting = best
+    if len(fitting) > 1:
+        raise PretrainedError(f"has the model's tensors under several prefixes: {listed(fitting)}")
+    return chosen, fitting[0]
