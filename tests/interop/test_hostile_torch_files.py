@@ -389,7 +389,7 @@ def test_a_file_beside_the_folder_is_not_read(tmp_path):
     assert "a file that is not in its folder" in read_all(folder)
 
 
-@pytest.mark.parametrize("latest", ["../run/saved", "/etc", "absent", "", "\0", "a" * 5000])
+@pytest.mark.parametrize("latest", ["../run/saved", "..", "/etc", "absent", "", "\0", "a" * 5000])
 def test_latest_names_a_folder_beside_it(tmp_path, latest):
     folder = files.deepspeed(tmp_path / "run", 1, random_values())
     (folder / "latest").write_text(latest)

@@ -348,6 +348,9 @@ def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_pat
         folder = files.deepspeed(tmp_path / str(number), 1, of)
         with pytest.raises((CheckpointError, PretrainedError), match=says):
             eight_ranks.import_run(folder, TABLE)
+    late = files.deepspeed(tmp_path / "late", 1, values, global_steps=1 << 40)
+    with pytest.raises(PretrainedError, match=r"late.*is damaged"):
+        eight_ranks.import_run(late, TABLE)
     twice = files.dcp(tmp_path / "twice", values | {"": values[""] | {
         f"ema.{name}": x for name, x in values["exp_avg"].items()}})  # fmt: skip
     with pytest.raises(PretrainedError, match=r"several prefixes: model\., model\.ema\."):

@@ -36,7 +36,7 @@ def read_deepspeed(folder: Path) -> TorchRun:
         if not any(folder.glob("*model_states.pt")):
             with (folder / "latest").open("rb") as file:
                 tag = file.read(4096).decode().strip()
-            is_name = 0 < len(tag) < 256 and "\0" not in tag and Path(tag).name == tag
+            is_name = 0 < len(tag) < 256 and "\0" not in tag and Path(tag).name == tag != ".."
             if not is_name or not (folder / tag).is_dir():
                 raise PretrainedError(f"{folder}: latest names no folder: {tag[:80]!r}")
             folder = folder / tag

@@ -27,6 +27,7 @@ from jaxspeed.interop.safetensors import Tensor
 from jaxspeed.interop.torch_moments import MOMENTS, count_of, in_units, moments_in
 from jaxspeed.interop.torch_runs.dcp import METADATA, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import read_deepspeed
+from jaxspeed.interop.torch_runs.pickles import as_pretrained_error
 from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import Stored, StoredValue
@@ -137,9 +138,9 @@ class _Arrays:
                 numbers[name] = getattr(self._held.loss_scale, path)
             elif kind == "loss_scale" and run.scaler:
                 numbers[name] = run.scaler[path]
-        self._numbers = {
-            name: np.asarray(x, self._leaves[name].stored.dtype) for name, x in numbers.items()
-        }
+        dtypes = {name: self._leaves[name].stored.dtype for name in numbers}
+        with as_pretrained_error(run.folder):
+            self._numbers = {name: np.asarray(x, dtypes[name]) for name, x in numbers.items()}
         if run.no_optimizer:
             self.notes.append(f"it does not have {run.no_optimizer}")
         elif run.position is None:
