@@ -351,6 +351,10 @@ def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_pat
     late = files.deepspeed(tmp_path / "late", 1, values, global_steps=1 << 40)
     with pytest.raises(PretrainedError, match=r"late.*is damaged"):
         eight_ranks.import_run(late, TABLE)
+    damaged = files.dcp(tmp_path / "damaged", values)
+    (damaged / "__1_0.distcp").write_bytes(bytes((damaged / "__1_0.distcp").stat().st_size))
+    with pytest.raises(PretrainedError, match=r"no archive of torch\.save"):
+        eight_ranks.import_run(damaged, TABLE)
     twice = files.dcp(tmp_path / "twice", values | {"": values[""] | {
         f"ema.{name}": x for name, x in values["exp_avg"].items()}})  # fmt: skip
     with pytest.raises(PretrainedError, match=r"several prefixes: model\., model\.ema\."):

@@ -28,7 +28,7 @@ from jaxspeed.interop.torch_moments import MOMENTS, count_of, in_units, moments_
 from jaxspeed.interop.torch_runs.dcp import METADATA, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import read_deepspeed
 from jaxspeed.interop.torch_runs.pickles import as_pretrained_error
-from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun
+from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TensorInParts, TorchRun
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import Stored, StoredValue
 from jaxspeed.placement.paths import counted, listed
@@ -208,6 +208,11 @@ class _Arrays:
         )
         weights = FolderWeights(folder, in_units(table, power))
         weights.check(shapes)
+        for tensor in inside.values():
+            if isinstance(
+                tensor, TensorInParts
+            ):  # what is damaged is found before a state is freed
+                tensor.check()
         return weights
 
     def __call__(self, _: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
