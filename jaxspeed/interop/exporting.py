@@ -36,7 +36,7 @@ from jaxspeed.interop.peft_export import write_adapter
 from jaxspeed.interop.peft_layout import TENSORS as ADAPTER
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
-from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
+from jaxspeed.interop.torch_moments import MOMENTS, count_of, in_units, moments_in
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import IS_RANGE
 from jaxspeed.train.program import Program
@@ -327,7 +327,7 @@ def _state_of_torch(
     """An optimizer's moments and steps, and the tensors that they are."""
     parts: list[tuple[Values, Bound]] = []
     steps: dict[str, str] = {}
-    fields = moments_in((n for n, x in header.leaves.items() if x.shape), stored)
+    fields = moments_in(header.leaves, stored)
     for kind, names in fields.items():
         if kind not in MOMENTS or any(IS_RANGE.search(path) for path in names):
             some = listed(sorted(names.values()))
@@ -335,12 +335,12 @@ def _state_of_torch(
         key, power = MOMENTS[kind]
         values = CheckpointValues(source, header, names)
         bound = bind(in_units(form.table, power), {p: x for p, (x, _) in values.leaves.items()})
-        count = next(iter(names.values())).partition(f"/{kind}/")[0] + "/count"
+        count = count_of(next(iter(names.values())), kind, header.leaves)
         steps |= dict.fromkeys(bound.tensors, count)
         parts.append((values, bound.renamed(f"state.{{}}.{key}")))
     if not parts:
         raise CheckpointError(f"{source}: its optimizer has no moments")
-    counts = {f"state.{n}.step": c for n, c in steps.items() if c in header.leaves}
+    counts = {f"state.{n}.step": c for n, c in steps.items() if c}
     values = CheckpointValues(source, header, counts)
     values.leaves = dict.fromkeys(counts, ((), "float32"))
     return [*parts, (values, identity(dict.fromkeys(counts, ())))]

@@ -61,6 +61,12 @@ class FolderWeights:
         """The folder as it was when this was first asked for: in `check`, before values are."""
         return Origin(str(self.folder.path.absolute()), self.folder.digests())
 
+    def dtype_of(self, path: str) -> str:
+        """The dtype that has all values of the tensors of a parameter."""
+        assert self._bound is not None, "checked first"
+        names = {self._names[piece.tensor] for piece in self._bound.pieces[path]}
+        return jnp.result_type(*(jnp.dtype(self.folder.tensors[name].dtype) for name in names)).name
+
     def read(self, path: str, index: Index, dtype: Any) -> np.ndarray:
         assert self._bound is not None, "checked first"
         block = np.empty([span.stop - span.start for span in index], dtype)

@@ -16,16 +16,25 @@ MOMENTS = {
 }
 
 
-def moments_in(leaves: Iterable[str], parameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """{field: {a parameter's path: leaf}} of the leaves `opt/...`; "" has all others."""
+def moments_in(
+    leaves: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> dict[str, dict[str, str]]:
+    """{field: {a parameter's path: leaf}} of the leaves `opt/...`; "" has all others but counts."""
     fields: dict[str, dict[str, str]] = {}
-    for leaf in leaves:
+    for leaf, array in leaves.items():
         path = leaf.removeprefix("opt/")
-        if path != leaf:
-            owner = owner_of(path, parameters) or path
+        owner = owner_of(path, parameters)
+        if path != leaf and (owner or array.shape):
+            owner = owner or path
             kind = path.removesuffix(f"/{owner}").rpartition("/")[2]
             fields.setdefault(kind if kind in MOMENTS else "", {})[owner] = leaf
     return fields
+
+
+def count_of(moment: str, kind: str, leaves: Iterable[str]) -> str:
+    """The leaf with the number of a moment's updates, which is beside it, or ""."""
+    state = moment.partition(f"/{kind}/")[0]
+    return next((n for n in (f"{state}/count", f"{state}/step") if n in leaves), "")
 
 
 def in_units(table: MappingTable, power: int) -> MappingTable:

@@ -63,7 +63,7 @@ class RunFolder:
                         "their weights, or the run.output of that run to continue it"
                     )
             if not begun:
-                self._written = [(output, name) for name in (*files, WHOSE, LOCK)]
+                self._written = [(output, name) for name in (*files, WHOSE, RUN_CONFIG, LOCK)]
                 if not kept.has(WHOSE):
                     self._written += [(kept, name) for name in (WHOSE, LOCK)]
                 for name, data in files.items():

@@ -272,7 +272,12 @@ def _opened(source: Source, console: Any, until_open: contextlib.ExitStack) -> T
         with source.watchdog.section("evaluate"):
             corpus = before.stored(corpus, folder.computed)
     with source.watchdog.section("restore"), showing("restoring a checkpoint"):
-        reached = Reached() if before.is_warm and not before.has_begun else begin()
+        try:
+            reached = Reached() if before.is_warm and not before.has_begun else begin()
+        except JaxspeedError:
+            if imported is not None:
+                folder.withdraw()
+            raise
     report_progress(reached.step)
     recorder = recorder_of(
         engine,

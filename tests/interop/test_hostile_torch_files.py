@@ -121,8 +121,7 @@ def replaced(old, new):
     return change
 
 
-def text(value):
-    return files.Archive().code(value)
+text = files.text
 
 
 def dcp_entry(key, old, new):
@@ -198,6 +197,37 @@ INSTRUCTIONS = {
     "a key that is nested": b"}" + b")" + b"\x85" * 1_000_000 + b"Ns",
     "no stop": b"N" * 9 + b"0" * 9,
 }  # fmt: skip
+LONG = 1 << 22
+
+
+def integer(x):
+    data = x.to_bytes((x.bit_length() + 8) // 8, "little", signed=True)
+    return b"\x8b" + struct.pack("<I", len(data)) + data
+
+
+def numbered(code, count=100_000):
+    return b"".join(code(i) for i in range(1, count))
+
+
+# What is remembered once is copied, hashed or compared often: gigabytes, or hours.
+REPEATED = {
+    "names of 4 MB": text("a" * LONG) + b"q\0" + text("b") + b"q\1" + b"h\0h\1\x93" * 100_000,
+    "copies of a list": b"(" + b"N" * LONG + b"l\x85q\0c__builtin__\nset\nq\1"
+    + b"h\1h\0R" * 100_000 + b"\xff",
+    "copies of pairs": b"(" + numbered(lambda i: b"(J" + struct.pack("<i", i) + b"Nl")
+    + b"l\x85q\0ccollections\nOrderedDict\nq\1" + b"h\1h\0R" * 100_000,
+    "copies of fields": b"}(" + numbered(lambda i: b"J" + struct.pack("<i", i) + b"N")
+    + b"uq\0ctorch.distributed.checkpoint.metadata\nX\nq\1" + b"h\1)\x81h\0b" * 100_000,
+    "many arguments": b"(" + b"N" * LONG + b"tq\0ctorch._utils\n_rebuild_parameter\nq\1"
+    + b"h\1h\0R0" * 100_000,
+    "many arguments of a tensor": b"(ctorch._utils\n_rebuild_parameter\nN(" + b"N" * LONG
+    + b"ttq\0ctorch._tensor\n_rebuild_from_type_v2\nq\1" + b"h\1h\0R0" * 100_000 + b"\xff",
+    "a key of 32 million bits": integer(1 << 8 * LONG) + b"q\0}" + b"h\0Ns" * 100_000,
+    "keys of one hash": b"}" + numbered(lambda i: integer(i * ((1 << 61) - 1)) + b"Ns"),
+    "numbers of one hash": b"N" + numbered(lambda i: b"p%d\n" % (i * ((1 << 61) - 1))),
+    "long texts that are equal": text("a" * LONG) + b"q\0" + text("a" * LONG) + b"q\1}"
+    + b"h\0Nsh\1Ns" * 100_000,
+}  # fmt: skip
 BOMBS = {
     "tuples in tuples": b")" + b"\x85" * 1_000_000,
     "lists in lists": b"(" * 1_000_000 + b"N" + b"l" * 1_000_000,
@@ -256,7 +286,7 @@ def cases():
         **{f"in place of {name}": (make, True) for name, make in NESTED.items()},
         **{f"beside: {name}": (make, False) for name, make in UNREAD.items()},
     }
-    for name, code in (INSTRUCTIONS | BOMBS).items():
+    for name, code in (INSTRUCTIONS | BOMBS | REPEATED).items():
         of_files[f"instruction: {name}"] = (lambda f, code=code: pickle_of(f, code)), True
     for name, claims in CLAIMS.items():
         of_files[f"tensor: {name}"] = (lambda f, claims=claims: one_tensor(f, **claims)), True
@@ -342,6 +372,16 @@ def test_an_archive_that_lies_is_refused(tmp_path, name):
     assert "fp32.pt" in says
 
 
+def test_a_directory_of_an_archive_is_not_read_into_memory(tmp_path):
+    end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, 200 << 20, 0, 0)
+    folder = one_file(tmp_path / "run", b"PK")
+    with (folder / "zero" / "a.weight" / "fp32.pt").open("r+b") as file:
+        file.truncate(200 << 20)  # a hole
+        file.seek(0, os.SEEK_END)
+        file.write(end)
+    assert "its directory has 209,715,200 bytes" in read_all(folder)
+
+
 def test_a_file_beside_the_folder_is_not_read(tmp_path):
     change = replaced(text("__0_0.distcp"), text("../__0_0.distcp"))
     folder = metadata_of(tmp_path / "run", change)
@@ -349,7 +389,7 @@ def test_a_file_beside_the_folder_is_not_read(tmp_path):
     assert "a file that is not in its folder" in read_all(folder)
 
 
-@pytest.mark.parametrize("latest", ["../run/saved", "/etc", "absent", "", "\0", "a" * 5000])
+@pytest.mark.parametrize("latest", ["../run/saved", "..", "/etc", "absent", "", "\0", "a" * 5000])
 def test_latest_names_a_folder_beside_it(tmp_path, latest):
     folder = files.deepspeed(tmp_path / "run", 1, random_values())
     (folder / "latest").write_text(latest)

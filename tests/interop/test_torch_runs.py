@@ -3,10 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jaxspeed
 from jaxspeed.errors import CheckpointError, PretrainedError
-from jaxspeed.interop import MappingTable, TensorRule
+from jaxspeed.interop import HFForm, MappingTable, TensorRule
+from jaxspeed.interop.exporting import export
 from jaxspeed.interop.torch_runs import read_torch_run
 from tests.interop import torch_files as files
 
@@ -99,9 +101,56 @@ def test_what_cannot_be_read_is_refused_with_what_would_work(tmp_path, case):
 
 
 @pytest.mark.fast
+def test_half_of_a_checkpoint_is_refused(tmp_path):
+    values = random_values()
+    there = files.deepspeed(tmp_path / "stage 1", 1, values) / "saved"
+    for path in there.glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(PretrainedError, match=r"lacks \*_optim_states.pt"):
+        read_torch_run(there)
+    there = files.universal(tmp_path / "universal", values)
+    (there / "zero" / "a.weight" / "fp32.pt").unlink()
+    model = files.counts(module={n: files.Tensor(x) for n, x in values[""].items()})
+    (there / "mp_rank_00_model_states.pt").write_bytes(files.saved(model))
+    with pytest.raises(PretrainedError, match=r"zero/a\.weight lacks fp32\.pt"):
+        read_torch_run(there)
+
+
+@pytest.mark.fast
+def test_partitions_of_stage_3_over_fewer_ranks_are_refused(tmp_path):
+    """As MiCS has them: with the size of another partition all offsets would be other ones."""
+    here = files.deepspeed(tmp_path / "of 2", 3, random_values(), 2) / "saved"
+    there = files.deepspeed(tmp_path / "of 4", 3, random_values(), 4) / "saved"
+    for rank in range(4):
+        name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+        content = (here / name.format(rank % 2)).read_bytes()
+        old, new = (files.text("partition_count") + files.text(n) for n in (2, 4))
+        assert old in content
+        (there / name.format(rank)).write_bytes(content.replace(old, new))
+    with pytest.raises(PretrainedError, match="partitions are not those of 4 ranks"):
+        read_torch_run(there)
+
+
+@pytest.mark.fast
+def test_frozen_parameters_of_stage_3_are_in_the_models_states(tmp_path):
+    values = random_values()
+    frozen = {name: values[""].pop(name) for name in ("b.bias", "c.weight")}
+    trained = {key: {n: of[n] for n in values[""]} for key, of in values.items()}
+    files.deepspeed(tmp_path, 3, trained, 4, frozen=frozen)
+    run = read_torch_run(tmp_path)
+    assert_has(run, trained | {"": trained[""] | frozen})
+    (tmp_path / "saved" / "zero_pp_rank_3_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(PretrainedError, match="model's states of 3 of 4 ranks"):
+        read_torch_run(tmp_path)
+
+
+@pytest.mark.fast
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(PretrainedError, match="is no folder of a checkpoint"):
+    with pytest.raises(PretrainedError, match=r"is no folder$"):
         read_torch_run(tmp_path / "absent")
+    (files.deepspeed(tmp_path / "untold", 3, random_values()) / "latest").unlink()
+    with pytest.raises(PretrainedError, match=r"name one of its folders: saved$"):
+        read_torch_run(tmp_path / "untold")
     (tmp_path / "iter_0000100").mkdir()
     with pytest.raises(PretrainedError, match=r"is no folder of a checkpoint.*Megatron"):
         read_torch_run(tmp_path)
@@ -158,7 +207,8 @@ def engine(**config):
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "mesh": {"data": 8},
     } | config
-    return jaxspeed.initialize(model=model(), loss_fn=loss, config=config)
+    of = config.pop("model", None) or model()
+    return jaxspeed.initialize(model=of, loss_fn=loss, config=config)
 
 
 def state_values(engine):
@@ -208,6 +258,62 @@ def test_a_state_has_the_masters_moments_and_counts_of_a_run(tmp_path, eight_ran
     eight_ranks.train_batch({"x": np.ones((8, 4), np.float32)})
 
 
+SCALED = MappingTable([
+    TensorRule("w.weight", "w/kernel", "out in -> in out", scale=4.0), TensorRule("d", "scale"),
+])  # fmt: skip
+
+
+def scaled(**config):
+    """A model with a parameter without dims, and one of which the tensor is a multiple."""
+
+    def init(rng):
+        return {"w": {"kernel": jax.numpy.ones((4, 6))}, "scale": jax.numpy.ones(())}
+
+    def apply(params, x):
+        return x @ params["w"]["kernel"] * params["scale"]
+
+    return engine(model=(init, apply), **config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "field", "power"),
+    [("AdamW", ("exp_avg", "exp_avg_sq"), "nu", 2), ("Adagrad", ("sum",), "sum_of_squares", 2)],
+)
+def test_moments_of_scalars_and_multiples_and_their_count(tmp_path, kind, keys, field, power):
+    drawn = random_values({"w.weight": (6, 4), "d": ()})
+    values = {"": drawn[""]} | dict.fromkeys(keys, drawn["exp_avg_sq"])
+    ours = scaled(optimizer={"type": kind, "params": {"lr": 1e-2}})
+    ours.import_run(files.dcp(tmp_path / "run", values), SCALED)
+    state = next(x for x in ours.state.opt if hasattr(x, field))
+    moment = getattr(state, field)
+    expected = drawn["exp_avg_sq"]
+    np.testing.assert_array_equal(np.asarray(moment["scale"]), expected["d"])
+    kernel = np.asarray(moment["w"]["kernel"])[:4, :6]
+    np.testing.assert_array_equal(kernel, expected["w.weight"].T * 4.0**power)
+    kernel = np.asarray(ours.state.params["w/kernel"])[:4, :6]
+    np.testing.assert_array_equal(kernel, drawn[""]["w.weight"].T / 4.0)
+    # The position of the learning rate, 6, is another count.
+    assert int(state.count if kind == "AdamW" else state.step) == 5
+    ours.save_checkpoint(tmp_path / "saved")
+    ours.wait()
+    form = HFForm(SCALED, None, ())
+    export(tmp_path / "saved", tmp_path / "exported", moments=True, form=form)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    there = {f"state.{n}.{k}": x for k in keys for n, x in values[k].items()} | values[""]
+    steps = {f"state.{n}.step": np.float32(5) for n in values[""]}
+    assert exported.keys() == there.keys() | steps.keys()
+    for name, x in (there | steps).items():
+        np.testing.assert_array_equal(exported[name], x, err_msg=name)
+
+
+@pytest.mark.sampled
+def test_masters_that_are_rounded_are_noted(tmp_path, caplog):
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    ours = engine(bf16=bf16)
+    ours.import_run(files.dcp(tmp_path / "run", random_values(TORCH)), TABLE)
+    assert "params/up/kernel was rounded from float32 to bfloat16" in caplog.text
+
+
 @pytest.mark.sampled
 def test_masters_and_the_loss_scale_of_a_run_in_fp16(tmp_path):
     values = random_values(TORCH)
@@ -228,6 +334,7 @@ def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_pat
     momentum = {"": values[""], "momentum_buffer": values["exp_avg"]}
     cases = {
         "momentum_buffer, and that of the config needs exp_avg": momentum,
+        "has no state, and that of the config needs exp_avg": {"": values[""]},
         "layers.1.up.bias is missing": {
             k: {n: x for n, x in v.items() if n != "layers.1.up.bias"} for k, v in values.items()
         },
@@ -241,6 +348,17 @@ def test_another_optimizer_or_model_is_refused_before_the_state_is_freed(tmp_pat
         folder = files.deepspeed(tmp_path / str(number), 1, of)
         with pytest.raises((CheckpointError, PretrainedError), match=says):
             eight_ranks.import_run(folder, TABLE)
+    late = files.deepspeed(tmp_path / "late", 1, values, global_steps=1 << 40)
+    with pytest.raises(PretrainedError, match=r"late.*is damaged"):
+        eight_ranks.import_run(late, TABLE)
+    damaged = files.dcp(tmp_path / "damaged", values)
+    (damaged / "__1_0.distcp").write_bytes(bytes((damaged / "__1_0.distcp").stat().st_size))
+    with pytest.raises(PretrainedError, match=r"no archive of torch\.save"):
+        eight_ranks.import_run(damaged, TABLE)
+    twice = files.dcp(tmp_path / "twice", values | {"": values[""] | {
+        f"ema.{name}": x for name, x in values["exp_avg"].items()}})  # fmt: skip
+    with pytest.raises(PretrainedError, match=r"several prefixes: model\., model\.ema\."):
+        eight_ranks.import_run(twice, TABLE)
     with pytest.raises(PretrainedError, match="needs a mapping table"):
         eight_ranks.import_run(files.deepspeed(tmp_path / "plain", 1, values))
     eight_ranks.train_batch({"x": np.ones((8, 4), np.float32)})

@@ -116,6 +116,11 @@ class Archive:
         return self.code(Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments))
 
 
+def text(value: Any) -> bytes:
+    """The instructions of a value without tensors."""
+    return Archive().code(value)
+
+
 def pickled(value: Any, archive: Archive | None = None) -> bytes:
     return b"\x80\x02" + (archive or Archive()).code(value) + b"."
 
@@ -170,6 +175,7 @@ def deepspeed(
     values: dict[str, dict[str, np.ndarray]],
     ranks: int = 2,
     loss_scaler: Call = STATIC,
+    frozen: dict[str, np.ndarray] | None = None,
     **changes: Any,
 ) -> Path:
     """A checkpoint of a ZeRO stage; `values` are by "", "exp_avg" and "exp_avg_sq", and by name."""
@@ -184,7 +190,12 @@ def deepspeed(
         (there / "mp_rank_00_model_states.pt").write_bytes(saved(model | {"module": module}))
     for rank in range(ranks):
         if number == 3:
-            module = dict.fromkeys(values[""], Tensor(np.zeros(0, np.float32), key="none"))
+            frozen = frozen or {}
+            names = [*values[""], *frozen]
+            module = dict.fromkeys(names, Tensor(np.zeros(0, np.float32), key="none"))
+            fragments = {n: Tensor(_stage_3({n: x}, rank, ranks)) for n, x in frozen.items()}
+            model["frozen_param_shapes"] = {n: size(*x.shape) for n, x in frozen.items()}
+            model["frozen_param_fragments"] = fragments
             path = there / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
             path.write_bytes(saved(model | {"module": module, "buffer_names": []}))
             parts = {k: _stage_3(x, rank, ranks) for k, x in values.items()}

@@ -169,7 +169,11 @@ def test_a_run_of_deepspeed_goes_on_by_the_table_of_a_file(tmp_path):
         "table = lambda sizes: MappingTable([\n"
         "    TensorRule('layers.{i}.w', 'layers/{i}/w'), TensorRule('out', 'out')])\n"
     )
-    imports = {"folder": str(there), "map": str(tmp_path / "map.py")}
+    imports = {"folder": str(there), "map": str(tmp_path / "absent.py")}
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.import_from\.map"):
+        open_run(source_of(config(tmp_path, import_from=imports, seed=5), PAIR, squared_error))
+    assert not (tmp_path / "run").exists()  # another seed would be refused there
+    imports["map"] = str(tmp_path / "map.py")
     run = open_run(source_of(config(tmp_path, import_from=imports), PAIR, squared_error))
     assert run.reached.step == 7
     weight = run.engine.parameters["layers/1/w"]

@@ -17,7 +17,6 @@ from jaxspeed.interop.torch_runs.pickles import (
     Name,
     PickleReader,
     as_pretrained_error,
-    hashable,
 )
 
 _STORAGES = {
@@ -56,6 +55,15 @@ class StoredTensor:
         return np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
 
 
+class _Mapped(mmap.mmap):
+    """A file of which zipfile does not read a directory of any size into memory."""
+
+    def read(self, n: int | None = None, /) -> bytes:
+        if n is not None and n > MOST_BYTES:
+            raise ValueError(f"its directory has {n:,} bytes")
+        return super().read(n)
+
+
 @dataclass
 class TorchFiles:
     """Reads files of `torch.save`."""
@@ -76,7 +84,7 @@ class TorchFiles:
             first = start - start % mmap.ALLOCATIONGRANULARITY
             with path.open("rb") as file:
                 read = mmap.ACCESS_READ
-                mapped = mmap.mmap(file.fileno(), end - first, access=read, offset=first)
+                mapped = _Mapped(file.fileno(), end - first, access=read, offset=first)
             if mapped[start - first : start - first + 2] != b"PK":
                 raise ValueError("it is no archive of torch.save (of torch from 1.6)")
             members = _members(mapped)
@@ -159,7 +167,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Sto
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     size = math.prod(shape)
     (most,) = storage.shape
-    if size > most or (size and last >= most):
+    if storage.strides != (1,) or size > most or (size and last >= most):
         raise ValueError(f"has a tensor {list(shape)} that is not within its storage")
     start = storage.start + offset * jnp.dtype(storage.dtype).itemsize
     return StoredTensor(storage.mapped, start, storage.dtype, shape, strides)
@@ -172,10 +180,10 @@ _TENSORS: dict[str, Callable[..., Any]] = {
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     **_TENSORS,
     # A tensor with attributes, which are not read.
-    "torch._tensor._rebuild_from_type_v2": lambda of, _, values, *__: _TENSORS[of.text](*values),
-    "collections.OrderedDict": lambda pairs=(): {hashable(key): x for key, x in pairs},
+    "torch._tensor._rebuild_from_type_v2": lambda of, _, x, *__: _TENSORS[of.text](*x[:8]),
+    "collections.OrderedDict": lambda: {},  # noqa: PIE807 - without arguments, unlike dict
     "torch.Size": sizes_of,
     "torch.serialization._get_layout": lambda _: Name("a layout"),
     "deepspeed.runtime.zero.config.ZeroStageEnum": lambda number: sizes_of([number])[0],
-    **dict.fromkeys(("__builtin__.set", "builtins.set"), lambda items=(): list(items)),
+    **dict.fromkeys(("__builtin__.set", "builtins.set"), lambda items=(): items),
 }

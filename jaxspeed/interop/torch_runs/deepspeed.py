@@ -7,7 +7,7 @@ each rank has `ceil(n / ranks)` elements of every parameter, in the order of `pa
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ def read_deepspeed(folder: Path) -> TorchRun:
     """The run of a checkpoint of DeepSpeed's, or of the one that `latest` names."""
     with as_pretrained_error(folder):
         if not any(folder.glob("*model_states.pt")):
-            tag = (folder / "latest").read_text().strip()
-            is_name = 0 < len(tag) < 256 and "\0" not in tag and Path(tag).name == tag
+            with (folder / "latest").open("rb") as file:
+                tag = file.read(4096).decode().strip()
+            is_name = 0 < len(tag) < 256 and "\0" not in tag and Path(tag).name == tag != ".."
             if not is_name or not (folder / tag).is_dir():
                 raise PretrainedError(f"{folder}: latest names no folder: {tag[:80]!r}")
             folder = folder / tag
@@ -83,7 +84,7 @@ def _values(run: TorchRun, pattern: re.Pattern[str]) -> dict[int, list[dict[str,
 
 def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) -> None:
     optim, updates = _values(run, _OPTIM), set[int]()
-    if not optim:
+    if not optim and not any(of[0].get("param_shapes") for of in models.values()):
         run.no_optimizer = _BY_INDEX
     elif optim.keys() != models.keys():
         raise PretrainedError(f"{run.folder}: lacks *_optim_states.pt of some ranks")
@@ -99,19 +100,23 @@ def _read_partitions(run: TorchRun, models: Mapping[int, list[dict[str, Any]]]) 
                 raise PretrainedError(f"{run.folder}: has files of {ranks} of {most} ranks")
             if "fp32_flat_groups" in state:
                 base, masters = state["optimizer_state_dict"], state["fp32_flat_groups"]
-                slices = _slices_of_stage_3(model, rank, ranks)
+                slices = _slices_of_stage_3(model["param_shapes"], rank, ranks, masters)
+                _add_frozen(spans, models[part], rank, ranks)
             else:
                 base, masters = state["base_optimizer_state"], state[_MASTERS]
                 slices = _slices_of_stages_1_and_2(state)
             groups = [{**base["state"].get(i, {}), "": flat} for i, flat in enumerate(masters)]
-            for group in (*groups, *base["param_groups"]):  # some optimizers have it there
-                updates |= {number_of(group["step"])} if "step" in group else set()
+            counts = {number_of(group["step"]) for group in groups if "step" in group}
+            updates |= counts or {  # some optimizers have it there, and others what it once was
+                number_of(group["step"]) for group in base["param_groups"] if "step" in group
+            }
             for number, name, start, length in slices:
                 for key, source in groups[number].items():
                     is_flat = isinstance(source, StoredTensor) and len(source.shape) == 1
                     if is_flat or not key:
                         spans.setdefault((key, name), []).append((source, start, length))
-        shapes = {n: sizes_of(x) for group in model["param_shapes"] for n, x in group.items()}
+        shapes_by_name = [*model["param_shapes"], model.get("frozen_param_shapes") or {}]
+        shapes = {n: sizes_of(x) for group in shapes_by_name for n, x in group.items()}
         for (key, name), some in spans.items():
             target = run.moments.setdefault(key, {}) if key else run.parameters
             # Tied parameters are in several parts of a pipeline.
@@ -127,14 +132,30 @@ def _slices_of_stages_1_and_2(state: Values) -> Iterator[tuple[int, str, int, in
             yield group, name, start, length
 
 
-def _slices_of_stage_3(model: Values, rank: int, ranks: int) -> Iterator[tuple[int, str, int, int]]:
-    for group, shapes in enumerate(model["param_shapes"]):
+def _slices_of_stage_3(
+    groups: Iterable[Values], rank: int, ranks: int, masters: Sequence[StoredTensor] = ()
+) -> Iterator[tuple[int, str, int, int]]:
+    for group, shapes in enumerate(groups):
         start = 0
         for name, shape in shapes.items():
             size = math.prod(sizes_of(shape))
             share = -(-size // ranks)
             yield group, name, start, max(0, min(share, size - rank * share))
             start += share
+        if masters and masters[group].shape != (start,):
+            raise ValueError(f"its partitions are not those of {ranks} ranks")
+
+
+def _add_frozen(
+    spans: dict[tuple[str, str], list[Any]], models: list[Any], rank: int, ranks: int
+) -> None:
+    """Add what a rank has of parameters that are not trained: under stage 3 a part of each."""
+    model = models[min(rank, len(models) - 1)]
+    shapes, fragments = (model.get(f"frozen_param_{key}") or {} for key in ("shapes", "fragments"))
+    for _, name, _, length in _slices_of_stage_3([shapes], rank, ranks):
+        if len(models) != ranks:
+            raise ValueError(f"has the model's states of {len(models)} of {ranks} ranks")
+        spans.setdefault(("", name), []).append((fragments[name], 0, length))
 
 
 def _layers(files: TorchFiles, paths: list[Path]) -> dict[str, Any]:
@@ -160,6 +181,9 @@ def _read_universal(run: TorchRun) -> None:
             is_master = path.stem == "fp32"
             target = run.parameters if is_master else run.moments.setdefault(path.stem, {})
             target[path.parent.name] = value
+    of_moments = {name for of in run.moments.values() for name in of}
+    if lacks := sorted(of_moments - run.parameters.keys()):
+        raise PretrainedError(f"{run.folder}: zero/{lacks[0]} lacks fp32.pt")
     run.took(updates)
 
 

@@ -24,10 +24,11 @@ from jaxspeed.interop.exporting import NoHFForm, hf_form
 from jaxspeed.interop.mapping import MappingTable, bind
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor
-from jaxspeed.interop.torch_moments import MOMENTS, in_units, moments_in
+from jaxspeed.interop.torch_moments import MOMENTS, count_of, in_units, moments_in
 from jaxspeed.interop.torch_runs.dcp import METADATA, read_dcp
 from jaxspeed.interop.torch_runs.deepspeed import read_deepspeed
-from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TorchRun
+from jaxspeed.interop.torch_runs.pickles import as_pretrained_error
+from jaxspeed.interop.torch_runs.torch_run import AnyTensor, TensorInParts, TorchRun
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.codec import Stored, StoredValue
 from jaxspeed.placement.paths import counted, listed
@@ -49,6 +50,10 @@ def read_torch_run(folder: str | Path) -> TorchRun:
         return read_dcp(path)
     if (path / "latest").is_file() or any(path.glob("*model_states.pt")):
         return read_deepspeed(path)
+    if not path.is_dir():
+        raise PretrainedError(f"{folder}: is no folder")
+    if tags := sorted(p.parent.name for p in path.glob("*/*mp_rank_00_model_states.pt")):
+        raise PretrainedError(f"{folder}: has no file latest; name one of its folders: {tags[-1]}")
     raise PretrainedError(
         f"{folder}: is no folder of a checkpoint of DeepSpeed or of torch's DCP. Megatron's own is "
         "read once it is exported to Hugging Face's"
@@ -120,11 +125,11 @@ class _Arrays:
             if kind in ("params", "ema") or (kind == "variables" and path in read):
                 self._tensors[name] = weights, Leaf(path, leaf.shape, None)
         fields = {} if run.no_optimizer else self._add_moments(shapes)
-        counts = {f"{x.partition(f'/{k}/')[0]}/count" for k in fields for x in fields[k].values()}
+        counts = {count_of(x, k, self._leaves) for k, of in fields.items() for x in of.values()}
         numbers: dict[str, Any] = {"step": run.steps, "skipped": run.skipped}
         for name, leaf in self._leaves.items():
             kind, _, path = name.partition("/")
-            if kind == "opt" and not leaf.shape:
+            if kind == "opt" and not leaf.shape and name not in self._tensors:
                 is_of_moments = name in counts or run.position is None
                 numbers[name] = run.updates if is_of_moments else run.position
             elif kind == "variables" and path not in read:
@@ -133,9 +138,9 @@ class _Arrays:
                 numbers[name] = getattr(self._held.loss_scale, path)
             elif kind == "loss_scale" and run.scaler:
                 numbers[name] = run.scaler[path]
-        self._numbers = {
-            name: np.asarray(x, self._leaves[name].stored.dtype) for name, x in numbers.items()
-        }
+        dtypes = {name: self._leaves[name].stored.dtype for name in numbers}
+        with as_pretrained_error(run.folder):
+            self._numbers = {name: np.asarray(x, dtypes[name]) for name, x in numbers.items()}
         if run.no_optimizer:
             self.notes.append(f"it does not have {run.no_optimizer}")
         elif run.position is None:
@@ -144,7 +149,7 @@ class _Arrays:
             names = [f"{name} ({number})" for name, number in sorted(inert.items())]
             self.notes.append(f"objects of these classes were not read: {listed(names)}")
         records = {
-            name: LeafRecord(leaf.shape, leaf.stored.shape, leaf.stored.dtype.name, leaf.key)
+            name: LeafRecord(leaf.shape, leaf.stored.shape, self._dtype(name), leaf.key)
             for name, leaf in self._leaves.items()
             if name in self._tensors or name in self._numbers
         }
@@ -153,16 +158,22 @@ class _Arrays:
         tag, stage = run.folder.name, self._program.table.stage
         return Header(tag, step, 0.0, records, {}, "", 1, stage, scale_rule, {}, {}, [])
 
+    def _dtype(self, name: str) -> str:
+        """The dtype in which the run has a leaf."""
+        weights, leaf = self._tensors.get(name, (None, None))
+        if weights is None or leaf is None:
+            return self._leaves[name].stored.dtype.name
+        return weights.dtype_of(leaf.parameter)
+
     def _add_moments(self, shapes: Shapes) -> dict[str, dict[str, str]]:
         """Bind the moments of the optimizer's leaves, by their field in it."""
-        run, of_tensors = self._run, (name for name, leaf in self._leaves.items() if leaf.shape)
-        fields = moments_in(of_tensors, shapes)
+        run, fields = self._run, moments_in(self._leaves, shapes)
         there, needed = {*run.moments}, {MOMENTS[kind][0] for kind in fields if kind}
         if "" in fields or there != needed:
-            needs = listed(sorted(needed | {*fields.get("", {}).values()}))
+            needs = listed(sorted(needed | {*fields.get("", {}).values()})) or "none of it"
             raise CheckpointError(
-                f"{run.folder}: its optimizer has {listed(sorted(there))}, and that of the config "
-                f"needs {needs}"
+                f"{run.folder}: its optimizer has {listed(sorted(there)) or 'no state'}, and that "
+                f"of the config needs {needs}"
             )
         for kind, names in fields.items():
             key, power = MOMENTS[kind]
@@ -176,7 +187,10 @@ class _Arrays:
         self, shapes: Shapes, tensors: Mapping[str, AnyTensor], power: int
     ) -> FolderWeights:
         """Tensors as a model's values; moments in units of the parameters' gradients."""
-        table, prefix = _fitting(self._table, shapes, tensors)
+        try:
+            table, prefix = _fitting(self._table, shapes, tensors)
+        except PretrainedError as error:
+            raise PretrainedError(f"{self._run.folder}: {error}") from None
         inside = {
             name.removeprefix(prefix): x
             for name, x in tensors.items()
@@ -194,6 +208,11 @@ class _Arrays:
         )
         weights = FolderWeights(folder, in_units(table, power))
         weights.check(shapes)
+        for tensor in inside.values():
+            if isinstance(
+                tensor, TensorInParts
+            ):  # what is damaged is found before a state is freed
+                tensor.check()
         return weights
 
     def __call__(self, _: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
@@ -215,13 +234,16 @@ def _fitting(
     table: MappingTable, shapes: Shapes, there: Mapping[str, Any]
 ) -> tuple[MappingTable, str]:
     """The table, of names in files or in memory, and the prefix under which most tensors are."""
-    best = -1, table, ""
+    best = 0, table, [""]
     for candidate in (table, table.in_memory()):
         with contextlib.suppress(*[PretrainedError] * (candidate is not table)):
             names = bind(candidate, shapes, len(there)).tensors
             longest = max(names, key=len, default="")
-            prefixes = [n.removesuffix(longest) for n in there if n.endswith(f".{longest}")]
-            for prefix in ("", *prefixes):
-                fits = sum(f"{prefix}{name}" in there for name in names)
-                best = (fits, candidate, prefix) if fits > best[0] else best
-    return best[1:]
+            prefixes = {n.removesuffix(longest) for n in there if n.endswith(f".{longest}")}
+            fits = {p: sum(f"{p}{name}" in there for name in names) for p in {"", *prefixes}}
+            if (most := max(fits.values())) > best[0]:
+                best = most, candidate, sorted(p for p in fits if fits[p] == most)
+    _, chosen, fitting = best
+    if len(fitting) > 1:
+        raise PretrainedError(f"has the model's tensors under several prefixes: {listed(fitting)}")
+    return chosen, fitting[0]

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 from jaxspeed.errors import PretrainedError
 
 MOST_BYTES = 128 << 20
+_MOST_VALUES, _MOST_CHARACTERS = 64, 1024  # of a call or a record, and of a name
 # Instructions that torch's files do not have, and that call, hash, or allocate before they read.
 _REFUSED = (
     *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8),
-    pickle.NEWOBJ_EX,
+    *(pickle.NEWOBJ_EX, pickle.PUT, pickle.GET),
     *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.NEXT_BUFFER, pickle.DICT),
 )
 
@@ -109,6 +110,8 @@ class PickleReader(_Unpickler):
         self.persistent_load = storage or _refuse
 
     def find_class(self, module: str, name: str) -> Name:
+        if len(module) + len(name) > _MOST_CHARACTERS:
+            raise ValueError("has a class with a name that is too long")
         return Name(f"{module}.{name}")
 
     def _construct(self) -> None:
@@ -116,6 +119,8 @@ class PickleReader(_Unpickler):
         what = self.stack.pop()
         if not isinstance(what, Name) or type(arguments) is not tuple:
             raise ValueError("calls what is no class")
+        if len(arguments) > _MOST_VALUES:
+            raise ValueError(f"calls {what.text} with {len(arguments):,} arguments")
         if what.text in ("copyreg._reconstructor", "copy_reg._reconstructor"):
             what, arguments = arguments[0], ()
         if constructor := self._constructors.get(what.text):
@@ -130,7 +135,10 @@ class PickleReader(_Unpickler):
         """Set the fields of a record; the state of all else, such as `_metadata`, is not read."""
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Pickled):
-            target.fields.update(state if type(state) is dict else {"state": state})
+            fields = state if type(state) is dict else {"state": state}
+            if len(fields) > _MOST_VALUES:
+                raise ValueError(f"has a record of {len(fields):,} fields")
+            target.fields.update(fields)
 
     def _set_item(self) -> None:
         value = self.stack.pop()
@@ -158,8 +166,12 @@ def _refuse(*_: Any) -> Any:
 
 
 def hashable(key: Any) -> Any:
-    """A key whose hash takes constant time and no recursion."""
-    parts = key if type(key) is tuple and len(key) < 64 else (key,)
-    if not all(isinstance(x, str | int | float | Name | Pickled | Inert | None) for x in parts):
+    """A key whose hash and comparison take constant time; no two of many have the same hash."""
+    if type(key) is tuple:
+        return Inert("tuple")  # no tuple is looked up
+    is_short = not isinstance(key, str) or len(key) <= 1 << 16
+    is_small = not isinstance(key, int) or abs(key) < 1 << 53
+    is_known = isinstance(key, str | int | float | Name | Pickled | Inert | None)
+    if not (is_known and is_short and is_small):
         raise ValueError("has a dict with keys that are not read")
     return key

@@ -24,6 +24,11 @@ class TensorInParts:
     dtype: str
     parts: Sequence[tuple[slice | tuple[slice, ...], Callable[[], np.ndarray]]]
 
+    def check(self) -> None:
+        """Open all parts, as views of their files."""
+        for _, read in self.parts:
+            read()
+
     def array(self) -> np.ndarray:
         """The tensor: a view of its file where it has one part."""
         if len(self.parts) == 1:
