@@ -79,6 +79,15 @@ NOT_RUN = {
     "jaxspeed launch --hostfile hosts --include worker-0@worker-1:0,2 "
     "-- train config.yaml": "hosts with ssh",
     'pip install "jaxspeed[s3]"': "a network",
+    'pip install "jaxspeed[vision]"': "a network",
+    **dict.fromkeys(
+        (
+            "jaxspeed init config.yaml --model base --data photos/metadata.jsonl --lora 16",
+            'jaxspeed sample runs/config --chat "What is this?" --image photos/1.jpg',
+            "jaxspeed checkpoint export runs/config tuned/ --format hf --merge",
+        ),
+        "a folder of transformers' and images; tests/data and tests/interop run their parts",
+    ),
     "jaxspeed train runs/mine --set run.checkpoints=s3://bucket/mine": "a bucket; tests/run has it",
     "jaxspeed checkpoint verify s3://bucket/mine": "a bucket; tests/checkpoint has it",
     "jaxspeed checkpoint import /ckpts/my_run runs/mine --config config.json": "tests/interop",

@@ -127,15 +127,14 @@ def _print_samples(shown: "ShownData") -> None:
         return
     table = Table(box=None)
     table.add_column("")
-    for name in vars(DocumentCounts()):
+    names = [n for n in vars(DocumentCounts()) if n != "images" or shown.total.images]
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     rows = [*shown.counts.items()]
     if len(rows) > 1:
         rows.append(("all", shown.total))
     for name, source_counts in rows:
-        table.add_row(
-            Text(harmless(name)), *(f"{value:,}" for value in vars(source_counts).values())
-        )
+        table.add_row(Text(harmless(name)), *(f"{getattr(source_counts, n):,}" for n in names))
     console.print(table, highlight=False)
     if shown.seq_len is not None:
         size = f"a sample holds {shown.seq_len + 1:,} tokens"
