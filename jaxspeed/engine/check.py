@@ -366,16 +366,7 @@ def reduced_by_one(program: Program, held: Held) -> Reduced:
     Of a step of several phases, those that its phases write, if they do.
     """
 
-    def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
-        scale = state.loss_scale.scale
-        sources = state.sources(program.table)
-        variables, batch = with_extra(state.variables, batch)
-        sums: tuple[Sums, Any] = program.gradients(
-            sources, variables, batch, state.step, scale, state.ring_errors
-        )
-        return sums
-
-    compiled: Reduced = jax.jit(program.in_mesh(reduced))
+    compiled: Reduced = jax.jit(program.in_mesh(program.summed))
     if not any(SUMS in phase.writes for phase in program.phases):
         return lambda state, batch: compiled(state, _prepared(program, state, batch, held))
 

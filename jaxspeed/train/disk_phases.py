@@ -23,7 +23,6 @@ from jaxspeed.train.phases import BATCH, METRICS, STATE, SUMS, VARIABLES, StepPh
 from jaxspeed.train.program import Program
 from jaxspeed.train.update import ReducedGradients
 from jaxspeed.train_state.state import Arrays, TrainState
-from jaxspeed.user_models.batches import with_extra
 
 REDUCED, SECONDS = "reduced", "seconds"
 _METRICS = tuple(
@@ -70,15 +69,7 @@ def _gradients(
     program: Program, state: TrainState, batch: Any
 ) -> tuple[Sums, Arrays, ReducedGradients]:
     """The reduced gradients, the variables after all micro-batches, and how to apply them."""
-    variables, batch = with_extra(state.variables, batch)
-    sums, variables = program.gradients(
-        state.sources(program.table),
-        variables,
-        batch,
-        state.step,
-        state.loss_scale.scale,
-        state.ring_errors,
-    )
+    sums, variables = program.summed(state, batch)
     reduced = program.update.reduced(state, sums)
     return sums._replace(grads=reduced.grads), variables, reduced._replace(grads={})
 

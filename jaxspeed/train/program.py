@@ -32,7 +32,7 @@ from jaxspeed.placement.xla_options import compiler_options
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.sequence_parallel import AttentionReport
 from jaxspeed.tensor_parallel import ShardingProposal
-from jaxspeed.traced_loss.accumulate import micro_batch_shapes, per_weight
+from jaxspeed.traced_loss.accumulate import Sums, micro_batch_shapes, per_weight
 from jaxspeed.traced_loss.loss import Loss
 from jaxspeed.traced_loss.micro_batch_loss import MicroBatchLoss
 from jaxspeed.train.gradients import Gradients
@@ -40,7 +40,7 @@ from jaxspeed.train.phases import BATCH, FIRST_ADAPTER, METRICS, STATE, StepPhas
 from jaxspeed.train.update import Update
 from jaxspeed.train_state.opt_layout import OptLayout
 from jaxspeed.train_state.optimizer import RunOptimizer
-from jaxspeed.train_state.state import TrainState
+from jaxspeed.train_state.state import Arrays, TrainState
 from jaxspeed.train_state.state_storage import StateStorage
 from jaxspeed.user_models import Model
 from jaxspeed.user_models.batch_checks import check_shared_evenly, check_train_batch
@@ -297,21 +297,24 @@ class Program:
 
     # -- steps ----------------------------------------------------------------------------------
 
+    def summed(self, state: TrainState, batch: Any) -> tuple[Sums, Arrays]:
+        """The gradients over all micro-batches, and the variables after them; traced."""
+        variables, batch = with_extra(state.variables, batch)
+        return self.gradients(
+            state.sources(self.table),
+            variables,
+            batch,
+            state.step,
+            state.loss_scale.scale,
+            state.ring_errors,
+        )
+
     @functools.cached_property
     def step(self) -> Any:
         """One optimizer step over a global batch; donates the state."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            read_variables, batch = with_extra(state.variables, batch)
-            sums, variables = self.gradients(
-                state.sources(self.table),
-                read_variables,
-                batch,
-                state.step,
-                state.loss_scale.scale,
-                state.ring_errors,
-            )
-            return self.update(state, sums, variables)
+            return self.update(state, *self.summed(state, batch))
 
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return self.jit(step, donate_argnums=0, out_shardings=(self.shardings, replicated))
